@@ -1,0 +1,64 @@
+# Everything starts from a fresh clone with python3 and make; nothing needs root.
+#
+#   make demo    install, train the built-in English-Italian demo, measure it, translate with it
+#   make test    install with the test tools, then lint, types and every test
+#   make lint    lint and types only
+#   make bench   the speed figures of benchmarks/
+#   make docs    the pages made from the code
+#   make clean   remove the environment and the caches; runs/ stays
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    ?= runs/demo
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.installed
+	$(BIN)/qkv train demo --run $(RUN)
+	$(BIN)/qkv evaluate $(RUN)
+	printf '%s\n' "Your cat is a lovely cat." "I love you very much." | $(BIN)/qkv translate $(RUN)
+
+# pytest comes last, so that its summary is the last line.
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/qkv lab speed
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/make_options.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find src tests docs -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes first and by itself: it is the largest part, and its exact build is the machine's choice. It brings
+# setuptools, so the project is then built in this environment instead of an isolated one that would be downloaded.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer, this is " \
+	  + sys.version.split()[0] + ": set PYTHON, e.g. make PYTHON=python3.12")'
+	@echo "making $(VENV) and installing torch (the largest part: it may take minutes) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch setuptools
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing qkv and what it needs into $(VENV) ..."
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing the test tools into $(VENV) ..."
+	@$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@

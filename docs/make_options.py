@@ -1,0 +1,67 @@
+"""Write docs/options.md from the declarations in qkv.config: `make docs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from qkv import config
+
+INTRODUCTION = """\
+# Options
+
+Everything that decides a run, made by `make docs` from `src/qkv/config.py`. A config file has one table for each
+section, and what it leaves out has its default; on the command line an option is `--set section.key=value`:
+
+```
+qkv train config.toml --set train.steps=20000 --set model.dropout=0.3
+```
+
+An unknown option, a wrong type or a value out of bounds is an error that names the nearest right one. The run folder
+keeps all of them, resolved, in its `config.toml`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    sections: list[tuple[str, Any]] = []
+    for spec in dataclasses.fields(config.Config):
+        if spec.name == "model":
+            sections += [(f'[model] kind = "{kind}"', cls) for kind, cls in config.MODEL_KINDS.items()]
+        else:
+            sections.append((f"[{spec.name}]", spec.default_factory))
+        if spec.name == "data":
+            sections.append(("[[data.train]], [[data.valid]]", config.Corpus))
+    return "\n".join([INTRODUCTION, *(section(title, cls) for title, cls in sections)])
+
+
+def section(title: str, cls: Any) -> str:
+    """One section's heading and table."""
+    rows = [
+        f"| `{spec.name}` | {allowed(spec)} | {default(spec)} | {spec.metadata['help']} |"
+        for spec in dataclasses.fields(cls)
+    ]
+    return "\n".join(
+        [f"## `{title}`", "", cls.__doc__, "", "| option | value | default | meaning |", "|---|---|---|---|", *rows, ""]
+    )
+
+
+def allowed(spec: dataclasses.Field[Any]) -> str:
+    """What an option may be: its choices, or its type and bounds."""
+    choices, low, high = (spec.metadata[key] for key in ("choices", "low", "high"))
+    if choices:
+        return " ".join(f'`"{choice}"`' for choice in choices)
+    names = {bool: "true or false", int: "whole number", float: "number", str: "string", tuple: "tables"}
+    bounds = f" {low:g} to {high:g}" if high is not None else f" ≥ {low:g}" if low is not None else ""
+    return names[type(spec.default)] + bounds
+
+
+def default(spec: dataclasses.Field[Any]) -> str:
+    """The default as TOML writes it."""
+    return "none" if spec.default == () else f"`{json.dumps(spec.default)}`"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("options.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,60 @@
+"""qkv: the Transformer of "Attention Is All You Need", from raw text files to a model that translates.
+
+The public names. They are looked up when first used, so that `import qkv` and `qkv --help` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkv import config, models, presets
+    from qkv.api import Translation, Translator, evaluate, load, train
+    from qkv.config import Config
+    from qkv.errors import QkvError, UsageError
+    from qkv.run import Run
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Config": "qkv.config",
+    "QkvError": "qkv.errors",
+    "Run": "qkv.run",
+    "Translation": "qkv.api",
+    "Translator": "qkv.api",
+    "UsageError": "qkv.errors",
+    "config": "",
+    "evaluate": "qkv.api",
+    "load": "qkv.api",
+    "models": "",
+    "presets": "",
+    "train": "qkv.api",
+}
+
+__all__ = [
+    "Config",
+    "QkvError",
+    "Run",
+    "Translation",
+    "Translator",
+    "UsageError",
+    "config",
+    "evaluate",
+    "load",
+    "models",
+    "presets",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+    if not _HOME[name]:
+        return importlib.import_module(f"qkv.{name}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,207 @@
+"""The Python surface: text in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from qkv import config as configs
+from qkv.decode.batched import score_all, search_all
+from qkv.decode.search import Hypothesis
+from qkv.device import choose_device
+from qkv.errors import UsageError
+from qkv.evaluate import metrics
+from qkv.run import Run
+from qkv.text.split import Pieces, split
+from qkv.train.begin import train
+
+__all__ = ["Scored", "Translation", "Translator", "evaluate", "load", "train"]
+
+CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another translation of the same text."""
+
+    text: str
+    score: float
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translation and what is known about it; `score` is `logprob` under the length penalty."""
+
+    text: str
+    score: float
+    logprob: float
+    tokens: list[str]
+    alternatives: list[Alternative]
+    truncated: bool = False  # the longest length allowed was reached before the model ended
+    pieces: int = 1  # how many parts a long input was translated in
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+EMPTY = Translation("", 0.0, 0.0, [], [], pieces=0)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probability of a given translation, as a whole and token by token, </s> last."""
+
+    logprob: float
+    tokens: list[str]
+    token_logprobs: list[float]
+
+    @property
+    def perplexity(self) -> float:
+        return float(torch.tensor(-self.logprob / len(self.token_logprobs)).exp())
+
+
+class Translator:
+    """A trained run, ready to translate."""
+
+    def __init__(self, run: Run, *, weights: str = "", device: str = "auto") -> None:
+        self.run = run
+        self.config = run.config
+        self.tokenizers = run.tokenizers
+        self.device = choose_device(device)
+        self.model = run.model(self.device, weights)
+
+    @overload
+    def translate(self, text: str, **options: Any) -> Translation: ...
+
+    @overload
+    def translate(self, text: Sequence[str], **options: Any) -> list[Translation]: ...
+
+    def translate(
+        self,
+        text: str | Sequence[str],
+        *,
+        beam: int | None = None,
+        n_best: int = 1,
+        length_penalty: str | None = None,
+        alpha: float | None = None,
+        tag: str = "",
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Translation | list[Translation]:
+        """Translate a text, or each of several; what is left out is as the run's config has it.
+
+        Blank text stays empty without asking the model. Text longer than the model was trained on is translated in
+        pieces, cut at sentences where possible, and put together again. `progress` is told of every finished text.
+        """
+        if isinstance(text, str):
+            return self.translate([text], beam=beam, n_best=n_best, length_penalty=length_penalty, alpha=alpha, tag=tag)[0]
+        if n_best < 1:
+            raise UsageError(f"n_best = {n_best}: must be at least 1")
+        spec = self._decode_options(beam=beam, length_penalty=length_penalty, alpha=alpha)
+        prefix = [self.tokenizers.src.tag(tag)] if tag else []
+        parts = [self._pieces(line, len(prefix)) for line in text]
+        line_of = [number for number, pieces in enumerate(parts) for _ in pieces]
+        sources = [prefix + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces]
+        missing = [len(pieces) for pieces in parts]
+        progress(missing.count(0))
+
+        def finished(indices: Sequence[int]) -> None:
+            for i in indices:
+                missing[line_of[i]] -= 1
+            progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
+
+        found = iter(
+            search_all(
+                self.model, sources, spec, self.tokenizers, n_best=n_best, device=self.device, progress=finished
+            )
+        )
+        return [self._translation(pieces, list(islice(found, len(pieces)))) for pieces in parts]
+
+    def stream(self, lines: Iterable[str], **options: Any) -> Iterator[Translation]:
+        """Translate lines as they come, in order and in bounded memory."""
+        rest = iter(lines)
+        while chunk := list(islice(rest, CHUNK)):
+            yield from self.translate(chunk, **options)
+
+    @overload
+    def score(self, source: str, target: str, *, tag: str = "") -> Scored: ...
+
+    @overload
+    def score(self, source: Sequence[str], target: Sequence[str], *, tag: str = "") -> list[Scored]: ...
+
+    def score(
+        self, source: str | Sequence[str], target: str | Sequence[str], *, tag: str = ""
+    ) -> Scored | list[Scored]:
+        """Forced decoding: how likely the model finds the given translation of each source."""
+        if isinstance(source, str) and isinstance(target, str):
+            return self.score([source], [target], tag=tag)[0]
+        if len(source) != len(target):
+            raise UsageError(f"{len(source)} sources but {len(target)} targets: they must correspond line by line")
+        src, tgt = self.tokenizers.src, self.tokenizers.tgt
+        prefix = [src.tag(tag)] if tag else []
+        sources = [prefix + src.encode(line) for line in source]
+        targets = [tgt.encode(line) for line in target]
+        logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device)
+        return [
+            Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)
+        ]
+
+    def _decode_options(self, **changed: Any) -> configs.Decode:
+        given = {name: value for name, value in changed.items() if value is not None}
+        return self.config.replace(decode=given).decode
+
+    def _pieces(self, line: str, prefix: int) -> Pieces:
+        room = self.config.data.max_length - prefix
+        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room)
+
+    def _translation(self, pieces: Pieces, found: list[list[Hypothesis]]) -> Translation:
+        """Put the hypotheses of all pieces together, rank by rank."""
+        if not found:
+            return EMPTY
+        ranks = [self._join(pieces, hypotheses) for hypotheses in zip(*found, strict=False)]
+        best, alternatives = ranks[0], ranks[1:]
+        return Translation(
+            text=best.text,
+            score=best.score,
+            logprob=best.logprob,
+            tokens=self.tokenizers.tgt.tokens([token for hypotheses in found for token in hypotheses[0].tokens]),
+            alternatives=alternatives,
+            truncated=any(hypotheses[0].truncated for hypotheses in found),
+            pieces=len(found),
+        )
+
+    def _join(self, pieces: Pieces, hypotheses: tuple[Hypothesis, ...]) -> Alternative:
+        texts = [" ".join(self.tokenizers.tgt.decode(h.tokens).split("\n")) for h in hypotheses]
+        text = pieces.join(texts, glue=" ").strip()
+        return Alternative(text, sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses))
+
+
+def load(run: str | Path | Run, *, weights: str = "", device: str = "auto") -> Translator:
+    """Open a run folder for use: `weights` is best, average, last or a step number; by default the chosen ones."""
+    return Translator(run if isinstance(run, Run) else Run.open(run), weights=weights, device=device)
+
+
+def evaluate(
+    run: str | Path | Run | Translator,
+    src: Sequence[str],
+    ref: Sequence[str],
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+    **options: Any,
+) -> tuple[metrics.Scores, list[Translation]]:
+    """Translate the source lines and score them against raw references: BLEU, chrF and TER, and the translations."""
+    translator = run if isinstance(run, Translator) else load(run)
+    if len(src) != len(ref):
+        raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
+    translations = translator.translate(src, progress=progress, **options)
+    scores = metrics.score([t.text for t in translations], ref, tgt_lang=translator.config.data.tgt_lang)
+    return scores, translations

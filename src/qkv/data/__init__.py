@@ -1,0 +1,1 @@
+"""Data: from text files to batches of ids."""

@@ -1,0 +1,160 @@
+"""Constructions with numbers: ages, prices, sums, times of day, days and dates."""
+
+from __future__ import annotations
+
+from qkv.data.demo import english, italian, nouns, verbs, words
+from qkv.data.demo.choose import OWNERS, animal, at_time, clock, date, describe, kin, somebody, subject
+from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, tokens, unit
+from qkv.data.demo.questions import EVENTS, PRICED, SHOPS, TRANSIT
+from qkv.data.demo.simple import STOP, end, mode
+from qkv.data.demo.syntax import NP, Dice, clause, group, having, link, np, numeral
+from qkv.data.demo.verbs import BE, COST
+
+
+def counted(number: int, en: str, it: str) -> Phrase:
+    """A number and a noun: twenty-one years, ventun anni."""
+    n, m = link(), link()
+    return Phrase(tokens(english.cardinal(number), n) + tokens(en, m), (numeral(number, n), *tokens(it, m)),
+                  (english.cardinal(number), en))  # fmt: skip
+
+
+def age(d: Dice) -> Phrase:
+    """I am twenty-three years old; ho ventitré anni."""
+    x = d.random()
+    s = animal(d) if x < 0.15 else kin(d) if x < 0.45 else somebody(d) if x < 0.7 else subject(d)
+    number = 2 + d.below(14) if s.noun and "animal" in s.noun.classes else 3 + d.below(90)
+    negative, ask = mode(d)
+    old = counted(number, "years", "anni")
+    n = old.en[-1][1][0]
+    return end(clause(s, having(s, "present", negative, ask), old, Phrase(tokens("old", n)), ask=ask), ask)
+
+
+def price(d: Dice) -> Phrase:
+    """The book costs twenty-three euros; il libro costa ventitré euro."""
+    noun = d.pick(PRICED)
+    plural = d.chance(0.35)
+    s = np(noun, d.pick(("the", "these", "those") if plural else ("the", "this", "that")), plural, describe(d, noun, 0.2))
+    negative, ask = mode(d)
+    x = d.random()
+    number = 2 + d.below(98) if x < 0.85 else 100 * (1 + d.below(10))
+    return end(clause(s, group(COST, s, negative=negative, ask=ask), counted(number, "euros", "euro"), ask=ask), ask)
+
+
+def bought_for(d: Dice) -> Phrase:
+    """She sold the car for nine hundred euros; ha venduto la macchina per novecento euro."""
+    verb = d.pick(tuple(v for v in verbs.TRANSITIVE if v.lemma in ("buy", "sell")))
+    noun = d.pick(tuple(n for n in PRICED if n in verb.objects))
+    s = subject(d)
+    number = 2 + d.below(98) if d.chance(0.8) else 100 * (1 + d.below(10))
+    o = np(noun, d.pick(("the", "this", "a")), False, describe(d, noun, 0.15))
+    tense = d.pick(("past", "past", "future"))
+    return end(clause(s, group(verb, s, tense), o.phrase, pair("for/1 $0", "per/1 $0", counted(number, "euros", "euro"))))
+
+
+def total(d: Dice) -> Phrase:
+    """Seven plus five is twelve; sette più cinque fa dodici."""
+    a, b = 2 + d.below(49), 2 + d.below(49)
+    word, parola, c = ("plus", "più", a + b) if d.chance(0.6) else ("minus", "meno", a - b)
+    if c < 0:
+        a, b, c = b, a, -c
+    e, i = english.cardinal, italian.cardinal
+    return pair(f"{e(a)}/1 {word}/2 {e(b)}/3 is/4 {e(c)}/5 .", f"{i(a)}/1 {parola}/2 {i(b)}/3 fa/4 {i(c)}/5 .",
+                lemmas=(e(a), word, e(b)))  # fmt: skip
+
+
+def time_now(d: Dice) -> Phrase:
+    """It is half past three; sono le tre e mezza."""
+    when, one = clock(d)
+    part = d.pick((EMPTY, EMPTY, unit("in the morning", "di mattina", "morning"), unit("in the evening", "di sera", "evening"),
+                   unit("in the afternoon", "di pomeriggio", "afternoon")))  # fmt: skip
+    past = d.chance(0.3)
+    en, it = ("was", "era" if one else "erano") if past else ("is", "è" if one else "sono")
+    return end(pair(f"it/1 {en}/1 $0 $1", f"{it}/1 $0 $1", when, part))
+
+
+def timetable(d: Dice) -> Phrase:
+    """The train leaves at ten past five; il treno parte alle cinque e dieci."""
+    negative, ask = mode(d)
+    x = d.random()
+    if x < 0.35:
+        s, verb = np(d.pick(TRANSIT), d.pick(("the", "the", "this"))), d.pick(verbs.LEAVING)
+    elif x < 0.55:
+        s, verb = np(d.pick(SHOPS)), d.pick((verbs.OPEN, verbs.CLOSE))
+    elif x < 0.65:
+        s, verb = np(d.pick(EVENTS)), verbs.BEGIN
+    else:
+        s, verb = subject(d, ask), d.pick((*verbs.LEAVING, verbs.MOVING[2]))
+    tense = d.pick(("present", "past", "future"))
+    times = {"past": ("yesterday", "ieri"), "future": ("tomorrow", "domani")}
+    day = unit(*times[tense]) if tense in times and d.chance(0.4) else EMPTY
+    return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), at_time(d), day, ask=ask), ask)
+
+
+def opening(d: Dice) -> Phrase:
+    """The bank is open from nine o'clock to five o'clock; la banca è aperta dalle nove alle cinque."""
+    s = np(d.pick(SHOPS))
+    a, b = 6 + d.below(6), 2 + d.below(8)
+    e, i = english.cardinal, italian.cardinal
+    hours = pair(f"from/1 {e(a)}/2 o'clock to/3 {e(b)}/4 o'clock", f"da/1 @il.fp/2 {i(a)}/2 a/3 @il.fp/4 {i(b)}/4",
+                 lemmas=(e(a), e(b)))  # fmt: skip
+    form = "aperto" if d.chance(0.7) else "chiuso"
+    state = unit("open" if form == "aperto" else "closed", italian.adjective(form, s.gender, False), form)
+    negative, ask = mode(d)
+    return end(clause(s, group(BE, s, negative=negative, ask=ask), state, hours, ask=ask), ask)
+
+
+def _occasion(d: Dice) -> NP:
+    if d.chance(0.6):
+        what = nouns.Noun("birthday", "birthdays", "compleanno", "compleanni", "m", "m", frozenset())
+        if d.chance(0.5):
+            return np(what, d.pick(OWNERS))
+        from qkv.data.demo.syntax import of_owner
+
+        return of_owner(what, somebody(d))
+    return np(nouns.BY_NAME["concert"])
+
+
+def on_date(d: Dice) -> Phrase:
+    """My birthday is on the tenth of March; il mio compleanno è il dieci marzo."""
+    s = _occasion(d)
+    negative, ask = mode(d)
+    return end(clause(s, group(BE, s, negative=negative, ask=ask), pair("on $0", "$0", date(d)), ask=ask), ask)
+
+
+def today(d: Dice) -> Phrase:
+    """Today is the first of May; oggi è il primo maggio. Tomorrow is Sunday; domani è domenica."""
+    en, it, verb, forms = d.pick((("today", "oggi", "is", "è"), ("tomorrow", "domani", "is", "è"),
+                                  ("yesterday", "ieri", "was", "era")))  # fmt: skip
+    named = d.pick(words.DAYS)
+    day = unit(*named, named[0])
+    x = d.random()
+    if x < 0.1:
+        when = day
+    elif x < 0.5:
+        when = pair("$0 ,/1 $1", "$0 $1", day, date(d, article=False))
+    else:
+        when = date(d)
+    return pair(f"{en}/1 {verb}/2 $0 .", f"{it}/1 {forms}/2 $0 .", when, lemmas=(en,))
+
+
+def on_day(d: Dice) -> Phrase:
+    """On Monday I will go to Rome; lunedì andrò a Roma."""
+    en, it = d.pick(words.DAYS)
+    day = pair(f"on/1 {en}/1", f"{it}/1", lemmas=(en,))
+    if d.chance(0.25):
+        day = pair("on $0", "$0", date(d))
+    negative, _ = mode(d)
+    s = subject(d)
+    from qkv.data.demo.choose import in_city, target, to_or_at
+    from qkv.data.demo.simple import ACTIONS
+
+    if d.chance(0.5):
+        verb = d.pick((*verbs.LEAVING, verbs.MOVING[0], verbs.MOVING[2]))
+        rest = EMPTY if verb in verbs.LEAVING else in_city(d, "to") if d.chance(0.5) else to_or_at(d, "to")
+    else:
+        verb = d.pick(ACTIONS)
+        rest = target(d, verb, free=not negative).phrase
+    body = clause(s, group(verb, s, "future", negative=negative), rest)
+    if d.chance(0.6):
+        return chain(day, body, STOP)
+    return chain(body, day, STOP)

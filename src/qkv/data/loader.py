@@ -1,0 +1,185 @@
+"""From planned indices to tensors: `Batch`, and the endless stream of updates that training reads.
+
+A thread stays a few updates ahead, so reading, BPE-dropout and copying to the device overlap with the arithmetic.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qkv.data import batches
+from qkv.data.store import Store
+from qkv.text import Tokenizer, Tokenizers
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sentence pairs as the model sees them: source ends in </s>, target begins with <s>, labels end in </s>."""
+
+    source: Tensor  # (batch, source)
+    lengths: Tensor  # (batch,) real source tokens in each row
+    target: Tensor  # (batch, target)
+    labels: Tensor  # (batch, target): what each target position must predict; padding is <pad>
+    tokens: int  # real labels
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        moved = [t.pin_memory().to(device, non_blocking=True) for t in (self.source, self.lengths, self.target, self.labels)]
+        return Batch(*moved, self.tokens)
+
+
+class Position(NamedTuple):
+    """How far the data has been read: everything before update number `update` of epoch `epoch`."""
+
+    epoch: int
+    update: int
+
+
+class Step(NamedTuple):
+    """One optimiser step: this rank's micro-batches, and the position after it."""
+
+    micros: list[Batch]
+    after: Position
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.tokens for batch in self.micros)
+
+
+def pad(rows: list[NDArray[Any]], value: int, *, first: int | None = None, last: int | None = None) -> Tensor:
+    """Rows of ids as one matrix (batch, width), each with an optional first and last id, padded on the right."""
+    extra = (first is not None) + (last is not None)
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    matrix = np.full((len(rows), int(lengths.max(initial=0)) + extra), value, np.int64)
+    start = 0 if first is None else 1
+    for i, row in enumerate(rows):
+        matrix[i, start : start + len(row)] = row
+    if first is not None:
+        matrix[:, 0] = first
+    if last is not None:
+        matrix[np.arange(len(rows)), lengths + start] = last
+    return torch.from_numpy(matrix)
+
+
+def collate(sources: list[NDArray[Any]], targets: list[NDArray[Any]], tokenizers: Tokenizers) -> Batch:
+    """Ids without <s> and </s> as a Batch."""
+    src, tgt = tokenizers.src, tokenizers.tgt
+    return Batch(
+        source=pad(sources, src.pad, last=src.eos),
+        lengths=torch.tensor([len(row) + 1 for row in sources]),
+        target=pad(targets, tgt.pad, first=tgt.bos),
+        labels=pad(targets, tgt.pad, last=tgt.eos),
+        tokens=sum(len(row) + 1 for row in targets),
+    )
+
+
+class Updates:
+    """The endless stream of optimiser steps over a store, from any position on; the same for the same arguments."""
+
+    def __init__(
+        self,
+        store: Store,
+        tokenizers: Tokenizers,
+        *,
+        tokens: int,
+        micro_tokens: int = 0,
+        dropout: float = 0.0,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self.store, self.tokenizers = store, tokenizers
+        self.src_widths = np.asarray(store.src_lengths) + 1
+        self.tgt_widths = np.asarray(store.tgt_lengths) + 1
+        self.tokens = tokens
+        self.micro_tokens = micro_tokens or batches.choose_micro_tokens(self.src_widths, self.tgt_widths, tokens)
+        self.dropout, self.seed = dropout, seed
+        self.rank, self.world = rank, world
+        self.device = device or torch.device("cpu")
+
+    def plan(self, epoch: int) -> list[batches.Update]:
+        indices = batches.visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
+        return batches.plan(
+            indices,
+            self.src_widths,
+            self.tgt_widths,
+            tokens=self.tokens,
+            micro_tokens=self.micro_tokens,
+            seed=self.seed,
+            epoch=epoch,
+        )
+
+    def starting(self, position: Position) -> Iterator[Step]:
+        """All steps from a position on, made by a thread that stays a little ahead."""
+        return _ahead(self._steps(position), 4)
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        epoch, first = position
+        while True:
+            plan = self.plan(epoch)
+            for number in range(first, len(plan)):
+                mine = batches.share(plan[number], self.rank, self.world)
+                after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
+                made = [self._batch(micro, (self.seed, epoch, number, part)) for part, micro in enumerate(mine)]
+                yield Step(made, after)
+            epoch, first = epoch + 1, 0
+
+    def _batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+        sources = [self.store.src(i) for i in micro]
+        targets = [self.store.tgt(i) for i in micro]
+        if self.dropout:
+            random = np.random.default_rng((*seed, 3))
+            sources = [_resegment(self.tokenizers.src, row, self.dropout, random) for row in sources]
+            targets = [_resegment(self.tokenizers.tgt, row, self.dropout, random) for row in targets]
+        return collate(sources, targets, self.tokenizers).to(self.device)
+
+
+def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:
+    """BPE-dropout: the same text cut otherwise. Tokens are exactly invertible, so the stored ids are enough."""
+    tags = {tokenizer.tag(name) for name in tokenizer.tags}
+    tagged = int(len(row) > 0 and int(row[0]) in tags)
+    cut = tokenizer.sample(tokenizer.decode(row.tolist()), dropout, random)
+    return np.concatenate([row[:tagged], np.asarray(cut, row.dtype)])
+
+
+def _ahead(steps: Iterator[Step], depth: int) -> Iterator[Step]:
+    """Run an iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
+    items: queue.Queue[Step | BaseException] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Step | BaseException) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for step in steps:
+                put(step)
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()

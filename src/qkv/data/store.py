@@ -1,0 +1,352 @@
+"""The store: tokenised text as memory-mapped ids, made once and used again as long as its inputs stay the same.
+
+A store folder holds, for `train` and `valid` and for each side, the ids of all sentences end to end and their lengths;
+the raw text of the validation pairs; the tokenizers; and `manifest.json`, which says how it was made. It is built under
+another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv import config
+from qkv.data.corpus import PACKED, Corpus, resolve
+from qkv.data.crew import Crew
+from qkv.data.job import Job, Progress
+from qkv.data.passes import Fate
+from qkv.errors import QkvError, UsageError
+from qkv.text import Tokenizers
+
+FORMAT, VERSION = "qkv-store", 1
+SMALL = 16 << 20  # bytes of text that are not worth starting processes for
+
+
+class Store:
+    """Sentences as ids, without <s> and </s>; a tagged corpus's sources begin with the tag."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self.folder, self.part = folder, part
+        manifest = _manifest(folder)
+        about = manifest[part]
+        self.sides: list[str] = manifest["sides"]
+        self.weights: tuple[float, ...] = tuple(about["weights"])
+        self._counts: list[int] = about["pairs"]
+        self._ids = {side: _map(self._path(side, "ids"), manifest["dtypes"][side]) for side in self.sides}
+        self._lengths = {side: _map(self._path(side, "lengths"), "<u4") for side in self.sides}
+        self._ends = {side: np.cumsum(lengths, dtype=np.int64) for side, lengths in self._lengths.items()}
+        for side in self.sides:
+            if len(self._lengths[side]) != len(self) or len(self._ids[side]) != self._ends[side][-1]:
+                raise QkvError(f"{self._path(side, 'ids')}: cut off or damaged: delete {folder} and prepare again")
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path, str]]:
+        return Store, (self.folder, self.part)
+
+    def src(self, i: int) -> NDArray[Any]:
+        """The source sentence i."""
+        return self._row("src", i)
+
+    def tgt(self, i: int) -> NDArray[Any]:
+        """The target sentence i, or the line i of plain text."""
+        return self._row("tgt", i)
+
+    @property
+    def src_lengths(self) -> NDArray[np.uint32]:
+        """Tokens of every source sentence."""
+        return self._side("src", self._lengths)
+
+    @property
+    def tgt_lengths(self) -> NDArray[np.uint32]:
+        """Tokens of every target sentence."""
+        return self._side("tgt", self._lengths)
+
+    @cached_property
+    def corpus(self) -> NDArray[np.uint16]:
+        """The number of the corpus that each pair comes from; `weights` has one weight for each."""
+        return np.repeat(np.arange(len(self._counts), dtype=np.uint16), self._counts)
+
+    def gather(self, indices: NDArray[np.integer], side: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ids of many sentences end to end, and their lengths."""
+        lengths = self._side(side, self._lengths)[indices].astype(np.int64)
+        starts = self._ends[side][indices] - lengths
+        before = np.cumsum(lengths) - lengths
+        return self._ids[side][np.repeat(starts - before, lengths) + np.arange(lengths.sum())], lengths
+
+    def _row(self, side: str, i: int) -> NDArray[Any]:
+        end = int(self._side(side, self._ends)[i])
+        return self._ids[side][end - int(self._lengths[side][i]) : end]
+
+    def _side(self, side: str, table: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        if side not in table:
+            raise UsageError(
+                f"{self.folder}: plain text, which has no {side} side: train a model without a source on it"
+            )
+        return table[side]
+
+    def _path(self, side: str, what: str) -> Path:
+        return self.folder / f"{self.part}.{side}.{what}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How many pairs of each corpus were read, kept, held out, and dropped for which reason."""
+
+    rows: tuple[dict[str, Any], ...]
+
+    def __str__(self) -> str:
+        columns = ["corpus", "read", "kept", "held out", "not UTF-8", "empty", "duplicate", "too long", "ratio"]
+        table = [columns]
+        for row in self.rows:
+            given = row["part"] == "valid"
+            kept, held_out = (row["valid"], 0) if given else (row["train"], row["valid"])
+            numbers = [row["read"], kept, held_out, *(row[fate.name.lower()] for fate in Fate if fate > Fate.VALID)]
+            table.append([row["name"] + (" (valid)" if given else ""), *(f"{number:,}" for number in numbers)])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        aligned = [
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            for row in table
+        ]
+        return "\n".join("  ".join(cells) for cells in aligned)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything training needs to know about the text."""
+
+    folder: Path
+    tokenizers: Tokenizers
+    train: Store
+    valid: Store
+    report: Report
+
+    @property
+    def valid_text(self) -> tuple[Path, Path]:
+        """Files with the raw lines of the validation pairs, in the order of `valid`; plain text has the second only."""
+        return self.folder / "valid.src.txt", self.folder / "valid.tgt.txt"
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Prepared:
+        """The store that `prepare` left in a folder."""
+        folder = Path(folder)
+        manifest = _manifest(folder)
+        tokenizers = Tokenizers.load(folder / "tokenizers.json")
+        if tokenizers.fingerprint != manifest["tokenizer"]:
+            raise QkvError(
+                f"{folder}: the tokenizers are not those the text was prepared with: delete it and prepare again"
+            )
+        report = Report(tuple(manifest["report"]))
+        return cls(folder, tokenizers, Store(folder, "train"), Store(folder, "valid"), report)
+
+
+def _silent(stage: str, done: int, total: int | None) -> None:
+    """No progress shown."""
+
+
+def prepare(
+    data: config.Data,
+    tokenizer: config.Tokenizer,
+    folder: Path,
+    *,
+    tokenizers: Tokenizers | None = None,
+    progress: Progress = _silent,
+    seed: int = 0,
+) -> Prepared:
+    """Read, filter, learn the vocabulary (unless one is given), tokenise and store; or find that it is done already.
+
+    The store is `folder` itself, or, with `data.store`, a folder in there that any run with the same text can use.
+    """
+    if not data.train:
+        raise UsageError("no training text: give data.train")
+    train, valid = resolve(data.train, data), resolve(data.valid, data)
+    if {corpus.sides for corpus in (*train, *valid)} == {1, 2}:
+        raise UsageError("training text and validation text must both be pairs, or both plain text")
+    corpora = [*train, *valid]
+    paths = [path for corpus in corpora for path in corpus.paths]
+    if paths.count(Path("-")) > 1:
+        raise UsageError("standard input (-) can be only one file")
+    settings = _settings(data, tokenizer, tokenizers, train, valid, seed)
+    inputs = [_stat(path) for path in paths]
+    if found := _reuse(data, folder, settings, inputs, ("path", "size", "mtime")):
+        return found
+    _check_free(folder)
+    try:
+        with _draft(Path(data.store) if data.store else folder.parent) as draft, Crew(_workers(data, inputs)) as crew:
+            job = Job(data, train, valid, draft, crew, progress, seed)
+            hashed = [{**about, "hash": digest} for about, digest in zip(inputs, job.unpack(), strict=True)]
+            if found := _reuse(data, folder, settings, hashed, ("hash",)):
+                return found
+            job.scan()
+            tokenizers = tokenizers or job.learn(tokenizer)
+            tokenizers.save(job.tokenizers)
+            manifest = job.tokenise()
+            _check_unchanged(paths, inputs)
+            job.finish()
+            place = draft.parent / _key(settings, hashed) if data.store else folder
+            _finish(draft, place, tokenizers, {**manifest, "settings": settings, "inputs": hashed})
+    except OSError as error:
+        raise QkvError(f"{error.filename or folder}: preparing the text failed: {error.strerror}") from None
+    return Prepared.open(place)
+
+
+def _settings(
+    data: config.Data,
+    tokenizer: config.Tokenizer,
+    given: Tokenizers | None,
+    train: list[Corpus],
+    valid: list[Corpus],
+    seed: int,
+) -> dict[str, Any]:
+    """Everything but the text itself that decides what a store holds."""
+    kept = ("src_lang", "tgt_lang", "valid_size", "max_length", "max_ratio", "dedupe", "on_bad")
+    vocabulary = ("kind", "vocab", "shared", "sample")
+    settings = {
+        "data": {name: getattr(data, name) for name in kept},
+        "tokenizer": given.fingerprint if given else {name: getattr(tokenizer, name) for name in vocabulary},
+        "train": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in train],
+        "valid": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in valid],
+        "seed": seed,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
+def _key(settings: dict[str, Any], inputs: list[dict[str, Any]]) -> str:
+    whole = json.dumps([settings, [about["hash"] for about in inputs]], sort_keys=True)
+    return hashlib.blake2b(whole.encode(), digest_size=10).hexdigest()
+
+
+def _stat(path: Path) -> dict[str, Any]:
+    if path == Path("-"):
+        return {"path": "-", "size": None, "mtime": None}
+    stat = path.stat()
+    return {"path": str(path.absolute()), "size": stat.st_size, "mtime": stat.st_mtime_ns}
+
+
+def _check_unchanged(paths: list[Path], before: list[dict[str, Any]]) -> None:
+    for path, about in zip(paths, before, strict=True):
+        if _stat(path) != about:
+            raise QkvError(f"{path}: the file changed while it was being read: start again")
+
+
+def _workers(data: config.Data, inputs: list[dict[str, Any]]) -> int:
+    """How many processes: one for small text; the size of standard input is unknown and counts as large."""
+    sizes = [
+        about["size"] * (4 if about["path"].endswith(PACKED) else 1) for about in inputs if about["size"] is not None
+    ]
+    if len(sizes) == len(inputs) and sum(sizes) < SMALL:
+        return 1
+    return data.workers or len(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+
+
+def _reuse(
+    data: config.Data, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
+) -> Prepared | None:
+    """A store made with these settings from inputs that agree in these respects."""
+    wanted = [[about[key] for key in keys] for about in inputs]
+    if any(None in about for about in wanted):
+        return None
+    for place in sorted(Path(data.store).glob("*/")) if data.store else [folder]:
+        try:
+            manifest = _manifest(place)
+            had = [[about[key] for key in keys] for about in manifest["inputs"]]
+            if manifest["settings"] == settings and had == wanted:
+                return Prepared.open(place)
+        except (QkvError, KeyError, TypeError):
+            continue  # not a store, or a damaged one: it is made again
+    return None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise UsageError(f"{folder}: no prepared text here: prepare it first") from None
+    except ValueError:
+        raise QkvError(f"{path}: not JSON: delete {folder} and prepare again") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise QkvError(f"{path}: not the manifest of a qkv store")
+    if manifest.get("version") != VERSION:
+        raise QkvError(
+            f"{path}: store version {manifest.get('version')!r}, this qkv reads {VERSION}: prepare the text again"
+        )
+    return manifest
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    try:
+        return np.memmap(path, dtype, "r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
+    except (OSError, ValueError):
+        raise QkvError(f"{path}: missing or cut off: delete {path.parent} and prepare again") from None
+
+
+# ---- whole or not at all ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _draft(parent: Path) -> Iterator[Path]:
+    """A folder to build in, beside where the result will be; removed unless it was renamed."""
+    parent.mkdir(parents=True, exist_ok=True)
+    mine = f".preparing-{platform.node()}-"
+    for left in parent.glob(f"{mine}*"):
+        if not _alive(int(left.name.removeprefix(mine).partition("-")[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    draft = parent / f"{mine}{os.getpid()}-{secrets.token_hex(4)}"
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _check_free(place: Path) -> None:
+    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / "manifest.json").exists())):
+        raise UsageError(f"{place}: exists and is no store of prepared text: choose another folder, or move it away")
+
+
+def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str, Any]) -> None:
+    """Write the manifest and give the draft its name, in place of an older store."""
+    manifest["sides"] = ["src", "tgt"] if (draft / "train.src.ids").exists() else ["tgt"]
+    manifest["dtypes"] = {"src": tokenizers.src.dtype.str, "tgt": tokenizers.tgt.dtype.str}
+    manifest |= {"format": FORMAT, "version": VERSION, "tokenizer": tokenizers.fingerprint}
+    for part in ("train", "valid"):
+        if not sum(manifest[part]["pairs"]):
+            raise QkvError(f"nothing is left for {part} after filtering:\n{Report(tuple(manifest['report']))}")
+    (draft / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+    if place.exists():
+        old = draft / "old"
+        os.rename(place, old)
+        os.rename(draft, place)
+        shutil.rmtree(place / "old")
+    else:
+        os.rename(draft, place)

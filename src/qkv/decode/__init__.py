@@ -1,0 +1,1 @@
+"""Decoding: search for the best translation, and the score of a given one."""

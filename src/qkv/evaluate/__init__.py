@@ -1,0 +1,1 @@
+"""How good a translation is, against references that are never changed."""

@@ -1,0 +1,71 @@
+"""Files that are whole or not there at all: written beside their place, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qkv.errors import QkvError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    _atomically(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors atomically as safetensors."""
+    from safetensors.torch import save_file
+
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    _atomically(path, lambda temporary: save_file(whole, temporary, dict(metadata or {"format": "pt"})))
+
+
+def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Read a safetensors file; a missing, truncated or foreign one is an error that says so."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=device)
+    except FileNotFoundError:
+        raise QkvError(f"{path}: no such weights: look into {path.parent} for the ones there are") from None
+    except (SafetensorError, OSError) as error:
+        raise QkvError(f"{path}: truncated or not a safetensors file ({error}): restore it from a copy") from None
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries, so that a rename survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _atomically(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except Exception as error:
+        temporary.unlink(missing_ok=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if full:
+            raise QkvError(f"{path}: the disk is full: free some space; the previous file is untouched") from None
+        if isinstance(error, OSError):
+            raise QkvError(f"{path}: cannot be written: {error.strerror}") from None
+        raise

@@ -1,0 +1,169 @@
+"""The run folder, the unit of everything after training.
+
+    run.json          format, versions, when and how it was made
+    config.toml       every option, resolved
+    tokenizer.json    text ↔ ids
+    weights/          best, average and step-N .safetensors
+    state/step-N/     what training continues from
+    log.jsonl         one line for each logged step and each validation
+    scores.json       validation scores of the weights, and which are used by default
+    card.md           the same for people
+    store/            the tokenised training text
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv import config as configs
+from qkv import files
+from qkv.errors import QkvError, UsageError
+from qkv.text import Tokenizers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qkv.models.transformer import Transformer
+
+FORMAT = 1
+STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder on disk; nothing is read before it is asked for."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config: configs.Config, command: str = "") -> Run:
+        """A new, empty run folder that holds the config."""
+        import torch
+
+        from qkv import __version__
+
+        run = cls(path)
+        made = {
+            "format": FORMAT,
+            "qkv": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "command": command,
+        }
+        run.write_config(config)
+        files.write_text(path / "run.json", json.dumps(made, indent=2) + "\n")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """An existing run folder; anything else is refused with the reason."""
+        run = cls(Path(path))
+        if not run.path.exists():
+            raise UsageError(f"{path}: no such run folder: train one with `qkv train … --run {path}`")
+        if not run.exists():
+            raise UsageError(f"{path}: not a run folder (no run.json in it): give the folder that --run named")
+        try:
+            found = json.loads(run.marker.read_text(encoding="utf-8"))["format"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise QkvError(f"{run.marker}: damaged: restore it from a copy, or train again") from None
+        if found != FORMAT:
+            raise QkvError(
+                f"{path}: run folder of format {found}, but this qkv reads format {FORMAT}: "
+                f"use the qkv version named in {run.marker}"
+            )
+        return run
+
+    @property
+    def marker(self) -> Path:
+        return self.path / "run.json"
+
+    def exists(self) -> bool:
+        return self.marker.is_file()
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @cached_property
+    def config(self) -> configs.Config:
+        return configs.load(self.path / "config.toml")
+
+    def write_config(self, config: configs.Config) -> None:
+        files.write_text(self.path / "config.toml", configs.dumps(config))
+        self.__dict__.pop("config", None)
+
+    @cached_property
+    def tokenizers(self) -> Tokenizers:
+        return Tokenizers.load(self.path / "tokenizer.json")
+
+    @cached_property
+    def scores(self) -> dict[str, Any]:
+        """Validation scores by name of the weights, and `chosen`: the name used by default."""
+        path = self.path / "scores.json"
+        scores: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return scores
+
+    def write_scores(self, scores: dict[str, Any]) -> None:
+        files.write_text(self.path / "scores.json", json.dumps(scores, indent=2) + "\n")
+        self.__dict__.pop("scores", None)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Path]:
+        """The weights kept from single steps, oldest first."""
+        return by_step((self.path / "weights").glob("step-*.safetensors"))
+
+    def weights(self, name: str = "") -> Path:
+        """The file of the named weights: best, average, last, a step number, or the chosen ones by default."""
+        name = name or self.scores.get("chosen", "best")
+        if name == "last":
+            kept = self.checkpoints()
+            if not kept:
+                raise QkvError(f"{self.path}: no checkpoint yet: train it first")
+            return kept[-1]
+        path = self.path / "weights" / (f"step-{int(name):07d}.safetensors" if name.isdigit() else f"{name}.safetensors")
+        if not path.exists():
+            there = ", ".join(p.stem for p in sorted((self.path / "weights").glob("*.safetensors"))) or "none"
+            raise UsageError(f"{self.path}: no weights named {name}: there are {there}")
+        return path
+
+    def model(self, device: torch.device, weights: str = "") -> Transformer:
+        """The trained model, ready for use."""
+        from qkv.models.transformer import build
+
+        model = build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+        path = self.weights(weights)
+        load_weights(model, files.read_tensors(path), path)
+        return model.to(device).eval()
+
+
+def by_step(paths: Any) -> list[Path]:
+    """Paths named step-N… in order of N."""
+    numbered = [(int(found[1]), path) for path in paths if (found := STEP.match(path.name))]
+    return [path for _, path in sorted(numbered)]
+
+
+def load_weights(model: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Copy tensors into a model; names or shapes that do not fit are refused, naming the first that differs."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    for name in [*parameters, *tensors]:
+        ours = tuple(parameters[name].shape) if name in parameters else "nothing"
+        theirs = tuple(tensors[name].shape) if name in tensors else "nothing"
+        if ours != theirs:
+            raise QkvError(f"{path}: weights of another model: {name} is {theirs} in the file and {ours} in the config")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])

@@ -1,0 +1,202 @@
+"""Long inputs, cut into pieces that fit the model and rejoined: nothing is lost, whatever the text.
+
+A piece ends at a sentence border where there is one, else at clause punctuation, else at a space, else (one endless
+token) wherever it must. Pieces are as long as will fit, so the model sees as much context as it can use. The white
+space between pieces is kept aside and put back between their translations.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qkv.errors import QkvError
+
+SPACE, CLAUSE, SENTENCE, LINE = range(4)  # how good a place to cut, from the worst to the best
+
+STOPS = ".!?…؟۔।"
+PAUSES = ",;:،؛–—"
+WIDE_STOPS = "。！？｡"  # scripts without spaces: these end a sentence whatever comes next
+WIDE_PAUSES = "、，；："
+OPENERS = "\"'“‘„«‹([{¿¡「『（《"
+CLOSERS = "\"'”’“»›)]}」』）》"
+
+# Every run of marks is taken whole, border or not, so that the scan is linear even on a million full stops.
+MARKS = re.compile(rf"([{STOPS}{PAUSES}{WIDE_STOPS}{WIDE_PAUSES}]+)([{re.escape(CLOSERS)}]*)(\s*)|\s+")
+
+# Words that end in a full stop without ending a sentence: always, or before a number. Initials ("J.", "z.B.", "U.S.")
+# and small numbers ("3. Mai") are known by their form; a small letter after the stop means that the sentence goes on.
+TITLES = """
+    dr mr mrs ms prof st sr jr rev capt lt sgt gov vs approx dept bzw ca ggf inkl exkl hrsg str tel vgl sog evtl hl frl
+    dipl ing dott sig sigg avv mme mlle sra srta dra
+"""
+COUNTERS = """
+    no nos nr vol fig figs eq sec ch pp abs art bd núm pág jan feb mar apr aug sept oct nov dec
+"""
+ABBREVIATIONS = frozenset(TITLES.split())
+BEFORE_NUMBERS = frozenset((TITLES + COUNTERS).split())
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A text in pieces: separators[0] + pieces[0] + separators[1] + … + separators[-1] is the text, exactly."""
+
+    pieces: tuple[str, ...]
+    separators: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pieces)
+
+    def join(self, translated: Sequence[str], glue: str = "") -> str:
+        """The text with every piece replaced; `glue` goes where a wide mark (。) stood with no space after it."""
+        if len(translated) != len(self.pieces):
+            raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: one for each is needed")
+        parts = [self.separators[0]]
+        for i, replacement in enumerate(translated):
+            gap = self.separators[i + 1]
+            last = i + 1 == len(self.pieces)
+            parts += [replacement, gap if gap or last or not _ends_wide(self.pieces[i]) else glue]
+        return "".join(parts)
+
+
+class Border(NamedTuple):
+    """A place to cut: a piece may end at `stop`, the next one begins at `resume`, white space lies between."""
+
+    stop: int
+    resume: int
+    rank: int
+
+
+def split(text: str, fits: Callable[[str], bool]) -> Pieces:
+    """Cut `text` into the longest pieces for which `fits` is true; a line break always ends a piece.
+
+    A single character is never cut, even if `fits` refuses it. Text that is only white space has no pieces. `fits` is
+    asked O(log n) times a piece, seldom about much more than one piece of text.
+    """
+    start = len(text) - len(text.lstrip())
+    cutter = _Cutter(text, fits)
+    cuts = list(cutter.lines(start)) if start < len(text) else []
+    starts = [start, *(resume for _, resume in cuts)]
+    pieces = tuple(text[a:stop] for a, (stop, _) in zip(starts, cuts, strict=False))
+    return Pieces(pieces, (text[:start], *(text[stop:resume] for stop, resume in cuts)))
+
+
+class _Cutter:
+    """Finds the cuts, (stop, resume) each, of one text."""
+
+    def __init__(self, text: str, fits: Callable[[str], bool]) -> None:
+        self.text, self.fits = text, fits
+        self.guess = dict.fromkeys((SPACE, CLAUSE, SENTENCE), 1)  # units in the last piece of each rank
+        self.window = 1  # characters in the last piece of an endless token
+
+    def lines(self, start: int) -> Iterator[tuple[int, int]]:
+        """The cuts from `start` to the end of the text."""
+        line: list[Border] = []
+        for border in _borders(self.text, start):
+            line.append(border)
+            if border.rank == LINE:
+                if self.fits(self.text[start : border.stop]):
+                    yield border.stop, border.resume
+                else:
+                    yield from self.pack(start, line, SENTENCE)
+                start, line = border.resume, []
+
+    def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[tuple[int, int]]:
+        """Cut text[start:] up to the last border, at borders of this rank or better as far as they serve."""
+        if rank < SPACE:
+            yield from self.windows(start, borders[-1])
+            return
+        units = [i for i, border in enumerate(borders) if border.rank >= rank]
+        stops = [borders[i].stop for i in units]
+        done = 0
+        while done < len(units):
+            many = self.longest(start, stops, done, self.guess[rank])
+            if many:
+                self.guess[rank] = many
+                yield borders[units[done + many - 1]][:2]
+            else:  # not even one unit fits: cut inside it, at borders of the next lower rank
+                many = 1
+                first = units[done - 1] + 1 if done else 0
+                yield from self.pack(start, borders[first : units[done] + 1], rank - 1)
+            done += many
+            start = borders[units[done - 1]].resume
+
+    def windows(self, start: int, end: Border) -> Iterator[tuple[int, int]]:
+        """Cut an endless token wherever it must be, but not between a letter and its accents."""
+        while start < end.stop:
+            self.window = self.longest(start, range(start + 1, end.stop + 1), 0, self.window) or 1
+            stop = start + self.window
+            for back in range(stop, max(start, stop - 8), -1):
+                if not _sticks(self.text, back) and (back == stop or self.fits(self.text[start:back])):
+                    stop = back
+                    break
+            yield stop, end.resume if stop == end.stop else stop
+            start = stop
+
+    def longest(self, start: int, stops: Sequence[int], done: int, guess: int) -> int:
+        """How many more stops a piece from `start` can reach and still fit: strides out from a guess, then halves."""
+        low, high = 0, len(stops) - done + 1  # low is known to fit, high is known not to
+        probe, stride = min(guess, high - 1), max(1, guess // 8)
+        while high - low > 1:
+            if self.fits(self.text[start : stops[done + probe - 1]]):
+                low, probe = probe, probe + stride
+            else:
+                high, probe = probe, probe - stride
+            stride *= 2
+            if not low < probe < high:
+                probe = (low + high) // 2
+        return low
+
+
+def _borders(text: str, start: int) -> Iterator[Border]:
+    """Every place where the text may be cut, best effort for what is a sentence; the end of the text is the last."""
+    end = len(text.rstrip())
+    for match in MARKS.finditer(text, start, end):
+        marks, space = match.group(1) or "", match.group(3) or ""
+        if not marks:
+            space = match.group()
+        if match.end() == end:
+            break
+        if "\n" in space or "\r" in space:
+            rank = LINE
+        elif marks and marks[-1] in WIDE_STOPS:
+            rank = SENTENCE
+        elif marks and marks[-1] in WIDE_PAUSES:
+            rank = CLAUSE
+        elif not space:
+            continue
+        elif marks and marks[-1] in STOPS:
+            rank = SENTENCE if _ends_sentence(text, match.start(), marks, match.end()) else SPACE
+        else:
+            rank = CLAUSE if marks else SPACE
+        yield Border(match.end() - len(space), match.end(), rank)
+    yield Border(end, len(text), LINE)
+
+
+def _ends_sentence(text: str, start: int, marks: str, resume: int) -> bool:
+    """Whether marks at `start`, with the next word at `resume`, end a sentence."""
+    following = text[resume : resume + 4].lstrip(OPENERS)[:1]
+    if following.islower():
+        return False
+    if marks != ".":
+        return True
+    word = re.split(r"\s", text[max(0, start - 12) : start])[-1].lstrip(OPENERS)
+    initials = all(len(part) <= 2 and part.isalpha() for part in word.split(".")) and ("." in word or len(word) == 1)
+    ordinal = word.isdigit() and len(word) <= 2
+    known = BEFORE_NUMBERS if following.isdigit() else ABBREVIATIONS
+    return not (initials or ordinal or word.lower() in known)
+
+
+def _ends_wide(piece: str) -> bool:
+    return piece.rstrip(CLOSERS).endswith(tuple(WIDE_STOPS + WIDE_PAUSES))
+
+
+def _sticks(text: str, at: int) -> bool:
+    """Whether a cut before text[at] would part a letter from its accents or an emoji from its joiner."""
+    return at < len(text) and (unicodedata.category(text[at]).startswith("M") or "\u200d" in text[at - 1 : at + 1])

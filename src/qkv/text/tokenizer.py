@@ -1,0 +1,316 @@
+"""Text to ids and exactly back: `decode(encode(x)) == NFC(x)` for every Unicode string.
+
+A vocabulary is `<pad>` `<s>` `</s>`, then language tags, then the 256 bytes, then learned pieces; whatever no piece
+covers is spelled in bytes, so there is no unknown token. Text is cut at U+0020 into chunks, and every chunk is encoded
+as a space and the chunk: a space belongs to the word after it, and the one implied at the start is taken off by
+`decode`. Chunks do not touch each other, so encoding is a dictionary lookup with the subword model behind it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import random
+import unicodedata
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tokenizers
+
+from qkv.errors import QkvError, UsageError
+
+PAD, BOS, EOS = 0, 1, 2
+SPECIALS = ("<pad>", "<s>", "</s>")
+FORMAT, VERSION = "qkv-tokenizer", 1
+
+# Letters with their marks, digits, and everything else do not share a piece; each may have one space before it.
+PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
+CACHED = 1 << 18  # chunks remembered; a full cache is emptied, which common words survive at little cost
+CACHED_LENGTH = 64  # longer chunks are rare and not worth remembering
+VARIANTS = 64  # segmentations that dropout may give one chunk
+DROPOUT_SPAN = 128  # dropout takes longer runs of letters in parts: its cost grows with the square of the length
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+def _printable_bytes() -> tuple[str, ...]:
+    # The library learns on characters, so each byte needs one that is visible: itself, or the next after U+00FF.
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in visible else next(spare)) for byte in range(256))
+
+
+PRINTABLE = _printable_bytes()
+BYTE = {character: byte for byte, character in enumerate(PRINTABLE)}
+
+
+def spell(text: str) -> str:
+    """The UTF-8 bytes of text, each as its printable character: how pieces are written in the tokenizer file."""
+    return "".join(map(PRINTABLE.__getitem__, text.encode()))
+
+
+def pre_tokenizer() -> tokenizers.pre_tokenizers.PreTokenizer:
+    """The library's form of our rule: cut into pieces, then spell them in printable bytes."""
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated")
+    spelled = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizers.pre_tokenizers.Sequence([split, spelled])
+
+
+class Cache(dict[Key, Value]):
+    """A dictionary that computes what it lacks and holds a bounded number of entries."""
+
+    def __init__(self, compute: Callable[[Key], Value], keep: Callable[[Key], bool]) -> None:
+        self.compute, self.keep = compute, keep
+
+    def __missing__(self, key: Key) -> Value:
+        value = self.compute(key)
+        if self.keep(key):
+            if len(self) >= CACHED:
+                self.clear()
+            self[key] = value
+        return value
+
+
+class Tokenizer:
+    """One side's vocabulary and the rule that cuts text into its tokens.
+
+    `pieces` are the learned tokens in printable bytes, in the order of their ids. What decides among them: for bpe the
+    order of `merges`; for unigram `scores`, 256 for the bytes and one for each piece; for word and char nothing.
+    """
+
+    pad, bos, eos = PAD, BOS, EOS
+
+    def __init__(
+        self,
+        kind: str,
+        pieces: Sequence[str],
+        tags: Iterable[str] = (),
+        *,
+        merges: Sequence[tuple[str, str]] = (),
+        scores: Sequence[float] = (),
+    ) -> None:
+        self.kind, self.tags = kind, tuple(tags)
+        self._pieces, self._merges, self._scores = tuple(pieces), tuple(merges), tuple(scores)
+        self.offset = len(SPECIALS) + len(self.tags)  # the id of byte 0; the library's own ids begin there
+        self._names = (*SPECIALS, *(f"<2{tag}>" for tag in self.tags))
+        spelled = (*PRINTABLE, *self._pieces)
+        self._bytes = (*(b"" for _ in self._names), *(bytes(map(BYTE.__getitem__, piece)) for piece in spelled))
+        self._index = {piece: number for number, piece in enumerate(spelled)}
+        if len(self._index) != len(spelled):
+            raise ValueError("a piece occurs twice")
+        self.size = len(self._bytes)
+        self.max_token_bytes = max(map(len, self._bytes))
+        self.dtype: np.dtype[Any] = np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
+        self.library = self._library()
+        self._segment = {"word": self._words, "char": self._characters}.get(kind, self._subwords)
+        self._packed = Cache(self._pack, lambda chunk: len(chunk) <= CACHED_LENGTH)
+        self._sampled = Cache(self._drop_merges, lambda key: len(key[0]) <= CACHED_LENGTH)
+        index = self._index
+        self._ranks = {(index[a], index[b]): (rank, index[a + b]) for rank, (a, b) in enumerate(self._merges)}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without <s> and </s>; a lone surrogate, which no file can hold, is refused."""
+        ids: list[int] = np.frombuffer(self.pack(text), self.dtype).tolist()
+        return ids
+
+    def pack(self, text: str) -> bytes:
+        """`encode` as the bytes of an array of `dtype`: what the store writes."""
+        if not text:
+            return b""
+        return b"".join(map(self._packed.__getitem__, unicodedata.normalize("NFC", text).split(" ")))
+
+    def sample(self, text: str, dropout: float, rng: np.random.Generator) -> list[int]:
+        """`encode` with BPE-dropout (Provilkov et al., 2020): each possible merge is left out with this probability.
+
+        A chunk has 64 such segmentations, each a pure function of chunk, number and probability; `rng` picks one.
+        """
+        if not dropout or not text:
+            return self.encode(text)
+        if self.kind != "bpe":
+            raise UsageError(f'tokenizer.dropout needs a tokenizer of kind "bpe", not "{self.kind}"')
+        chunks = unicodedata.normalize("NFC", text).split(" ")
+        variants = rng.integers(VARIANTS, size=len(chunks)).tolist()
+        ids: list[int] = []
+        for key in zip(chunks, variants, (dropout,) * len(chunks), strict=True):
+            ids += self._sampled[key]
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; special tokens and tags have none, and bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self._bytes.__getitem__, ids)).removeprefix(b" ").decode("utf-8", "replace")
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        """Each token as a reader sees it: "▁" for a space before it, <0xE2> for a byte that is no character alone."""
+        return [self._names[i] if i < len(self._names) else _readable(self._bytes[i]) for i in ids]
+
+    def tag(self, name: str) -> int:
+        """The id of a language tag."""
+        if name not in self.tags:
+            known = ", ".join(self.tags) or "none"
+            raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
+        return len(SPECIALS) + self.tags.index(name)
+
+    def is_tag(self, number: int) -> bool:
+        """Whether an id is a language tag."""
+        return len(SPECIALS) <= number < self.offset
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` turns back into the same tokenizer."""
+        plain: dict[str, Any] = {"kind": self.kind, "tags": list(self.tags), "pieces": list(self._pieces)}
+        if self.kind == "bpe":
+            plain["merges"] = [f"{a} {b}" for a, b in self._merges]
+        if self.kind == "unigram":
+            plain["scores"] = list(self._scores)
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Tokenizer:
+        """A tokenizer from `to_dict`'s values; anything else raises ValueError, KeyError or TypeError."""
+        if plain["kind"] not in ("bpe", "unigram", "word", "char"):
+            raise ValueError(f"unknown kind {plain['kind']!r}")
+        merges = [tuple(merge.split(" ")) for merge in plain.get("merges", ())]
+        return cls(plain["kind"], plain["pieces"], plain["tags"], merges=merges, scores=plain.get("scores", ()))
+
+    def _library(self) -> tokenizers.Tokenizer:
+        model: tokenizers.models.Model
+        if self.kind == "unigram":
+            model = tokenizers.models.Unigram(list(zip(self._index, self._scores, strict=True)))
+        else:
+            model = tokenizers.models.BPE(self._index, list(self._merges))
+        library = tokenizers.Tokenizer(model)
+        library.pre_tokenizer = pre_tokenizer()
+        return library
+
+    def _pack(self, chunk: str) -> bytes:
+        try:
+            numbers = self._segment(" " + chunk)
+        except UnicodeEncodeError as error:
+            bad = error.object[error.start]
+            raise UsageError(f"the text holds U+{ord(bad):04X}, half of a character: repair or remove it") from None
+        return (np.array(numbers, dtype=np.int64) + self.offset).astype(self.dtype).tobytes()
+
+    def _subwords(self, text: str) -> list[int]:
+        return self.library.encode(text).ids
+
+    def _words(self, text: str) -> list[int]:
+        return [number for piece in self._cut(text) for number in self._look_up(piece)]
+
+    def _characters(self, text: str) -> list[int]:
+        return [number for character in text for number in self._look_up(spell(character))]
+
+    def _look_up(self, spelled: str) -> list[int]:
+        number = self._index.get(spelled)
+        return [number] if number is not None else [BYTE[character] for character in spelled]
+
+    def _cut(self, text: str) -> list[str]:
+        return [piece for piece, _ in self.library.pre_tokenizer.pre_tokenize_str(text)]
+
+    def _drop_merges(self, key: tuple[str, int, float]) -> list[int]:
+        chunk, variant, dropout = key
+        self._packed[chunk]  # refuses what cannot be encoded
+        digest = hashlib.blake2b(f"{variant} {dropout!r} {chunk}".encode(), digest_size=8).digest()
+        chance = random.Random(int.from_bytes(digest, "little")).random
+        ids: list[int] = []
+        for piece in self._cut(" " + chunk):
+            numbers = [BYTE[character] for character in piece]
+            for start in range(0, len(numbers), DROPOUT_SPAN):
+                ids += self._merge(numbers[start : start + DROPOUT_SPAN], dropout, chance)
+        return [number + self.offset for number in ids]
+
+    def _merge(self, numbers: list[int], dropout: float, chance: Callable[[], float]) -> list[int]:
+        # The first-learned merge that survives is applied, leftmost, until none does; only one that would win draws.
+        while True:
+            best, place, merged = len(self._ranks), -1, -1
+            for i, pair in enumerate(pairwise(numbers)):
+                rank, result = self._ranks.get(pair, (best, -1))
+                if rank < best and chance() >= dropout:
+                    best, place, merged = rank, i, result
+            if place < 0:
+                return numbers
+            numbers[place : place + 2] = [merged]
+
+
+@dataclass(frozen=True)
+class Tokenizers:
+    """The tokenizers of both sides: one object twice where the vocabulary is shared."""
+
+    src: Tokenizer
+    tgt: Tokenizer
+
+    @property
+    def shared(self) -> bool:
+        """Whether both sides have one vocabulary."""
+        return self.src is self.tgt
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids."""
+        return hashlib.blake2b(self._dumps().encode(), digest_size=16).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write both to one JSON file, which is there whole or not at all."""
+        path = Path(path)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(draft, "w", encoding="utf-8") as file:
+                file.write(self._dumps())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise QkvError(f"{path}: cannot write the tokenizer: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizers:
+        """Read what `save` wrote."""
+        try:
+            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{path}: cannot read the tokenizer: {error.strerror}") from None
+        except ValueError:
+            raise QkvError(
+                f"{path}: not a tokenizer, or cut off: it is not JSON; make it again or copy it anew"
+            ) from None
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise QkvError(f"{path}: not a qkv tokenizer: expected a JSON file that says format {FORMAT}")
+        if plain.get("version") != VERSION:
+            version = plain.get("version")
+            raise QkvError(
+                f"{path}: tokenizer format version {version!r}, this qkv reads {VERSION}: use the qkv that made it"
+            )
+        try:
+            sides = [Tokenizer.from_dict(side) for side in plain["sides"]]
+            src, tgt = sides if len(sides) == 2 else sides * 2
+        except Exception as error:  # the library raises bare Exception for a vocabulary it cannot use
+            raise QkvError(f"{path}: a damaged tokenizer ({type(error).__name__}: {error}): make it again") from None
+        return cls(src, tgt)
+
+    def _dumps(self) -> str:
+        sides = [self.src] if self.shared else [self.src, self.tgt]
+        plain = {"format": FORMAT, "version": VERSION, "sides": [side.to_dict() for side in sides]}
+        return json.dumps(plain, ensure_ascii=False, indent=0)
+
+
+def _readable(piece: bytes) -> str:
+    text = piece.decode("utf-8", "qkv.hex")
+    return "".join("▁" if c == " " else c if c.isprintable() else _hex(c.encode()) for c in text)
+
+
+def _hex(piece: bytes) -> str:
+    return "".join(f"<0x{byte:02X}>" for byte in piece)
+
+
+def _hex_errors(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _hex(error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("qkv.hex", _hex_errors)

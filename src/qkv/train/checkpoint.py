@@ -1,0 +1,107 @@
+"""What training continues from: weights, optimiser, moving average and progress, saved as one unit.
+
+A state is a folder `state/step-N`. It is written under another name and renamed when it is complete and flushed, so a
+folder with that name is whole, and the previous one is removed only afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv import files
+from qkv.data.loader import Position
+from qkv.errors import QkvError
+from qkv.run import Run, by_step, load_weights
+from qkv.train.optim import Ema
+
+
+@dataclass
+class Progress:
+    """The numbers of a training run; everything random follows from `step`."""
+
+    step: int = 0
+    epoch: int = 0
+    update: int = 0  # next update of the epoch
+    tokens: int = 0  # labels trained on
+    seconds: float = 0.0
+    skipped: int = 0  # updates left out because the loss was not finite
+    best: float | None = None
+    best_step: int = 0
+    worse: int = 0  # validations since the best one
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.update)
+
+
+def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
+    """Write the state of this step, then remove older ones."""
+    folder = run.path / "state" / f"step-{progress.step:07d}"
+    unfinished = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        files.write_tensors(unfinished / "weights.safetensors", dict(model.named_parameters()))
+        files.write_tensors(unfinished / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
+        if ema is not None:
+            files.write_tensors(unfinished / "ema.safetensors", ema.tensors())
+        files.write_text(unfinished / "progress.json", json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
+    except QkvError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if folder.exists():  # the same step again, after a resume: the same bits
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
+    files.sync_folder(folder.parent)
+    for older in by_step(folder.parent.glob("step-*")):
+        if older != folder:
+            shutil.rmtree(older)
+
+
+def latest(run: Run) -> Path | None:
+    """The newest complete state."""
+    states = by_step((run.path / "state").glob("step-*"))
+    return states[-1] if states else None
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Progress:
+    """Load a state into model, optimiser and average; returns the progress to go on from."""
+    weights = folder / "weights.safetensors"
+    load_weights(model, files.read_tensors(weights), weights)
+    _load_optimizer(model, optimizer, files.read_tensors(folder / "optimizer.safetensors"), folder)
+    if ema is not None:
+        ema.load(files.read_tensors(folder / "ema.safetensors"))
+    try:
+        return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's tensors, named `parameter/slot`."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{slot}"] = value
+    return tensors
+
+
+def _load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], folder: Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    slots: dict[str, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        name, _, slot = key.rpartition("/")
+        if name not in parameters:
+            raise QkvError(f"{folder}: the optimiser state is of another model: it has {name}")
+        slots.setdefault(name, {})[slot] = value.to(parameters[name].device)
+    for name, values in slots.items():
+        optimizer.state[parameters[name]] = values

@@ -1,0 +1,177 @@
+"""Long inputs: cut at good places, rejoined exactly, whatever the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.errors import QkvError
+from qkv.text.split import Pieces, split
+
+
+def characters(limit: int) -> Callable[[str], bool]:
+    return lambda piece: len(piece) <= limit
+
+
+def words(limit: int) -> Callable[[str], bool]:
+    return lambda piece: len(piece.split()) <= limit
+
+
+def borders(text: str, *expected: str) -> None:
+    """The text is cut into exactly the expected sentences when nothing longer than one of them fits."""
+    assert list(split(text, lambda piece: piece in expected)) == list(expected)
+    assert list(split(text, lambda piece: True)) == [text]
+
+
+# Text that is rich in what the splitter looks at; st.text() alone would almost never make a sentence.
+WORDS = ["Hi", "there", "Dr", "z.B", "3.5", "x" * 30, "日本", "é", "e\u0301", "👩\u200d🚀"]
+MARKS = [*".!?…,;:–。、！()«”", '"', " ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u2028"]
+texts = st.one_of(st.text(), st.lists(st.sampled_from(WORDS + MARKS)).map("".join))
+
+
+@given(texts, st.integers(0, 40))
+def test_pieces_and_separators_are_the_text(text: str, limit: int) -> None:
+    for fits in (characters(limit), words(limit)):
+        cut = split(text, fits)
+        assert cut.join(cut.pieces) == text
+        assert len(cut.separators) == len(cut.pieces) + 1
+        assert all(not gap or gap.isspace() for gap in cut.separators)
+        assert all(piece and piece == piece.strip() for piece in cut)
+
+
+@given(texts, st.integers(0, 40))
+def test_every_piece_fits(text: str, limit: int) -> None:
+    assert all(len(piece) <= max(limit, 1) for piece in split(text, characters(limit)))
+
+
+@given(texts, st.integers(1, 40))
+def test_pieces_fit_even_if_longer_text_sometimes_needs_fewer_tokens(text: str, limit: int) -> None:
+    # Subwords are not monotone: "hell" may be two tokens and "hello" one. A made-up predicate exaggerates that.
+    def fits(piece: str) -> bool:
+        return len(piece) + (len(piece) * 7 + len(text)) % 5 <= limit
+
+    cut = split(text, fits)
+    assert cut.join(cut.pieces) == text
+    assert all(fits(piece) or len(piece) == 1 for piece in cut)
+
+
+@given(
+    st.lists(st.sampled_from(["One two.", "Three?", "Four five six!", "Seven “eight.”"]), min_size=1),
+    st.integers(3, 12),
+)
+def test_whole_sentences_are_packed_greedily(parts: list[str], limit: int) -> None:
+    pieces = split(" ".join(parts), words(limit)).pieces
+    fits = words(limit)
+    expected: list[str] = []
+    for part in parts:
+        if expected and fits(f"{expected[-1]} {part}"):
+            expected[-1] += f" {part}"
+        else:
+            expected.append(part)
+    assert list(pieces) == expected
+
+
+def test_sentences_before_clauses_before_spaces_before_windows() -> None:
+    assert split("One two, three. Four five.", characters(20)).pieces == ("One two, three.", "Four five.")
+    assert split("One two three, four five six.", characters(20)).pieces == ("One two three,", "four five six.")
+    assert split("one two three four five", characters(10)).pieces == ("one two", "three four", "five")
+    assert split("abcdefghij klm", characters(4)).pieces == ("abcd", "efgh", "ij", "klm")
+
+
+def test_a_long_sentence_does_not_spoil_its_neighbours() -> None:
+    cut = split("Yes. One two three four five. No. Me too.", characters(12))
+    assert cut.pieces == ("Yes.", "One two", "three four", "five.", "No. Me too.")
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ("He left.", "She stayed."),
+        ("Dr. Smith met Prof. Jones.", "They ate."),
+        ("Das ist z.B. Brot.", "Und Salz."),
+        ("It costs 3.5 dollars.", "It is cheap."),
+        ("Am 3. Mai war es warm.", "Dann nicht."),
+        ("J. S. Bach wrote it.", "Nobody else."),
+        ("Well... maybe not.", "Yes!"),
+        ("He said “no.”", "She said (yes.)", "«Ja.»", "Then?!", "¿Qué?", '"Nothing."'),
+        ("In the U.S. Congress it passed.", "Good."),
+        ("It ended in 1999.", "Then came 2000."),
+        ("See fig. 3 and e.g. No. 45 again.", "I said no.", "Fine."),
+    ],
+)
+def test_sentence_borders(expected: tuple[str, ...]) -> None:
+    borders(" ".join(expected), *expected)
+
+
+def test_scripts_without_spaces() -> None:
+    borders("你好。「你好吗？」我很好！", "你好。", "「你好吗？」", "我很好！")
+    cut = split("你好。你好吗？", characters(4))
+    assert cut.join(["Hello.", "How are you?"], glue=" ") == "Hello. How are you?"
+    assert cut.join(cut.pieces) == "你好。你好吗？"
+    endless = split("abcdef", characters(3))
+    assert endless.join(endless.pieces, glue=" ") == "abcdef"
+
+
+def test_white_space_is_put_back() -> None:
+    cut = split("\u00a0 One.\t\tTwo.\n\n  Three.\r\n", characters(6))
+    assert cut == Pieces(("One.", "Two.", "Three."), ("\u00a0 ", "\t\t", "\n\n  ", "\r\n"))
+    assert cut.join(["Uno.", "Due.", "Tre."]) == "\u00a0 Uno.\t\tDue.\n\n  Tre.\r\n"
+
+
+def test_a_line_break_always_ends_a_piece() -> None:
+    assert split("a title\nOne. Two.", lambda piece: True).pieces == ("a title", "One. Two.")
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n \t"])
+def test_white_space_alone_has_no_pieces(text: str) -> None:
+    def never(piece: str) -> bool:
+        raise AssertionError("asked about nothing")
+
+    assert split(text, never) == Pieces((), (text,))
+
+
+def test_a_letter_keeps_its_accents() -> None:
+    pieces = split("e\u0301" * 9, characters(3)).pieces
+    assert set(pieces) == {"e\u0301"}
+    assert split("a" + "\u0301" * 50, characters(3)).join(["x"] * 17) == "x" * 17  # but nothing goes on for ever
+
+
+def test_each_piece_needs_one_translation() -> None:
+    with pytest.raises(QkvError, match="1 translations for 2 pieces"):
+        split("One. Two.", characters(5)).join(["Uno."])
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "x",
+        ". ",
+        '."',
+        "One two, three four. ",
+        "a" + " " * 999,
+        "a\n",
+        "。",
+        "e\u0301",
+        "Dr. " * 9 + "Oh, ",
+        "x" * 5000 + ". Hi. ",
+    ],
+)
+def test_a_million_characters_are_cut_with_few_questions(unit: str) -> None:
+    text = (unit * (1_000_000 // len(unit) + 1))[:1_000_000]
+    limit = 500
+    asked = read = 0
+
+    def fits(piece: str) -> bool:
+        nonlocal asked, read
+        asked += 1
+        read += len(piece)
+        return len(piece) <= limit
+
+    cut = split(text, fits)
+    assert cut.join(cut.pieces) == text
+    assert asked <= (len(cut) + 1) * 2 * math.log2(limit)
+    assert read <= 12 * len(text)
