@@ -67,7 +67,7 @@ class Tokenizer:
     vocab: int = option(0, "number of tokens, special and byte tokens included; 0: chosen by corpus size", low=0)
     shared: bool = option(True, "one vocabulary for both sides (the paper's choice) or one for each")
     dropout: float = option(0.0, "BPE-dropout: chance that a merge is left out while training", low=0.0, high=1.0)
-    sample: int = option(500_000, "lines a side the vocabulary is learned from", low=1)
+    sample: int = option(200_000, "lines a side the vocabulary is learned from", low=1)
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ def _next_log_probs(
     return log_probs, state
 
 
-def _only_eos(log_probs: Tensor, rows: Tensor, eos: int) -> None:
-    """Leave the given rows no other continuation than </s>."""
-    kept = log_probs[rows, eos].clone()
-    log_probs[rows] = -math.inf
-    log_probs[rows, eos] = kept
+def _only_eos(log_probs: Tensor, where: Tensor, eos: int) -> None:
+    """Leave no other continuation than </s> where the mask, of log_probs' shape less the vocabulary, says so."""
+    kept = log_probs[..., eos].clone()
+    log_probs.masked_fill_(where[..., None], -math.inf)
+    log_probs[..., eos] = kept
 
 
 def _greedy(
@@ -141,7 +141,7 @@ def _beam(
         log_probs, state = _next_log_probs(model, tokens[:, :, -1].reshape(-1, 1), state, forbidden)
         log_probs = log_probs.unflatten(0, (-1, beam))  # (sentences, beam, vocab)
         at_limit = tokens.shape[2] - 1 >= longest[sentence]
-        _only_eos(log_probs, at_limit, eos)
+        _only_eos(log_probs, at_limit[:, None], eos)
         total = (alive[:, :, None] + log_probs).flatten(1)  # (sentences, beam × vocab)
         vocab = log_probs.shape[2]
         # At most `beam` continuations end, so twice as many hold `beam` that do not.

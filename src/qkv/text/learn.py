@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from qkv.text.tokenizer import BYTE, PRINTABLE, SPECIALS, Tokenizer, Tokenizers,
 
 # With tokenizer.vocab = 0: this many tokens for corpora of at least so many pairs, or as many as the text supports.
 SIZES = ((1_000_000, 32_000), (150_000, 16_000), (20_000, 8_000), (5_000, 4_000), (0, 2_000))
+SEEDS = 3  # candidates for each piece of a unigram vocabulary
 
 
 def learn(
@@ -66,7 +68,7 @@ def _prepared(lines: Iterable[str]) -> Iterator[str]:
     return (" " + unicodedata.normalize("NFC", line) for line in lines if line)
 
 
-def _bpe(lines: Iterator[str], room: int, tags: Sequence[str]) -> Tokenizer:
+def _bpe(lines: Iterable[str], room: int, tags: Sequence[str]) -> Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=room + len(PRINTABLE), min_frequency=2, initial_alphabet=list(PRINTABLE), show_progress=False
     )
@@ -77,32 +79,54 @@ def _bpe(lines: Iterator[str], room: int, tags: Sequence[str]) -> Tokenizer:
     return Tokenizer("bpe", list(dict.fromkeys(a + b for a, b in merges)), tags, merges=merges)
 
 
-def _unigram(lines: Iterator[str], room: int, tags: Sequence[str]) -> Tokenizer:
-    trainer = tokenizers.trainers.UnigramTrainer(
-        vocab_size=room + len(PRINTABLE), initial_alphabet=list(PRINTABLE), show_progress=False
-    )
-    library = tokenizers.Tokenizer(tokenizers.models.Unigram())
-    library.pre_tokenizer = pre_tokenizer()
-    library.train_from_iterator(lines, trainer)
-    # The library sums in an order that changes from run to run: its scores differ in the eleventh digit, and bytes that
-    # the text lacks get arbitrary low ones. Rounding, an order of our own and one score for those bytes take that away.
-    scores = {piece: round(score, 3) for piece, score in json.loads(library.to_str())["model"]["vocab"]}
-    pieces = sorted((piece for piece in scores if piece not in BYTE), key=lambda piece: (-scores[piece], piece))[:room]
-    lowest = min((scores[piece] for piece in pieces), default=0.0)
-    spelled = [score if (score := scores.get(byte, lowest - 1)) >= lowest else lowest - 1 for byte in PRINTABLE]
-    return Tokenizer("unigram", pieces, tags, scores=[*spelled, *(scores[piece] for piece in pieces)])
+def _unigram(lines: Iterable[str], room: int, tags: Sequence[str]) -> Tokenizer:
+    # The library's own trainer adds up in an order that changes from run to run, and its vocabulary with it. So: begin
+    # with too many pieces (those of BPE), cut the text as well as they can, count what was used, drop the least, again.
+    chunks: Counter[str] = Counter()
+    pieces = list(_bpe(_counting(lines, chunks), SEEDS * room, tags).to_dict()["pieces"])
+    words = _pieces(chunks)
+    scores = dict.fromkeys((*PRINTABLE, *pieces), -1.0)  # all alike at first: the fewest pieces win
+    while True:
+        used = _usage(words, scores)
+        total = sum(used.values()) + len(scores)
+        scores = {piece: math.log((used[piece] + 1) / total) for piece in (*PRINTABLE, *pieces)}
+        if len(pieces) <= room:
+            return Tokenizer("unigram", pieces, tags, scores=list(scores.values()))
+        pieces = _frequent({piece: used[piece] for piece in pieces}, max(room, len(pieces) * 3 // 4))
+        scores = {piece: scores[piece] for piece in (*PRINTABLE, *pieces)}
 
 
-def _word(lines: Iterator[str], room: int, tags: Sequence[str]) -> Tokenizer:
+def _usage(words: Counter[str], scores: dict[str, float]) -> Counter[str]:
+    """How often each piece stands in the most probable segmentation of the words."""
+    model = tokenizers.models.Unigram(list(scores.items()))
+    used: Counter[str] = Counter()
+    for word, count in words.items():
+        for token in model.tokenize(word):
+            used[token.value] += count
+    return used
+
+
+def _counting(lines: Iterable[str], chunks: Counter[str]) -> Iterator[str]:
+    for line in lines:
+        chunks.update(line[1:].split(" "))
+        yield line
+
+
+def _pieces(chunks: Counter[str]) -> Counter[str]:
     cut = pre_tokenizer().pre_tokenize_str
     counts: Counter[str] = Counter()
-    for chunk, count in Counter(chunk for line in lines for chunk in line[1:].split(" ")).items():
+    for chunk, count in chunks.items():
         for piece, _ in cut(" " + chunk):
             counts[piece] += count
-    return Tokenizer("word", _frequent(counts, room), tags)
+    return counts
 
 
-def _char(lines: Iterator[str], room: int, tags: Sequence[str]) -> Tokenizer:
+def _word(lines: Iterable[str], room: int, tags: Sequence[str]) -> Tokenizer:
+    chunks = Counter(chunk for line in lines for chunk in line[1:].split(" "))
+    return Tokenizer("word", _frequent(_pieces(chunks), room), tags)
+
+
+def _char(lines: Iterable[str], room: int, tags: Sequence[str]) -> Tokenizer:
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line)

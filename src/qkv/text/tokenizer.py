@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import struct
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ FORMAT, VERSION = "qkv-tokenizer", 1
 
 # Letters with their marks, digits, and everything else do not share a piece; each may have one space before it.
 PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
-CACHED = 1 << 18  # chunks remembered; a full cache is emptied, which common words survive at little cost
+CACHED = 1 << 17  # chunks remembered, and as many again that were remembered before
 CACHED_LENGTH = 64  # longer chunks are rare and not worth remembering
 VARIANTS = 64  # segmentations that dropout may give one chunk
 DROPOUT_SPAN = 128  # dropout takes longer runs of letters in parts: its cost grows with the square of the length
@@ -64,15 +65,21 @@ def pre_tokenizer() -> tokenizers.pre_tokenizers.PreTokenizer:
 
 
 class Cache(dict[Key, Value]):
-    """A dictionary that computes what it lacks and holds a bounded number of entries."""
+    """A dictionary that computes what it lacks and holds a bounded number of entries.
+
+    A full one is emptied, but its last content stays at hand: what is still in use comes back from there.
+    """
 
     def __init__(self, compute: Callable[[Key], Value], keep: Callable[[Key], bool]) -> None:
         self.compute, self.keep = compute, keep
+        self.last: dict[Key, Value] = {}
 
     def __missing__(self, key: Key) -> Value:
-        value = self.compute(key)
+        last = self.last
+        value = last[key] if key in last else self.compute(key)
         if self.keep(key):
             if len(self) >= CACHED:
+                self.last = dict(self)
                 self.clear()
             self[key] = value
         return value
@@ -190,11 +197,12 @@ class Tokenizer:
 
     def _pack(self, chunk: str) -> bytes:
         try:
-            numbers = self._segment(" " + chunk)
+            chunk.encode()
         except UnicodeEncodeError as error:
-            bad = error.object[error.start]
-            raise UsageError(f"the text holds U+{ord(bad):04X}, half of a character: repair or remove it") from None
-        return (np.array(numbers, dtype=np.int64) + self.offset).astype(self.dtype).tobytes()
+            half = f"U+{ord(chunk[error.start]):04X}"
+            raise UsageError(f"the text holds {half}, half of a character: repair or remove it") from None
+        numbers = self._segment(" " + chunk)
+        return struct.pack(f"<{len(numbers)}{self.dtype.char}", *[number + self.offset for number in numbers])
 
     def _subwords(self, text: str) -> list[int]:
         return self.library.encode(text).ids

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from qkv.data.demo import grammar
 from qkv.data.demo.phrase import Phrase, render, words
+from qkv.errors import QkvError
 
 __all__ = ["SIZES", "Example", "combination", "pharaoh", "splits", "words", "write"]
 
@@ -99,8 +100,10 @@ def pharaoh(alignment: tuple[tuple[int, int], ...]) -> str:
 
 
 def write(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """Write {train,valid,test}.{en,it,align}, one sentence a line; a file that is there with the same text is kept."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write {train,valid,test}.{en,it,align}, one sentence a line; a file that is there with the same text is kept.
+
+    Returns the path of each file by its name.
+    """
     paths: dict[str, Path] = {}
     for split, examples in splits(seed).items():
         columns = {
@@ -116,8 +119,16 @@ def write(folder: Path, seed: int = 0) -> dict[str, Path]:
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    if path.exists() and path.read_bytes() == content:
-        return
+    """Write a file whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_bytes() == content:
+            return
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise QkvError(f"cannot write the demo corpus to {path}: {error.strerror}; choose another folder") from error
+    finally:
+        if partial.is_file():
+            partial.unlink()

@@ -4,21 +4,58 @@ from __future__ import annotations
 
 from qkv.data.demo import nouns, verbs, words
 from qkv.data.demo.choose import (
-    BUILDINGS, OWNERS, PETS, SPEAKERS, at_home, at_time, beside, describe, in_city, in_room, kin, place, somebody, spot,
-    subject, target, thing, third, to_or_at, when,
-)  # fmt: skip
-from qkv.data.demo.italian import Token
+    BUILDINGS,
+    EVERYONE,
+    OWNERS,
+    PETS,
+    at_time,
+    beside,
+    describe,
+    in_city,
+    in_room,
+    kin,
+    place,
+    several,
+    somebody,
+    spot,
+    subject,
+    target,
+    thing,
+    third,
+    to_or_at,
+    when,
+)
+from qkv.data.demo.italian import Token, adjective
 from qkv.data.demo.nouns import Noun
 from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
 from qkv.data.demo.simple import ACTIONS, BELONGINGS, PLEASE, SHOUT, SMALL, STOP, end, mode
-from qkv.data.demo.syntax import (
-    NP, PRONOUNS, Dice, clause, group, having, np, of_owner, possessive, predicate, pronoun,
-)  # fmt: skip
-from qkv.data.demo.verbs import BE, HAVE, NEED, Verb
+from qkv.data.demo.syntax import NP, PRONOUNS, Dice, clause, group, having, np, of_owner, possessive, predicate
+from qkv.data.demo.verbs import BE, HAVE, NEED
 
-GENERIC = nouns.of("food", "drink", "pet", "flower", "rose", "book", "novel", "poem", "film", "museum", "snake", "horse")
-PASTIMES = tuple(
-    v for v in (*verbs.INTRANSITIVE, *verbs.TRANSITIVE) if v.lemma in "read write sing dance cook swim travel".split()
+GENERIC = nouns.of(
+    "food", "drink", "pet", "flower", "rose", "book", "novel", "poem", "film", "museum", "snake", "horse"
+)
+PASTIMES = tuple(verbs.BY_LEMMA[v] for v in "read write sing dance cook swim travel walk study".split())
+WISHES = nouns.of(
+    "food", "drink", "printed", "clothes", "pet", "instrument", "device", "ring", "toy", "bag", "umbrella"
+)
+FEARED = nouns.of("dog", "mouse", "snake", "wolf", "bear", "lion", "tiger", "horse", "frog", "fox")
+PLEASING = nouns.of("text", "clothes", "film", "song", "furniture", "pet", "place")
+RELATIVES = nouns.of("brother", "sister", "son", "daughter", "cousin", "friend")
+HOMES = nouns.of("house", "village", "castle", "island", "hotel", "city")
+SHOWN = BELONGINGS + nouns.of("house", "furniture")
+OWNED = tuple(n for n in BELONGINGS + nouns.of("house") if words.FITTING[n.en])
+COUNTED = tuple(n for n in (*SMALL, *PETS, *nouns.FOOD) if n.classes.isdisjoint(("mass", "pair")))
+COMMANDS = tuple(v for v in ACTIONS if v.lemma not in ("see", "meet", "photograph"))
+NAPPING = tuple(verbs.BY_LEMMA[v] for v in ("sleep", "rest", "play"))
+HAD = tuple(n for n in BELONGINGS if "text" not in n.classes or "printed" in n.classes)
+_SKIES = (
+    ("cold", "fa/1 freddo/2"),
+    ("hot", "fa/1 caldo/2"),
+    ("raining", "sta/1 piovendo/2"),
+    ("snowing", "sta/1 nevicando/2"),
+    ("windy", "c'/1 è/1 vento/2"),
+    ("sunny", "c'/1 è/1 il/2 sole/2"),
 )
 _WOULD = ("vorrei", "vorresti", "vorrebbe", "vorremmo", "", "vorrebbero")
 
@@ -45,7 +82,7 @@ def afraid(d: Dice) -> Phrase:
     """The girl is afraid of dogs; la ragazza ha paura dei cani."""
     negative, ask = mode(d)
     s = subject(d, ask)
-    noun = d.pick(nouns.of("dog", "mouse", "snake", "wolf", "bear", "lion", "tiger", "horse", "frog", "fox"))
+    noun = d.pick(FEARED)
     of_what = generic(noun) if d.chance(0.6) else np(noun, d.pick(("the", "this", "that")))
     fear = pair("afraid/1 of/2 $0", "paura/1 di/2 $0", of_what.phrase, lemmas=("afraid",))
     return end(clause(s, having(s, d.pick(("present", "past")), negative, ask), fear, ask=ask), ask)
@@ -60,8 +97,9 @@ def likes(d: Dice) -> Phrase:
         verb = d.pick(PASTIMES)
         what = unit(verb.en_ing, verb.it, verb.lemma)
     elif d.chance(0.3):
-        one = np(d.pick(nouns.of("text", "clothes", "media", "furniture", "pet", "place")), d.pick(("this", "that")))
-        what = one.phrase
+        noun = d.pick(PLEASING)
+        plural = several(d, noun, 0.25)
+        what = np(noun, d.pick(("these", "those") if plural else ("this", "that")), plural).phrase
     else:
         kind = generic(d.pick(GENERIC))
         what, plural = kind.phrase, kind.plural
@@ -74,7 +112,7 @@ def likes(d: Dice) -> Phrase:
     elif s.pronoun:
         it = (*tokens("a loro", s.drop), *no, finite)
     else:
-        it = (("a", (link(),)), *s.phrase.it, *no, finite)
+        it = (("a", (n,)), *s.phrase.it, *no, finite)
     g.it = it
     s.phrase = s.phrase._replace(it=())
     return end(clause(s, g, what, ask=ask), ask)
@@ -84,16 +122,12 @@ def would_like(d: Dice) -> Phrase:
     """I would like a coffee, please; We would like to visit the museum."""
     s = subject(d)
     n, m = link(), link()
-    would = _WOULD[s.index]
-    finite: Token = (would, (n, s.drop) if s.drop else (n,))
+    would = Phrase(tokens("would like", n), ((_WOULD[s.index], (n, s.drop) if s.drop else (n,)),), ("like",))
     if d.chance(0.5):
         verb = d.pick(ACTIONS)
-        body = chain(Phrase(tokens("would like", n), (finite,)), Phrase(tokens(f"to {verb.en} {verb.particle}", m),
-                     tokens(verb.it, m), (verb.lemma,)), target(d, verb).phrase)  # fmt: skip
-        return end(chain(s.phrase, body, when(d, "future", 0.2)))
-    noun = d.pick(nouns.of("food", "drink", "text", "clothes", "pet", "instrument", "small", "device"))
-    what = thing(d, noun)
-    body = chain(s.phrase, Phrase(tokens("would like", n), (finite,), ("would like",)), what.phrase)
+        doing = Phrase(tokens(f"to {verb.en} {verb.particle}", m), tokens(verb.it, m), (verb.en,))
+        return end(chain(s.phrase, would, doing, target(d, verb).phrase, when(d, "future", 0.2)))
+    body = chain(s.phrase, would, thing(d, d.pick(WISHES)).phrase)
     return chain(body, PLEASE, STOP) if s.person == 1 and d.chance(0.5) else end(body)
 
 
@@ -102,23 +136,29 @@ def needs(d: Dice) -> Phrase:
     negative, ask = mode(d)
     s = subject(d, ask)
     noun = d.pick(NEED.objects)
-    what = np(noun, "") if "mass" in noun.classes else np(noun, d.pick(("a", "a", "the", "this", "my")), False,
-                                                           describe(d, noun))  # fmt: skip
-    if "person" in noun.classes:
+    plural = several(d, noun, 0.15)
+    if "mass" in noun.classes:
+        what = np(noun, "")
+    elif "person" in noun.classes:
         what = np(noun, "a")
+    elif plural:
+        what = np(noun, d.pick(("the", "these", *OWNERS)), True)
+    else:
+        what = np(noun, d.pick(("a", "a", "the", "this", "my", "your")), False, describe(d, noun))
     return end(clause(s, group(NEED, s, negative=negative, ask=ask), what.phrase, ask=ask), ask)
 
 
 def has(d: Dice) -> Phrase:
-    """She has two cats and a dog."""
+    """She has two black cats."""
     negative, ask = mode(d)
     s = subject(d, ask)
-    noun = d.pick(BELONGINGS)
-    plural = d.chance(0.45)
-    what = np(noun, "" if plural else "a", plural, describe(d, noun, 0.3), number=2 + d.below(9) if plural else 0)
     if d.chance(0.2):
-        relative = d.pick(nouns.of("brother", "sister", "son", "daughter", "cousin", "friend"))
-        what = np(relative, "" if plural else "a", plural, None, number=2 + d.below(5) if plural else 0)
+        noun, most, look = d.pick(RELATIVES), 5, None
+    else:
+        noun, most = d.pick(HAD), 9
+        look = describe(d, noun, 0.3)
+    plural = several(d, noun, 0.45)
+    what = np(noun, "" if plural else "a", plural, look, number=2 + d.below(most) if plural else 0)
     return end(clause(s, group(HAVE, s, negative=negative, ask=ask), what.phrase, ask=ask), ask)
 
 
@@ -142,7 +182,7 @@ def gives_pronoun(d: Dice) -> Phrase:
     negative, ask = mode(d)
     s = subject(d, ask)
     tense = d.pick(("present", "past", "past", "future", "must", "want"))
-    to = d.pick([p for p in SPEAKERS if p != s.pronoun and not (p in ("I", "we") and s.pronoun in ("I", "we"))])
+    to = d.pick([p for p in EVERYONE if p != s.pronoun and not (p in ("I", "we") and s.pronoun in ("I", "we"))])
     n = link()
     g = group(verb, s, tense, negative=negative, ask=ask, clitic=(PRONOUNS[to][6], n))
     receiver = Phrase(tokens(PRONOUNS[to][0], n), (), ("~" + to,))
@@ -151,8 +191,10 @@ def gives_pronoun(d: Dice) -> Phrase:
 
 def order(d: Dice) -> Phrase:
     """Open the window, please. Do not touch the piano!"""
-    verb = d.pick(tuple(v for v in ACTIONS if v.lemma not in ("see", "meet", "photograph")))
+    verb = d.pick(COMMANDS)
     o = target(d, verb, free=False)
+    if o.noun and "mass" in o.noun.classes:
+        o = np(o.noun)
     n = link()
     particle = tokens(verb.particle, n)
     if d.chance(0.35):
@@ -160,7 +202,7 @@ def order(d: Dice) -> Phrase:
         en, it = tokens("do not", k) + tokens(verb.en, n), tokens("non", k) + tokens(verb.it, n)
     else:
         en, it = tokens(verb.en, n), tokens(verb.imperative, n)
-    body = chain(Phrase(en + particle, it, (verb.lemma,)), o.phrase)
+    body = chain(Phrase(en + particle, it, (verb.en,)), o.phrase)
     if d.chance(0.3):
         called = somebody(d)
         if called.phrase.lemmas != o.phrase.lemmas:
@@ -171,7 +213,7 @@ def order(d: Dice) -> Phrase:
 def where_thing(d: Dice) -> Phrase:
     """My keys are on the table."""
     noun = d.pick(SMALL + PETS)
-    plural = d.chance(0.35)
+    plural = several(d, noun, 0.35)
     dets = ("the", "the", "these", *OWNERS) if plural else ("the", "the", "the", *OWNERS)
     s = np(noun, d.pick(dets), plural, describe(d, noun, 0.15))
     negative, ask = mode(d)
@@ -202,10 +244,9 @@ def building(d: Dice) -> Phrase:
 
 def there_is(d: Dice) -> Phrase:
     """There is a cat under the table; There are no apples in the kitchen."""
-    noun = d.pick(tuple(n for n in SMALL + PETS + nouns.FOOD if "mass" not in n.classes))
-    plural = d.chance(0.55)
-    where = spot(d, noun) if d.chance(0.7) else in_room(d)
-    if not plural:
+    noun = d.pick(COUNTED)
+    where = spot(d, noun) if d.chance(0.75) or "food" in noun.classes else in_room(d)
+    if d.chance(0.45):
         what = np(noun, "a", False, describe(d, noun, 0.25)).phrase
         if d.chance(0.25):
             return end(pair("is/2 there/1 $0 $1", "c'/1 è/2 $0 $1", what, where), True)
@@ -258,7 +299,7 @@ def lives(d: Dice) -> Phrase:
     x = d.random()
     where = in_city(d) if x < 0.5 else beside(d, d.pick(BUILDINGS)) if x < 0.7 else EMPTY
     if where is EMPTY:
-        noun = d.pick(nouns.of("house", "village", "castle", "island", "hotel", "city"))
+        noun = d.pick(HOMES)
         where = pair("in/1 $0" if noun.en != "island" else "on/1 $0", "in/1 $0" if noun.en != "island" else "su/1 $0",
                      np(noun, "a", False, d.pick(words.FITTING[noun.en])).phrase)  # fmt: skip
     return end(clause(s, group(verbs.LIVE, s, negative=negative, ask=ask), where, ask=ask), ask)
@@ -278,25 +319,30 @@ def rises(d: Dice) -> Phrase:
     verb = d.pick(verbs.REFLEXIVE)
     negative, ask = mode(d)
     s = subject(d, ask)
-    tense = d.pick(("present", "past", "past", "future", "must"))
-    time = chain(at_time(d), when(d, tense, 0.3)) if d.chance(0.8) else when(d, tense, 0.7)
-    return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), time, ask=ask), ask)
+    night = verb.lemma == "fall asleep"
+    tense = d.pick(
+        ("present", "past", "past", "future") if night or ask else ("present", "past", "past", "future", "must")
+    )
+    days = {"present": ("every day", "ogni giorno"), "past": ("yesterday", "ieri"), "future": ("tomorrow", "domani")}
+    day = unit(*days[tense]) if tense in days and d.chance(0.35) else EMPTY
+    hour = at_time(d, (9, 10, 11) if night else (5, 6, 7, 8, 9)) if d.chance(0.85) or day is EMPTY else EMPTY
+    return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), hour, day, ask=ask), ask)
 
 
 def this_is(d: Dice) -> Phrase:
     """This is my book, these are Anna's shoes; questo è il mio libro."""
-    noun = d.pick(BELONGINGS + nouns.of("house", "furniture"))
-    plural = d.chance(0.35)
+    noun = d.pick(SHOWN)
+    plural = several(d, noun, 0.35)
     negative, ask = mode(d)
     far = d.chance(0.3)
     en = ("those" if plural else "that") if far else ("these" if plural else "this")
-    it = {"ms": "o", "fs": "a", "mp": "i", "fp": "e"}[noun.agreement(plural)]
-    s = NP(unit(en, ("quell" if far else "quest") + it), plural=plural, gender=noun.agreement(plural)[0])
+    gender = noun.agreement(plural)[0]
+    s = NP(unit(en, adjective("quello" if far else "questo", gender, plural)), plural=plural, gender=gender)
     x = d.random()
-    what = (
-        np(noun, d.pick(OWNERS), plural) if x < 0.5 else of_owner(noun, somebody(d), plural) if x < 0.75
-        else of_owner(noun, _relative(d), plural)
-    )  # fmt: skip
+    if x < 0.5:
+        what = np(noun, d.pick(OWNERS), plural)
+    else:
+        what = of_owner(noun, somebody(d) if x < 0.75 else _relative(d), plural)
     return end(clause(s, group(BE, s, negative=negative, ask=ask), what.phrase, ask=ask), ask)
 
 
@@ -309,8 +355,10 @@ def _relative(d: Dice) -> NP:
 def mine(d: Dice) -> Phrase:
     """This book is mine; queste scarpe sono tue."""
     noun = d.pick(BELONGINGS)
-    plural = d.chance(0.35)
-    s = np(noun, d.pick(("these", "those", "the") if plural else ("this", "that", "the")), plural, describe(d, noun, 0.2))
+    plural = several(d, noun, 0.35)
+    s = np(
+        noun, d.pick(("these", "those", "the") if plural else ("this", "that", "the")), plural, describe(d, noun, 0.2)
+    )
     negative, ask = mode(d)
     owner = d.pick(("my mine", "your yours", "his his", "her hers", "our ours", "their theirs")).split()
     agreement = noun.agreement(plural)
@@ -321,30 +369,27 @@ def mine(d: Dice) -> Phrase:
 
 def owned(d: Dice) -> Phrase:
     """My brother's car is fast; la macchina di mio fratello è veloce."""
-    noun = d.pick(BELONGINGS + nouns.of("house"))
-    plural = d.chance(0.3)
-    s = of_owner(noun, somebody(d) if d.chance(0.5) else _relative(d), plural)
+    noun = d.pick(OWNED)
+    s = of_owner(noun, somebody(d) if d.chance(0.5) else _relative(d), several(d, noun, 0.3))
     negative, ask = mode(d)
-    a = d.pick(words.FITTING[noun.en]) if words.FITTING[noun.en] else words.BY_NAME["beautiful"]
+    a = d.pick(words.FITTING[noun.en])
     g = group(BE, s, d.pick(("present", "past")), negative=negative, ask=ask)
-    return end(clause(s, g, predicate(a, s, not negative and d.chance(0.2)), ask=ask), ask)
+    very = not negative and a.en not in words.ABSOLUTE and d.chance(0.2)
+    return end(clause(s, g, predicate(a, s, very), ask=ask), ask)
 
 
 def weather(d: Dice) -> Phrase:
     """In Rome it is cold today; a Roma oggi fa freddo."""
     where = in_city(d)
-    en, it = d.pick((("it is/1 cold/2", "fa/1 freddo/2"), ("it is/1 hot/2", "fa/1 caldo/2"),
-                     ("it is/1 raining/2", "sta/1 piovendo/2"), ("it is/1 snowing/2", "sta/1 nevicando/2"),
-                     ("it is/1 windy/2", "c'/1 è/1 vento/2"), ("it is/1 sunny/2", "c'/1 è/1 il/2 sole/2")))  # fmt: skip
-    lemma = en.split()[-1][:-2]
+    en, it = d.pick(_SKIES)
     time = unit(*d.pick(words.NOW)) if d.chance(0.6) else EMPTY
-    return end(pair(f"{en} $0 $1", f"{it} $0 $1", where, time, lemmas=(lemma,)))
+    return end(pair(f"it/1 is/1 {en}/2 $0 $1", f"{it} $0 $1", where, time, lemmas=(en,)))
 
 
 def happening(d: Dice) -> Phrase:
     """The cat is sleeping on the sofa."""
-    verb = d.pick(tuple(verbs.BY_LEMMA[v] for v in ("sleep", "rest", "play", "eat")))
-    noun = d.pick(nouns.of("pet"))
+    verb = d.pick(NAPPING)
+    noun = d.pick(PETS)
     s = np(noun, d.pick(("the", *OWNERS)), False, describe(d, noun, 0.3))
     tense = d.pick(("present", "progressive", "was"))
     negative, ask = mode(d)
@@ -355,9 +400,9 @@ def called(d: Dice) -> Phrase:
     """My name is Anna; mia sorella si chiama Giulia."""
     x = somebody(d)
     if d.chance(0.3):
-        own, it = d.pick((("my", "mi chiamo"), ("your", "ti chiami")))
-        return end(pair(f"{own}/1 name/2 is/2 $0", f"{it.split()[0]}/1 {it.split()[1]}/2 $0", x.phrase, lemmas=("~" + own,)))
+        own, me, verb, lemma = d.pick((("my", "mi", "chiamo", "~I"), ("your", "ti", "chiami", "~you")))
+        return end(pair(f"{own}/1 name/2 is/2 $0", f"{me}/1 {verb}/2 $0", x.phrase, lemmas=(lemma, "name")))
     s = _relative(d)
     while s.gender != x.gender:
         s = _relative(d)
-    return end(pair("$0 's/1 name/2 is/2 $1", "$0 si/1 chiama/2 $1", s.phrase, x.phrase))
+    return end(pair("$0 's/1 name/2 is/2 $1", "$0 si/1 chiama/2 $1", s.phrase, x.phrase, lemmas=("name",)))

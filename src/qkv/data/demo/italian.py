@@ -29,13 +29,19 @@ BELLO = {
     "fs": ("bella", "bella", "bella"),
     "fp": ("belle", "belle", "belle"),
 }
+QUESTO = {
+    "ms": ("questo", "questo", "quest'"),
+    "mp": ("questi", "questi", "questi"),
+    "fs": ("questa", "questa", "quest'"),
+    "fp": ("queste", "queste", "queste"),
+}
 BUONO = {
     "ms": ("buon", "buono", "buon"),
     "mp": ("buoni", "buoni", "buoni"),
     "fs": ("buona", "buona", "buona"),
     "fp": ("buone", "buone", "buone"),
 }
-MARKS = {"il": DEFINITE, "un": INDEFINITE, "quello": QUELLO, "bello": BELLO, "buono": BUONO}
+MARKS = {"il": DEFINITE, "un": INDEFINITE, "quello": QUELLO, "questo": QUESTO, "bello": BELLO, "buono": BUONO}
 
 _STEMS = {"di": "de", "a": "a", "da": "da", "in": "ne", "su": "su"}
 _ENDS = {"il": "l", "lo": "llo", "l'": "ll'", "la": "lla", "i": "i", "gli": "gli", "le": "lle"}
@@ -61,7 +67,7 @@ def contract(preposition: str, article: str) -> str:
 
 
 def settle(tokens: Sequence[Token]) -> list[Token]:
-    """Give every mark its form, contract, and add the euphonic d; from right to left, as each form hangs on the next."""
+    """Give every mark its form, contract, and add the euphonic d; right to left, as forms hang on the next."""
     out: list[Token] = []  # reversed
     article = False  # whether the word after this one is a definite article
     for text, links in reversed(tokens):
@@ -103,24 +109,22 @@ def plural_noun(noun: str, gender: str) -> str:
     return noun[:-1] + "i"
 
 
+_SOFT = ("simpatico", "selvatico", "economico", "greco")  # -ci in the plural, where stanco has -chi
+
+
 def adjective(base: str, gender: str, plural: bool) -> str:
-    """An adjective made to agree: four endings for -o, two for -e and -ista, one for blu, rosa, viola, marrone."""
-    if base in ("blu", "rosa", "viola", "marrone"):
+    """An adjective made to agree: four endings for -o, two for -e, one for blu, rosa, viola."""
+    if base in ("blu", "rosa", "viola"):
         return base
     if base.endswith("e"):
         return base[:-1] + "i" if plural else base
-    stem = base[:-1]
     if gender == "m":
         if not plural:
             return base
-        if base in ("simpatico", "antico", "economico", "fantastico", "magnifico", "tedesco", "greco"):
-            hard = base in ("antico", "tedesco")
-            return stem + ("hi" if hard else "i")
-        return plural_noun(base, "m")
-    feminine = stem + "a"
+        return base[:-1] + "i" if base in _SOFT else plural_noun(base, "m")
     if not plural:
-        return feminine
-    return stem + "he" if base.endswith(("co", "go")) else stem + "e"
+        return base[:-1] + "a"
+    return base[:-1] + ("he" if base.endswith(("co", "go")) else "e")
 
 
 _PRESENT = {

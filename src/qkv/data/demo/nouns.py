@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from qkv.data.demo import english, italian
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Noun:
     """A noun of both languages with its plurals; `classes` hold the meaning, `woman` the form for a woman."""
 
@@ -179,24 +180,21 @@ water acqua f
 milk latte m
 coffee caffè m hot ready
 tea tè m hot ready
-wine vino m ready
-beer birra f ready
+wine vino m
+beer birra f
 """,
     )
 )
 
 READING = _nouns(
-    "thing text small",
+    "thing text small printed",
     """
 book libro m
-letter lettera f
 newspaper giornale m
 magazine rivista f
-poem poesia f
-story storia f
 novel romanzo m
 """,
-)
+) + _nouns("thing text", "letter lettera f small\npoem poesia f\nstory storia f")
 
 FURNITURE = (
     _nouns(
@@ -242,9 +240,9 @@ sweater maglione m
 skirt gonna f
 scarf/scarves sciarpa f
 tie cravatta f
-shoe scarpa f
-boot stivale m
-glove guanto m
+shoe scarpa f pair
+boot stivale m pair
+glove guanto m pair
 """,
 )
 
@@ -277,7 +275,7 @@ suitcase valigia/valigie f holder opening
 computer computer m tool
 telephone telefono m tool
 radio radio/radio f
-television televisione f
+television televisione f unique
 """,
     )
     + _nouns(
@@ -289,7 +287,9 @@ bicycle bicicletta f
     )
     + _nouns("thing vehicle transit", "bus autobus m drive\ntrain treno m\nship nave f")
     + _nouns("thing vehicle", "boat barca f\ntaxi taxi m drive")
-    + _nouns("thing instrument", "guitar chitarra f\npiano pianoforte m\nviolin violino m\ntrumpet tromba f\nflute flauto m")
+    + _nouns(
+        "thing instrument", "guitar chitarra f\npiano pianoforte m\nviolin violino m\ntrumpet tromba f\nflute flauto m"
+    )
     + _nouns("thing plant", "flower fiore m small\nrose rosa f small\ntree albero m\nplant pianta f")
     + _nouns("media", "film film m watch\nsong canzone f listen\nconcert concerto m watch")
 )
@@ -340,6 +340,7 @@ NOUNS = PEOPLE + KIN + ANIMALS + FOOD + READING + FURNITURE + CLOTHES + THINGS +
 BY_NAME: dict[str, Noun] = {n.en: n for n in NOUNS}
 
 
+@cache
 def of(*classes: str) -> tuple[Noun, ...]:
     """The nouns that have any of the classes, or are named, in lexicon order."""
     return tuple(n for n in NOUNS if n.en in classes or not n.classes.isdisjoint(classes))

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from qkv.data.demo import english, italian, nouns, verbs, words
-from qkv.data.demo.choose import OWNERS, animal, at_time, clock, date, describe, kin, somebody, subject
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, tokens, unit
+from qkv.data.demo.choose import (
+    HOURS,
+    animal,
+    at_time,
+    clock,
+    date,
+    describe,
+    in_city,
+    kin,
+    several,
+    somebody,
+    subject,
+    target,
+    to_or_at,
+)
+from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
 from qkv.data.demo.questions import EVENTS, PRICED, SHOPS, TRANSIT
-from qkv.data.demo.simple import STOP, end, mode
-from qkv.data.demo.syntax import NP, Dice, clause, group, having, link, np, numeral
+from qkv.data.demo.simple import ACTIONS, STOP, end, mode
+from qkv.data.demo.syntax import NP, Dice, clause, group, having, np, numeral, of_owner
 from qkv.data.demo.verbs import BE, COST
 
 
@@ -16,6 +30,19 @@ def counted(number: int, en: str, it: str) -> Phrase:
     n, m = link(), link()
     return Phrase(tokens(english.cardinal(number), n) + tokens(en, m), (numeral(number, n), *tokens(it, m)),
                   (english.cardinal(number), en))  # fmt: skip
+
+
+def cost(d: Dice, noun: nouns.Noun) -> Phrase:
+    """A price that the thing may have."""
+    if "fruit" in noun.classes:
+        number = 2 + d.below(8)
+    elif noun.classes & {"furniture", "device", "instrument", "vehicle"}:
+        number = 20 + d.below(80) if d.chance(0.5) and "vehicle" not in noun.classes else 100 * (1 + d.below(10))
+    elif noun.classes & {"printed", "plant", "ready", "tool"}:
+        number = 2 + d.below(29)
+    else:
+        number = 5 + d.below(95)
+    return counted(number, "euros", "euro")
 
 
 def age(d: Dice) -> Phrase:
@@ -32,44 +59,56 @@ def age(d: Dice) -> Phrase:
 def price(d: Dice) -> Phrase:
     """The book costs twenty-three euros; il libro costa ventitré euro."""
     noun = d.pick(PRICED)
-    plural = d.chance(0.35)
-    s = np(noun, d.pick(("the", "these", "those") if plural else ("the", "this", "that")), plural, describe(d, noun, 0.2))
+    plural = several(d, noun, 0.35)
+    s = np(
+        noun, d.pick(("the", "these", "those") if plural else ("the", "this", "that")), plural, describe(d, noun, 0.2)
+    )
     negative, ask = mode(d)
-    x = d.random()
-    number = 2 + d.below(98) if x < 0.85 else 100 * (1 + d.below(10))
-    return end(clause(s, group(COST, s, negative=negative, ask=ask), counted(number, "euros", "euro"), ask=ask), ask)
+    return end(clause(s, group(COST, s, negative=negative, ask=ask), cost(d, noun), ask=ask), ask)
 
 
 def bought_for(d: Dice) -> Phrase:
     """She sold the car for nine hundred euros; ha venduto la macchina per novecento euro."""
-    verb = d.pick(tuple(v for v in verbs.TRANSITIVE if v.lemma in ("buy", "sell")))
-    noun = d.pick(tuple(n for n in PRICED if n in verb.objects))
+    verb, goods = d.pick(TRADE)
+    noun = d.pick(goods)
     s = subject(d)
-    number = 2 + d.below(98) if d.chance(0.8) else 100 * (1 + d.below(10))
-    o = np(noun, d.pick(("the", "this", "a")), False, describe(d, noun, 0.15))
-    tense = d.pick(("past", "past", "future"))
-    return end(clause(s, group(verb, s, tense), o.phrase, pair("for/1 $0", "per/1 $0", counted(number, "euros", "euro"))))
+    o = np(noun, d.pick(("the", "these", "those") if "pair" in noun.classes else ("the", "this", "a")),
+           "pair" in noun.classes, describe(d, noun, 0.15))  # fmt: skip
+    price = pair("for/1 $0", "per/1 $0", cost(d, noun))
+    return end(clause(s, group(verb, s, d.pick(("past", "past", "future"))), o.phrase, price))
+
+
+TRADE = tuple((v, tuple(n for n in PRICED if n in v.objects)) for v in verbs.transitive("buy, sell"))
 
 
 def total(d: Dice) -> Phrase:
     """Seven plus five is twelve; sette più cinque fa dodici."""
-    a, b = 2 + d.below(49), 2 + d.below(49)
+    a, b = 2 + d.below(48), 2 + d.below(48)
     word, parola, c = ("plus", "più", a + b) if d.chance(0.6) else ("minus", "meno", a - b)
     if c < 0:
         a, b, c = b, a, -c
     e, i = english.cardinal, italian.cardinal
-    return pair(f"{e(a)}/1 {word}/2 {e(b)}/3 is/4 {e(c)}/5 .", f"{i(a)}/1 {parola}/2 {i(b)}/3 fa/4 {i(c)}/5 .",
+    return pair(f"{e(a)}/1 {word}/2 {e(b)}/3 is/4 {e(c)}/5 ./6", f"{i(a)}/1 {parola}/2 {i(b)}/3 fa/4 {i(c)}/5 ./6",
                 lemmas=(e(a), word, e(b)))  # fmt: skip
 
 
 def time_now(d: Dice) -> Phrase:
     """It is half past three; sono le tre e mezza."""
-    when, one = clock(d)
-    part = d.pick((EMPTY, EMPTY, unit("in the morning", "di mattina", "morning"), unit("in the evening", "di sera", "evening"),
-                   unit("in the afternoon", "di pomeriggio", "afternoon")))  # fmt: skip
-    past = d.chance(0.3)
-    en, it = ("was", "era" if one else "erano") if past else ("is", "è" if one else "sono")
-    return end(pair(f"it/1 {en}/1 $0 $1", f"{it}/1 $0 $1", when, part))
+    hours, en, it = d.pick(PARTS)
+    when, hour = clock(d, hours)
+    part = unit(en, it) if en else EMPTY
+    one = hour == 1
+    be, essere = ("was", "era" if one else "erano") if d.chance(0.3) else ("is", "è" if one else "sono")
+    return end(pair(f"it/1 {be}/1 $0 $1", f"{essere}/1 $0 $1", when, part))
+
+
+PARTS: tuple[tuple[tuple[int, ...], str, str], ...] = (
+    (HOURS, "", ""),
+    (HOURS, "", ""),
+    ((5, 6, 7, 8, 9, 10, 11), "in the morning", "di mattina"),
+    ((2, 3, 4, 5), "in the afternoon", "del pomeriggio"),
+    ((7, 8, 9, 10), "in the evening", "di sera"),
+)
 
 
 def timetable(d: Dice) -> Phrase:
@@ -93,25 +132,31 @@ def timetable(d: Dice) -> Phrase:
 def opening(d: Dice) -> Phrase:
     """The bank is open from nine o'clock to five o'clock; la banca è aperta dalle nove alle cinque."""
     s = np(d.pick(SHOPS))
-    a, b = 6 + d.below(6), 2 + d.below(8)
+    shut = d.chance(0.3)
+    a, b = (d.pick((11, 12)), d.pick((2, 3, 4, 5))) if shut else (8 + d.below(3), 4 + d.below(4))
     e, i = english.cardinal, italian.cardinal
-    hours = pair(f"from/1 {e(a)}/2 o'clock to/3 {e(b)}/4 o'clock", f"da/1 @il.fp/2 {i(a)}/2 a/3 @il.fp/4 {i(b)}/4",
+    hours = pair(f"from/1 {e(a)}/2 o'clock/2 to/3 {e(b)}/4 o'clock/4", f"da/1 @il.fp/2 {i(a)}/2 a/3 @il.fp/4 {i(b)}/4",
                  lemmas=(e(a), e(b)))  # fmt: skip
-    form = "aperto" if d.chance(0.7) else "chiuso"
-    state = unit("open" if form == "aperto" else "closed", italian.adjective(form, s.gender, False), form)
+    en, it = ("closed", "chiuso") if shut else ("open", "aperto")
     negative, ask = mode(d)
+    state = unit(en, italian.adjective(it, s.gender, False), en)
     return end(clause(s, group(BE, s, negative=negative, ask=ask), state, hours, ask=ask), ask)
 
 
 def _occasion(d: Dice) -> NP:
-    if d.chance(0.6):
-        what = nouns.Noun("birthday", "birthdays", "compleanno", "compleanni", "m", "m", frozenset())
-        if d.chance(0.5):
-            return np(what, d.pick(OWNERS))
-        from qkv.data.demo.syntax import of_owner
+    x = d.random()
+    if x < 0.3:
+        return np(nouns.BY_NAME["concert"])
+    if x < 0.55:
+        return np(BIRTHDAY, d.pick(("my", "your", "his", "her")))
+    owner = somebody(d)
+    if x < 0.75:
+        while (owner := kin(d)).plural:
+            pass
+    return of_owner(BIRTHDAY, owner)
 
-        return of_owner(what, somebody(d))
-    return np(nouns.BY_NAME["concert"])
+
+BIRTHDAY = nouns.Noun("birthday", "birthdays", "compleanno", "compleanni", "m", "m", frozenset())
 
 
 def on_date(d: Dice) -> Phrase:
@@ -134,7 +179,7 @@ def today(d: Dice) -> Phrase:
         when = pair("$0 ,/1 $1", "$0 $1", day, date(d, article=False))
     else:
         when = date(d)
-    return pair(f"{en}/1 {verb}/2 $0 .", f"{it}/1 {forms}/2 $0 .", when, lemmas=(en,))
+    return pair(f"{en}/1 {verb}/2 $0 ./3", f"{it}/1 {forms}/2 $0 ./3", when)
 
 
 def on_day(d: Dice) -> Phrase:
@@ -145,9 +190,6 @@ def on_day(d: Dice) -> Phrase:
         day = pair("on $0", "$0", date(d))
     negative, _ = mode(d)
     s = subject(d)
-    from qkv.data.demo.choose import in_city, target, to_or_at
-    from qkv.data.demo.simple import ACTIONS
-
     if d.chance(0.5):
         verb = d.pick((*verbs.LEAVING, verbs.MOVING[0], verbs.MOVING[2]))
         rest = EMPTY if verb in verbs.LEAVING else in_city(d, "to") if d.chance(0.5) else to_or_at(d, "to")

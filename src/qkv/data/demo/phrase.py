@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from qkv.data.demo import english, italian
@@ -47,7 +47,7 @@ def unit(en: str, it: str, *lemmas: str) -> Phrase:
     return Phrase(tokens(en, n), tokens(it, n), lemmas)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(template: str) -> tuple[tuple[str, int], ...]:
     """The items of a template: ("", i) inserts part i, (word, n) is a word with local link n, or none if n is 0."""
     out = []

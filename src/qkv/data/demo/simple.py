@@ -4,25 +4,48 @@ from __future__ import annotations
 
 from qkv.data.demo import nouns, verbs, words
 from qkv.data.demo.choose import (
-    ANIMAL_FOOD, BUILDINGS, OWNERS, PETS, SPEAKERS, animal, at_home, beside, date, describe, in_city, in_room, kin,
-    person, place, somebody, spot, subject, target, tense_of, thing, third, to_or_at, when,
-)  # fmt: skip
+    ANIMAL_FOOD,
+    EVERYONE,
+    OWNERS,
+    PETS,
+    animal,
+    at_home,
+    in_city,
+    in_room,
+    kin,
+    scene,
+    several,
+    somebody,
+    subject,
+    target,
+    tense_of,
+    thing,
+    third,
+    when,
+)
 from qkv.data.demo.italian import adjective
-from qkv.data.demo.nouns import Noun
 from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
-from qkv.data.demo.syntax import (
-    NP, POSSESSIVES, PRONOUNS, Dice, clause, group, np, object_pronoun, of_owner, possessive, predicate, pronoun,
-)  # fmt: skip
-from qkv.data.demo.verbs import BE, HAVE, Verb
+from qkv.data.demo.syntax import Dice, clause, group, np, object_pronoun, of_owner, predicate, pronoun
+from qkv.data.demo.verbs import BE, Verb
 
 STOP = unit(".", ".")
 ASK = unit("?", "?")
 SHOUT = unit("!", "!")
 PLEASE = pair(",/1 please/2", ",/1 per/2 favore/2")
 ACTIONS = tuple(v for v in verbs.TRANSITIVE if not v.flags & {"state", "event"})
-PERSONAL = tuple(v for v in verbs.TRANSITIVE if any("person" in n.classes for n in v.objects) and v.lemma != "photograph")
-BELONGINGS = nouns.of("text", "clothes", "small", "device", "instrument", "pet")
+PERSONAL = tuple(
+    v for v in verbs.TRANSITIVE if any("person" in n.classes for n in v.objects) and v.lemma != "photograph"
+)
+BELONGINGS = nouns.of("printed", "clothes", "small", "device", "instrument", "pet")
 SMALL = nouns.of("small")
+JOBS = nouns.of("job")
+MASCULINE_OF = {"waitress": "waiter", "actress": "actor"}
+FEMININE_OF = {"waiter": "waitress", "actor": "actress"}
+DESCRIBED = tuple(n for n in nouns.NOUNS if "person" not in n.classes and words.FITTING[n.en])
+SINGLE = tuple(n for n in DESCRIBED if n.classes.isdisjoint(("mass", "pair")) and words.ATTRIBUTES[n.en])
+BEASTLY = verbs.transitive("eat, see, follow, look for, find")
+FINDS = nouns.of("ball", "toy", "shoe", "mouse", "bread", "meat")
+HELPFUL = tuple(v for v in ACTIONS if "skill" not in v.flags)
 TONIC = {"I": "me", "you": "te", "he": "lui", "she": "lei", "we": "noi", "they": "loro"}
 
 
@@ -38,6 +61,8 @@ def mode(d: Dice) -> tuple[bool, bool]:
 
 def clear(d: Dice, verb: Verb, tense: str, plain: bool) -> Phrase:
     """A time for the clause, needed where the English past looks like the present (I read the book yesterday)."""
+    if "state" in verb.flags:
+        return EMPTY
     vague = tense == "past" and plain and not verb.past_is_plain()
     return when(d, tense, 1.0 if vague else 0.25)
 
@@ -58,20 +83,18 @@ def intransitive(d: Dice) -> Phrase:
     verb = d.pick(verbs.INTRANSITIVE)
     negative, ask = mode(d)
     tense = tense_of(d, verb)
-    s = animal(d) if "animal" in verb.flags and d.chance(0.4) else subject(d, ask)
+    beast = "animal" in verb.flags and d.chance(0.35)
+    s = animal(d) if beast else subject(d, ask)
     where = EMPTY
-    if d.chance(0.6):
-        where = in_room(d) if s.noun and "animal" in s.noun.classes else place(d)
-    if verb.lemma == "swim":
-        noun = d.pick(nouns.of("lake", "river"))
-        where = pair("in/1 $0", "in/1 $0", np(noun).phrase)
+    if d.chance(0.6) and (not beast or s.noun in PETS or verb.lemma == "swim"):
+        where = in_room(d) if beast and verb.lemma != "swim" else scene(d, verb)
     time = clear(d, verb, tense, not negative and not ask)
     return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), where, time, ask=ask), ask)
 
 
 def animal_acts(d: Dice) -> Phrase:
     """The dog follows the girl."""
-    verb = d.pick(tuple(v for v in verbs.TRANSITIVE if "animal" in v.flags and v.lemma != "hide"))
+    verb = d.pick(BEASTLY)
     s = animal(d)
     negative, ask = mode(d)
     tense = tense_of(d, verb)
@@ -79,12 +102,10 @@ def animal_acts(d: Dice) -> Phrase:
         o = thing(d, d.pick(ANIMAL_FOOD), free=not negative and not ask)
     elif verb.lemma in ("see", "follow"):
         o = third(d) if d.chance(0.5) else animal(d)
-        if o.noun is s.noun:
-            o = somebody(d)
     else:
-        o = np(d.pick(nouns.of("ball", "toy", "shoe", "mouse")), d.pick(("the", "a")))
-        if s.noun is o.noun:
-            o = somebody(d)
+        o = np(d.pick(FINDS), d.pick(("the", "a")))
+    if o.noun is s.noun:
+        o = somebody(d)
     return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), o.phrase, ask=ask), ask)
 
 
@@ -96,11 +117,11 @@ def with_pronoun(d: Dice) -> Phrase:
     if "state" in verb.flags:
         tense = "present"
     s = subject(d, ask)
-    me = d.pick([p for p in SPEAKERS if p != s.pronoun and not (p in ("I", "we") and s.pronoun in ("I", "we"))])
+    me = d.pick([p for p in EVERYONE if p != s.pronoun and not (p in ("I", "we") and s.pronoun in ("I", "we"))])
     o, clitic, agree = object_pronoun(me)
     g = group(verb, s, tense, negative=negative, ask=ask, clitic=clitic, agree=agree)
     much = unit("very much", "molto") if verb.lemma == "love" and not negative and d.chance(0.6) else EMPTY
-    return end(clause(s, g, o, much, when(d, tense), ask=ask), ask)
+    return end(clause(s, g, o, much, clear(d, verb, tense, False), ask=ask), ask)
 
 
 def love_much(d: Dice) -> Phrase:
@@ -118,7 +139,7 @@ def love_much(d: Dice) -> Phrase:
 def modal(d: Dice) -> Phrase:
     """We must buy the tickets."""
     tense = d.pick(("can", "must", "want", "want"))
-    verb = d.pick(tuple(v for v in ACTIONS if "skill" not in v.flags) if tense == "can" else ACTIONS)
+    verb = d.pick(HELPFUL if tense == "can" else ACTIONS)
     negative, ask = mode(d)
     if tense == "must":
         ask = False
@@ -133,9 +154,7 @@ def frequency(d: Dice) -> Phrase:
     verb = d.pick(ACTIONS + verbs.INTRANSITIVE)
     s = subject(d)
     adverb = d.pick((*words.ALWAYS, ("never", "mai")))
-    rest = target(d, verb, free=False).phrase if verb.objects else place(d) if d.chance(0.7) else EMPTY
-    if verb.lemma == "swim":
-        rest = EMPTY
+    rest = target(d, verb, free=False).phrase if verb.objects else scene(d, verb) if d.chance(0.7) else EMPTY
     return end(clause(s, group(verb, s, adverb=adverb), rest))
 
 
@@ -155,39 +174,37 @@ def quality(d: Dice) -> Phrase:
     """The red car is new."""
     noun = d.pick(DESCRIBED)
     negative, ask = mode(d)
-    plural = "mass" not in noun.classes and d.chance(0.35)
+    plural = several(d, noun, 0.35)
     s = np(noun, d.pick(("the", "the", "these", "those") if plural else ("the", "the", "this", "that")), plural)
     if noun in BELONGINGS and d.chance(0.4):
         s = np(noun, d.pick(OWNERS), plural) if d.chance(0.6) else of_owner(noun, somebody(d), plural)
     g = group(BE, s, d.pick(("present", "present", "past")), negative=negative, ask=ask)
-    return end(clause(s, g, predicate(d.pick(words.FITTING[noun.en]), s, not negative and d.chance(0.25)), ask=ask), ask)
-
-
-DESCRIBED: tuple[Noun, ...] = tuple(n for n in nouns.NOUNS if "person" not in n.classes and words.FITTING[n.en])
+    a = d.pick(words.FITTING[noun.en])
+    very = not negative and a.en not in words.ABSOLUTE and d.chance(0.25)
+    return end(clause(s, g, predicate(a, s, very), ask=ask), ask)
 
 
 def lovely(d: Dice) -> Phrase:
     """Your cat is a lovely cat."""
-    noun = d.pick(tuple(n for n in DESCRIBED if "mass" not in n.classes))
-    a = d.pick(words.FITTING[noun.en])
-    owned = noun in BELONGINGS
-    s = np(noun, d.pick(("this", "that", *OWNERS) if owned else ("this", "that")))
+    noun = d.pick(PETS if d.chance(0.3) else SINGLE)
+    a = d.pick(words.ATTRIBUTES[noun.en])
+    s = np(noun, d.pick(("this", "that", *OWNERS) if noun in BELONGINGS else ("this", "that")))
     negative, ask = mode(d)
     return end(clause(s, group(BE, s, negative=negative, ask=ask), np(noun, "a", False, a).phrase, ask=ask), ask)
 
 
 def job(d: Dice) -> Phrase:
     """My sister is a doctor; mia sorella è una dottoressa."""
-    noun = d.pick(nouns.of("job"))
+    noun = d.pick(JOBS)
     negative, ask = mode(d)
     x = d.random()
     s = somebody(d) if x < 0.5 else kin(d) if x < 0.75 else pronoun(d.pick(("I", "you", "he", "she")))
     while s.plural:
         s = kin(d)
     if noun.gender == "f" and (s.gender == "m" or s.person < 3):
-        noun = nouns.BY_NAME["waiter" if noun.en == "waitress" else "actor"]
+        noun = nouns.BY_NAME[MASCULINE_OF[noun.en]]
     if s.gender == "f" and not noun.woman:
-        noun = nouns.BY_NAME["waitress" if noun.en == "waiter" else "actress"]
+        noun = nouns.BY_NAME[FEMININE_OF[noun.en]]
     form = noun.woman if s.gender == "f" else noun.it
     g = group(BE, s, d.pick(("present", "present", "past")), negative=negative, ask=ask)
     return end(clause(s, g, pair(f"@a/1 {noun.en}/2", f"@un.{s.gender}s/1 {form}/2", lemmas=(noun.en,)), ask=ask), ask)
@@ -211,4 +228,3 @@ def language(d: Dice) -> Phrase:
     s = subject(d, ask)
     where = in_city(d) if d.chance(0.3) else at_home() if d.chance(0.2) else EMPTY
     return end(clause(s, group(verb, s, tense, negative=negative, ask=ask), unit(en, it, en), where, ask=ask), ask)
-

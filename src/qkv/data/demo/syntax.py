@@ -1,4 +1,4 @@
-"""The joints of the grammar: noun phrases, and verb groups that carry tense, negation and pronouns in both languages."""
+"""The joints of the grammar: noun phrases, and verb groups that carry tense, negation and pronouns."""
 
 from __future__ import annotations
 
@@ -115,8 +115,6 @@ def _determiner(det: str, noun: Noun, plural: bool, adorned: bool) -> tuple[Toke
         own = possessive(det, agreement)
         bare = "kin" in noun.classes and not plural and not adorned and det != "their"
         return tokens(own) if bare else tokens(f"@il.{agreement} {own}")
-    if det in ("this", "these"):
-        return tokens(italian.adjective("questo", agreement[0], plural))
     if det == "some":
         return tokens(f"di @il.{agreement}")
     if det == "many":
@@ -125,7 +123,14 @@ def _determiner(det: str, noun: Noun, plural: bool, adorned: bool) -> tuple[Toke
         return tokens("quali" if plural else "quale")
     if det == "how many":
         return tokens(italian.adjective("quanto", agreement[0], plural))
-    mark = {"the": "@il.", "a": "@un.", "that": "@quello.", "those": "@quello."}[det]
+    mark = {
+        "the": "@il.",
+        "a": "@un.",
+        "that": "@quello.",
+        "those": "@quello.",
+        "this": "@questo.",
+        "these": "@questo.",
+    }[det]
     return tokens(mark + agreement)
 
 
@@ -256,7 +261,7 @@ def group(
     if negative:
         k = link()
         main, it = tokens("not", k) + main, tokens("non", k)
-    lemmas: tuple[str, ...] = () if be else (verb.lemma,)
+    lemmas: tuple[str, ...] = () if be else (verb.en,)
     if adverb:
         k = link()
         main = tokens(adverb[0], k) + main
@@ -296,7 +301,7 @@ def _modal(verb: Verb, subject: NP, tense: str, negative: bool, ask: bool, cliti
         infinitive = infinitive[:-1] + attached
         links += [clitic[1]] if clitic else []
     finite = (forms[subject.index], (n, subject.drop) if subject.drop else (n,))
-    return Group(aux, main, (*it, finite, (infinitive, tuple(links)), *tokens(verb.tail, m)), (verb.lemma,))
+    return Group(aux, main, (*it, finite, (infinitive, tuple(links)), *tokens(verb.tail, m)), (verb.en,))
 
 
 def having(subject: NP, tense: str = "present", negative: bool = False, ask: bool = False) -> Group:

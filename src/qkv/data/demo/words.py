@@ -9,7 +9,7 @@ from qkv.data.demo.italian import adjective
 from qkv.data.demo.nouns import Noun
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Adjective:
     """An adjective of both languages; `first` ones stand before the Italian noun (un piccolo gatto)."""
 
@@ -44,19 +44,19 @@ tired stanco person horse dog
 tall/taller alto person tree bridge
 short/shorter basso person
 young/younger giovane+ adult lion tiger bear wolf fox elephant monkey horse cat dog
-old/older vecchio+ adult horse cat dog parrot turtle elephant lion bear wolf monkey cow text furniture clothes device vehicle instrument house church castle bridge hotel
+old/older vecchio+ adult horse cat dog turtle elephant lion bear furniture clothes device vehicle instrument castle
 rich/richer ricco adult city
 poor/poorer povero farmer painter writer village
 kind/kinder gentile person
 nice/nicer simpatico person
 funny/funnier divertente person story film monkey parrot
 intelligent intelligente person dog horse monkey parrot
-lovely adorabile boy girl child woman friend lady kin pet squirrel fox duck bird monkey bear mouse dress photo
+lovely adorabile boy girl child woman friend lady kin pet squirrel fox duck bird monkey mouse dress photo
 strong/stronger forte person horse bear lion tiger elephant
 weak/weaker debole person
 brave/braver coraggioso person lion
 lazy/lazier pigro person cat dog
-shy timido person pet bird squirrel fox mouse horse
+shy/shyer timido person pet bird squirrel fox mouse horse
 famous famoso singer writer actor actress painter book film song museum castle city novel
 angry/angrier arrabbiato person dog
 worried preoccupato person
@@ -74,7 +74,7 @@ fast/faster veloce horse dog rabbit train car bicycle boat ship
 slow/slower lento turtle train bus boat
 wild selvatico horse cat duck
 dangerous pericoloso lion tiger bear wolf snake bridge
-beautiful bello+ boy girl child woman lady actress princess queen daughter animal garden clothes plant instrument picture photo ring house place song poem film room lamp
+beautiful bello+ girl woman lady actress princess animal garden clothes plant instrument picture photo place song film
 ugly/uglier brutto+ clothes furniture picture photo house
 big/bigger grande+ animal furniture holder house place room plant garden ship boat
 small/smaller piccolo+ animal furniture holder house place room plant garden boat key radio spoon
@@ -93,7 +93,7 @@ boring noioso text film concert
 important importante letter book city bank
 long/longer lungo letter novel story poem film song concert bridge river skirt scarf dress coat
 difficult difficile book poem song
-strange strano person animal story film song letter dress house picture
+strange/stranger strano person animal story film song letter dress house picture
 quiet/quieter tranquillo person square island beach lake garden park village library hotel room house
 noisy/noisier rumoroso restaurant market station school television room child
 comfortable comodo chair bed sofa shoe hotel car boot
@@ -102,8 +102,8 @@ warm/warmer caldo sweater coat scarf jacket
 cold/colder freddo soup pasta pizza drink meat
 hot/hotter caldo soup hot
 fresh/fresher fresco bread fish milk egg fruit salad tomato carrot
-delicious delizioso fruit ready bread cheese honey chocolate biscuit
-good/better buono+ fruit ready bread cheese honey chocolate biscuit book film novel restaurant
+delicious delizioso wine fruit ready bread cheese honey chocolate biscuit
+good/better buono+ wine beer fruit ready bread cheese honey chocolate biscuit book film novel restaurant
 sweet/sweeter dolce fruit cake wine tea
 wonderful meraviglioso sight beach theatre restaurant song film book story gift garden concert novel
 useful utile book tool knife bag gift notebook
@@ -120,7 +120,7 @@ purple viola clothes bag scarf flower
 """
 )
 _COLOURED = nouns.of("clothes", "car", "bicycle", "chair", "sofa", "carpet", "lamp", "cup", "plate", "box",
-                     "bag", "backpack", "suitcase", "pen", "pencil", "umbrella", "ball", "notebook", "door")  # fmt: skip
+                     "bag", "backpack", "suitcase", "pen", "pencil", "umbrella", "ball", "door")  # fmt: skip
 _FURRY = nouns.of("cat", "dog", "kitten", "rabbit", "horse", "bird", "mouse", "hen", "duck", "puppy")
 BY_NAME = {a.en: a for a in ADJECTIVES}
 
@@ -131,12 +131,16 @@ def _suits(a: Adjective, noun: Noun) -> bool:
     return a.fits(noun) or ("animal-colour" in a.classes and noun in _FURRY)
 
 
-FITTING: dict[str, tuple[Adjective, ...]] = {
-    n.en: tuple(a for a in ADJECTIVES if _suits(a, n)) for n in nouns.NOUNS
-}
+FITTING: dict[str, tuple[Adjective, ...]] = {n.en: tuple(a for a in ADJECTIVES if _suits(a, n)) for n in nouns.NOUNS}
 """For each noun, by its English name, the adjectives that describe it sensibly."""
 
-# States of a person that do not describe one for good: fine after "is", odd before a noun in subject position.
+_PASSING = "clean dirty broken full empty ill worried nervous calm".split()
+ATTRIBUTES: dict[str, tuple[Adjective, ...]] = {
+    noun: tuple(a for a in fitting if a.en not in _PASSING) for noun, fitting in FITTING.items()
+}
+"""The same without passing states, which sound odd beside the noun (she washes the clean spoon)."""
+
+# States of a person that pass, and qualities that stay.
 MOODS = tuple(BY_NAME[a] for a in "happy sad tired angry worried calm nervous ill".split())
 CHARACTER = tuple(
     BY_NAME[a]
@@ -158,7 +162,9 @@ COUNTRIES = tuple(
 )
 LANGUAGES = tuple(
     tuple(line.split())
-    for line in "Italian italiano|French francese|Spanish spagnolo|German tedesco|English inglese|Greek greco".split("|")
+    for line in "Italian italiano|French francese|Spanish spagnolo|German tedesco|English inglese|Greek greco".split(
+        "|"
+    )
 )
 DAYS = tuple(
     tuple(line.split())
@@ -171,9 +177,21 @@ MONTHS = tuple(
     "August agosto|September settembre|October ottobre|November novembre|December dicembre".split("|")
 )
 
+ABSOLUTE = frozenset("broken wonderful delicious red black white green yellow blue grey brown pink purple".split())
+"""What is never very so."""
+
+OPPOSITES = tuple(
+    (BY_NAME[a], BY_NAME[b])
+    for a, b in (
+        p.split()
+        for p in "tall short|young old|rich poor|happy sad|strong weak|calm nervous|funny serious|brave shy|"
+        "thin strong|kind lazy|intelligent lazy|elegant poor|tired happy|nice shy|worried calm".split("|")
+    )
+)
+
 ALWAYS = (("always", "sempre"), ("often", "spesso"))
 HABIT = (("every day", "ogni giorno"), ("every morning", "ogni mattina"), ("every evening", "ogni sera"))
 NOW = (("now", "adesso"), ("today", "oggi"))
-PAST_TIMES = (("yesterday", "ieri"), ("this morning", "stamattina"), ("last night", "ieri sera"))
-FUTURE_TIMES = (("tomorrow", "domani"), ("tonight", "stasera"), ("tomorrow morning", "domani mattina"))
+PAST_TIMES = (("yesterday", "ieri"), ("this morning", "stamattina"), ("yesterday evening", "ieri sera"))
+FUTURE_TIMES = (("tomorrow", "domani"), ("this evening", "stasera"), ("tomorrow morning", "domani mattina"))
 NEEDS = (("hungry", "fame"), ("thirsty", "sete"), ("sleepy", "sonno"), ("cold", "freddo"), ("afraid", "paura"))

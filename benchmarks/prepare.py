@@ -1,0 +1,128 @@
+"""Preparing a corpus against the subword library's own batch encoding of the same lines, in one run.
+
+    python benchmarks/prepare.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
+
+The first figure is all of `prepare`: unpacking, filtering, learning the vocabulary, tokenising and writing the store.
+The second is only the time inside `encode_batch`, with the vocabulary just learned and the lines already in memory.
+Memory is the most that all processes held at one time (shared pages counted once, and, in brackets, in every process).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from qkv import config
+from qkv.data.corpus import pieces
+from qkv.data.store import Prepared, prepare
+
+BATCH = 20_000  # lines given to the library at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("src")
+    parser.add_argument("tgt")
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--rounds", type=int, default=1, help="measure both this many times, in turn")
+    given = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, tokenizers {tokenizers.__version__}")
+    for _ in range(given.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            store = Path(folder, "store")
+            ours, peak, resident = _measure(_prepare, given.src, given.tgt, store, given.vocab)
+            theirs, _, _ = _measure(_encode_batch, given.src, given.tgt, store)
+        print(f"prepare {ours:.1f} s, peak memory {peak:.2f} GB ({resident:.2f} GB)")
+        print(f"encode_batch {theirs:.1f} s")
+        print(f"ratio {ours / theirs:.2f}", flush=True)
+
+
+def _prepare(told: Queue[float], src: str, tgt: str, store: Path, vocab: int) -> None:
+    stages: dict[str, float] = {}
+    data = config.Data(train=(config.Corpus(src=src, tgt=tgt),))
+    start = time.perf_counter()
+    prepared = prepare(
+        data,
+        config.Tokenizer(vocab=vocab),
+        store,
+        progress=lambda stage, done, total: stages.__setitem__(stage, stages.get(stage, time.perf_counter())),
+    )
+    end = time.perf_counter()
+    print(prepared.report)
+    bounds = [*stages.values(), end]
+    print("; ".join(f"{stage} {bounds[i + 1] - bounds[i]:.1f} s" for i, stage in enumerate(stages)))
+    told.put(end - start)
+
+
+def _encode_batch(told: Queue[float], src: str, tgt: str, store: Path) -> None:
+    ours = Prepared.open(store).tokenizers
+    spent = 0.0
+    for name, side in ((src, ours.src), (tgt, ours.tgt)):
+        library = side.library
+        library.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.NFC(), tokenizers.normalizers.Prepend(" ")]
+        )
+        for lines in _batches(name):
+            start = time.perf_counter()
+            library.encode_batch(lines)
+            spent += time.perf_counter() - start
+    told.put(spent)
+
+
+def _batches(name: str) -> Iterator[list[str]]:
+    lines: list[str] = []
+    rest = b""
+    for piece in pieces(Path(name)):
+        *whole, rest = (rest + piece).split(b"\n")
+        lines += [line.decode() for line in whole]
+        if len(lines) >= BATCH:
+            yield lines
+            lines = []
+    yield lines + ([rest.decode()] if rest else [])
+
+
+def _measure(function: Callable[..., None], *arguments: Any) -> tuple[float, float, float]:
+    """Run a function in a process of its own: what it tells, and the most memory its processes held together."""
+    context = multiprocessing.get_context("spawn")
+    told: Queue[float] = context.Queue()
+    process = context.Process(target=function, args=(told, *arguments))
+    process.start()
+    assert process.pid
+    shared = resident = 0
+    while process.is_alive():
+        held = [_memory(pid) for pid in _family(process.pid)]
+        shared, resident = max(shared, sum(p for p, _ in held)), max(resident, sum(r for _, r in held))
+        process.join(0.2)
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
+    return told.get(), shared / 1e9, resident / 1e9
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    try:
+        rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+    except OSError:
+        return 0, 0
+    held = {row[0]: int(row[1]) * 1024 for row in rows}
+    return held.get("Pss:", 0), held.get("Rss:", 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Is this installation sound? Versions, devices, and a self-test in which a tiny model must learn and translate."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from qkv import __version__, config
+from qkv.data.loader import collate
+from qkv.decode.batched import score_all, search_all
+from qkv.device import choose_device, choose_precision, describe
+from qkv.models.transformer import build
+from qkv.text.learn import learn
+from qkv.train import optim
+from qkv.train.loss import smoothed_loss
+
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
+
+
+def examine(say: Callable[[str], object]) -> bool:
+    """Say what is there, test it, and tell whether all is well."""
+    say(f"qkv {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for name in PACKAGES:
+        try:
+            say(f"  {name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            say(f"  {name} is missing: pip install {name}")
+            return False
+    device = choose_device()
+    say(f"device: {describe(device)}, training precision {choose_precision('auto', device)}")
+    well = True
+    for name, passed, detail in self_test(device):
+        say(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}")
+        well &= passed
+    say("all is well" if well else "something is wrong: please report the lines above")
+    return well
+
+
+def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
+    """(what, whether it passed, figures) of each check: a few seconds."""
+    text = ["ein kleiner Test — è così 🙂", "one two three", "  spaces  ", "two three one", "three one two"]
+    tokenizers = learn(text, text, config.Tokenizer(vocab=280), ())
+    back = [tokenizers.src.decode(tokenizers.src.encode(line)) for line in text]
+    results = [("text comes back exactly", back == text, f"{len(text)} lines")]
+
+    torch.manual_seed(0)
+    spec = config.Transformer(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre")
+    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
+    rows = [np.asarray(tokenizers.src.encode(line)) for line in text]
+    batch = collate(rows, rows, tokenizers).to(device)
+    optimizer = optim.build(model, config.Train())
+    optimizer.param_groups[0]["lr"] = 5e-3
+    losses = []
+    for _ in range(150):
+        hidden = model.hidden(batch.source, batch.lengths, batch.target)
+        loss, _ = smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.0, pad=0)
+        losses.append(loss.item() / batch.tokens)
+        (loss / batch.tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results.append(("a tiny model learns", losses[-1] < 0.1 * losses[0], f"loss {losses[0]:.2f} → {losses[-1]:.3f}"))
+
+    model.eval()
+    sources = [row.tolist() for row in rows]
+    found = [h[0] for h in search_all(model, sources, config.Decode(beam=2), tokenizers, device=device)]
+    copied = [tokenizers.tgt.decode(h.tokens) for h in found]
+    results.append(("it writes what it learned", copied == text, f"{sum(a == b for a, b in zip(copied, text))} lines"))
+    forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)
+    gap = max(abs(sum(row) - h.logprob) for row, h in zip(forced, found, strict=True))
+    results.append(("scores are re-derived by forced decoding", gap < 1e-3, f"largest difference {gap:.1e}"))
+    return results

@@ -1,0 +1,125 @@
+"""What a user would otherwise build: the same architecture from torch.nn.Transformer's layers, without a cache.
+
+It carries our weights and offers our encode / start / step / select, so the same search drives both and the outputs can
+be compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv.models.transformer import Transformer
+
+
+@dataclass
+class Prefixes:
+    """Without a cache, all there is to remember is what was written."""
+
+    memory: Tensor
+    padding: Tensor
+    tokens: Tensor
+    beam: int
+
+    def select(self, rows: Tensor) -> Prefixes:
+        return Prefixes(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
+
+
+class TorchTransformer(nn.Module):
+    """torch's encoder and decoder layers around our embeddings, holding a copy of one of our models' weights."""
+
+    def __init__(self, ours: Transformer) -> None:
+        super().__init__()
+        spec = ours.spec
+        self.source, self.target, self.output = ours.source, ours.target, ours.output
+        shape = {
+            "d_model": spec.d_model,
+            "nhead": spec.heads,
+            "dim_feedforward": spec.d_ff,
+            "dropout": spec.dropout,
+            "batch_first": True,
+            "norm_first": spec.norm == "pre",
+        }
+        final = (lambda: nn.LayerNorm(spec.d_model)) if spec.norm == "pre" else (lambda: None)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**shape),  # type: ignore[arg-type]
+            spec.encoder_layers,
+            final(),
+            enable_nested_tensor=False,
+        )
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**shape),  # type: ignore[arg-type]
+            spec.decoder_layers,
+            final(),
+        )
+        self.load_state_dict(_renamed(ours), strict=True)
+
+    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        padding = _padding(source, lengths)
+        memory = self.encoder(self.source(source), src_key_padding_mask=padding)
+        return self._decode(target, memory, padding)
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        return F.linear(self.hidden(source, lengths, target), self.output.weight)
+
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        padding = _padding(source, lengths)
+        return self.encoder(self.source(source), src_key_padding_mask=padding), padding
+
+    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> Prefixes:
+        values, padding = (part.repeat_interleave(beam, 0) for part in memory)
+        nothing = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
+        return Prefixes(values, padding, nothing, beam)
+
+    def step(self, tokens: Tensor, state: Prefixes) -> tuple[Tensor, Prefixes]:
+        state.tokens = torch.cat([state.tokens, tokens], dim=1)
+        hidden = self._decode(state.tokens, state.memory, state.padding)[:, -tokens.shape[1] :]
+        return F.linear(hidden, self.output.weight), state
+
+    def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        length = target.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        decoded: Tensor = self.decoder(
+            self.target(target), memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding
+        )
+        return decoded
+
+
+def _padding(source: Tensor, lengths: Tensor) -> Tensor:
+    """torch's convention is the reverse of ours: True = padding, not to be attended to."""
+    return torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
+
+
+def _renamed(ours: Transformer) -> dict[str, Tensor]:
+    """Our weights under torch's names; torch's attention has biases, which are zero here if ours has none."""
+    state = {
+        name: tensor
+        for name, tensor in ours.state_dict().items()
+        if name.split(".")[0] in ("source", "target", "output")
+    }
+    norms = {"encoder": ("norm1", "norm2"), "decoder": ("norm1", "norm2", "norm3")}
+    for side, layers in (("encoder", ours.encoder), ("decoder", ours.decoder)):
+        for i, layer in enumerate(layers):
+            prefix = f"{side}.layers.{i}"
+            attentions = {"self_attn": layer.attention}
+            if side == "decoder":
+                attentions["multihead_attn"] = layer.cross_attention
+            for name, attention in attentions.items():
+                for inner, linear in (("in_proj_", attention.qkv), ("out_proj.", attention.output)):
+                    state[f"{prefix}.{name}.{inner}weight"] = linear.weight
+                    bias = linear.bias if linear.bias is not None else linear.weight.new_zeros(len(linear.weight))
+                    state[f"{prefix}.{name}.{inner}bias"] = bias
+            for name, linear in (("linear1", layer.feed_forward.inner), ("linear2", layer.feed_forward.outer)):
+                state[f"{prefix}.{name}.weight"], state[f"{prefix}.{name}.bias"] = linear.weight, linear.bias
+            for name, residual in zip(norms[side], layer.residuals, strict=True):
+                state[f"{prefix}.{name}.weight"], state[f"{prefix}.{name}.bias"] = (
+                    residual.norm.weight,
+                    residual.norm.bias,
+                )
+        final = getattr(ours, f"{side}_norm")
+        if isinstance(final, nn.LayerNorm):
+            state[f"{side}.norm.weight"], state[f"{side}.norm.bias"] = final.weight, final.bias
+    return {name: tensor.detach().clone() for name, tensor in state.items()}

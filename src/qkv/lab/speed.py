@@ -1,0 +1,205 @@
+"""Training and decoding speed, as a ratio against torch.nn.Transformer: same weights, same text, same run.
+
+The two take turns, round after round, so that whatever else the machine does falls on both; the figure is the median
+over the rounds. Before anything is timed the two are shown to compute the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from qkv import config, files
+from qkv.data.demo import splits
+from qkv.data.loader import Batch, collate
+from qkv.decode.batched import by_length, search_all
+from qkv.device import choose_device, describe
+from qkv.errors import QkvError, UsageError
+from qkv.lab.peers import TorchTransformer
+from qkv.models.transformer import Transformer, build, parameter_count
+from qkv.presets import demo
+from qkv.text import Tokenizers
+from qkv.text.learn import learn
+from qkv.train import optim
+from qkv.train.loss import smoothed_loss
+
+PEER = "torch.nn.Transformer"
+SENTENCES = 512
+
+
+def measure(what: str, *, seconds: float = 10.0, device: str = "auto", output: str | None = None) -> dict[str, Any]:
+    """Measure, print a table, and write JSON if asked: the `demo` model on the demo corpus."""
+    known = {"train": ["train"], "decode": ["greedy", "beam 4"], "all": ["train", "greedy", "beam 4"]}
+    if what not in known:
+        raise UsageError(f"lab speed {what}: choose one of {', '.join(known)}")
+    chosen = choose_device(device)
+    spec = demo()
+    torch.manual_seed(0)
+    sources, targets, tokenizers = _text(spec)
+    ours = build(spec.model, tokenizers.src.size, tokenizers.tgt.size).to(chosen)
+    peer = TorchTransformer(copy.deepcopy(ours)).to(chosen)
+    rows = {
+        name: _train(ours, peer, _batches(sources, targets, tokenizers, spec.train, chosen), spec.train, seconds)
+        if name == "train"
+        else _decode(ours, peer, sources, tokenizers, 1 if name == "greedy" else 4, chosen, seconds)
+        for name in known[what]
+    }
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {describe(chosen)}",
+        "torch": torch.__version__,
+        "model": f"demo, {parameter_count(ours):,} parameters",
+        "peer": PEER,
+        "rows": rows,
+    }
+    _print(result)
+    if output:
+        files.write_text(Path(output), json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _text(spec: config.Config) -> tuple[list[list[int]], list[list[int]], Tokenizers]:
+    examples = splits()["train"][: 16 * SENTENCES]
+    sources, targets = [e.source for e in examples], [e.target for e in examples]
+    tokenizers = learn(sources, targets, spec.tokenizer, ())
+    return list(map(tokenizers.src.encode, sources)), list(map(tokenizers.tgt.encode, targets)), tokenizers
+
+
+def _batches(
+    sources: list[list[int]], targets: list[list[int]], tokenizers: Tokenizers, spec: config.Train, device: torch.device
+) -> list[Batch]:
+    widths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
+    return [
+        collate([np.asarray(sources[i]) for i in rows], [np.asarray(targets[i]) for i in rows], tokenizers).to(device)
+        for rows in by_length(widths, spec.tokens_per_step)
+    ]
+
+
+def _train(
+    ours: Transformer, peer: TorchTransformer, batches: list[Batch], spec: config.Train, seconds: float
+) -> dict[str, Any]:
+    """Target tokens a second of forward, backward and Adam, dropout on."""
+    ours, peer = copy.deepcopy(ours).eval(), copy.deepcopy(peer).eval()
+    first = batches[0]
+    with torch.no_grad():
+        same(ours(first.source, first.lengths, first.target), peer(first.source, first.lengths, first.target))
+
+    def our_loss(batch: Batch) -> torch.Tensor:
+        hidden = ours.hidden(batch.source, batch.lengths, batch.target)
+        loss, _ = smoothed_loss(hidden, ours.output.weight, batch.labels, smoothing=spec.label_smoothing, pad=0)
+        return loss / batch.tokens
+
+    def peer_loss(batch: Batch) -> torch.Tensor:
+        logits = peer(batch.source, batch.lengths, batch.target)
+        return F.cross_entropy(
+            logits.flatten(0, 1), batch.labels.flatten(), ignore_index=0, label_smoothing=spec.label_smoothing
+        )
+
+    def step(model: torch.nn.Module, loss: Callable[[Batch], torch.Tensor]) -> Callable[[int], int]:
+        optimizer = optim.build(model, spec)
+        model.train()
+
+        def one(number: int) -> int:
+            batch = batches[number % len(batches)]
+            loss(batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return batch.tokens
+
+        return one
+
+    return _take_turns(step(ours, our_loss), step(peer, peer_loss), seconds)
+
+
+@torch.inference_mode()
+def _decode(
+    ours: Transformer,
+    peer: TorchTransformer,
+    sources: list[list[int]],
+    tokenizers: Tokenizers,
+    beam: int,
+    device: torch.device,
+    seconds: float,
+) -> dict[str, Any]:
+    """Output tokens a second, batches of 64; the outputs must be the same tokens."""
+    spec = config.Decode(beam=beam, extra_length=5)
+    ours, peer = ours.eval(), peer.eval()
+
+    def run(model: Any) -> Callable[[int], int]:
+        def one(number: int) -> int:
+            start = number * 64 % SENTENCES
+            found = search_all(model, sources[start : start + 64], spec, tokenizers, device=device)
+            return sum(len(h[0].tokens) + 1 for h in found)
+
+        return one
+
+    for model_pair in [(ours, peer)]:
+        a, b = (
+            [h[0].tokens for h in search_all(m, sources[:64], spec, tokenizers, device=device)] for m in model_pair
+        )
+        if a != b:
+            raise QkvError(f"beam {beam}: our output and the peer's differ: the comparison would mean nothing")
+    return _take_turns(run(ours), run(peer), seconds)
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Refuse to compare the speed of things that do not compute the same."""
+    difference = float((ours - theirs).abs().max())
+    if difference > tolerance:
+        raise QkvError(f"our logits and the peer's differ by {difference:.2g}: the comparison would mean nothing")
+
+
+def _take_turns(ours: Callable[[int], int], theirs: Callable[[int], int], seconds: float) -> dict[str, Any]:
+    """Tokens a second of both, and the median ratio over rounds in which each runs once."""
+    ours(0), theirs(0)
+    speeds: list[tuple[float, float]] = []
+    until = time.perf_counter() + 2 * seconds
+    number = 0
+    while time.perf_counter() < until or len(speeds) < 3:
+        speeds.append((_speed(ours, number), _speed(theirs, number)))
+        number += 1
+    ratios = [a / b for a, b in speeds]
+    return {
+        "ours": statistics.median(a for a, _ in speeds),
+        "peer": statistics.median(b for _, b in speeds),
+        "ratio": statistics.median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "rounds": len(speeds),
+    }
+
+
+def _speed(work: Callable[[int], int], number: int) -> float:
+    _wait()
+    start = time.perf_counter()
+    tokens = work(number)
+    _wait()
+    return tokens / (time.perf_counter() - start)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(f"{result['model']}; {result['machine']}; torch {result['torch']}")
+    table = Table("", "qkv tok/s", f"{PEER} tok/s", "ratio", "range", "rounds")
+    for name, row in result["rows"].items():
+        spread = f"{row['low']:.2f} – {row['high']:.2f}"
+        table.add_row(
+            name, f"{row['ours']:,.0f}", f"{row['peer']:,.0f}", f"{row['ratio']:.2f}×", spread, str(row["rounds"])
+        )
+    console.print(table)

@@ -1,0 +1,216 @@
+"""Every kind of text file gives the same pairs; every kind of bad one gives a clear line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from qkv import config
+from qkv.data import corpus as module
+from qkv.data.corpus import blocks, read, resolve, unpack
+from qkv.errors import QkvError, UsageError
+
+PAIRS = [
+    ("A cat.", "Eine Katze."),
+    ("", "leer"),
+    ("line\u2028separator\x85next\x0b\x0c\x1c", "é ü 日本 \u2029"),
+    ("carriage\rinside", " spaces "),
+    ("last", "letzte"),
+]
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def pairs_of(
+    tmp_path: Path, spec: config.Corpus, on_bad: str = "error", langs: tuple[str, str] = ("", "")
+) -> list[tuple[str, ...] | None]:
+    data = config.Data(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
+    (found,) = resolve(data.train, data)
+    files = tuple(unpack(path, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
+    return [pair for block in blocks(found, files) for pair in read(block, on_bad)]
+
+
+def lines(texts: list[str], end: str = "\n") -> bytes:
+    return "".join(text + end for text in texts).encode()
+
+
+def write_pair(folder: Path, src: bytes, tgt: bytes, suffix: str = "") -> config.Corpus:
+    (folder / f"a.en{suffix}").write_bytes(PACKERS[suffix](src))
+    (folder / f"a.de{suffix}").write_bytes(PACKERS[suffix](tgt))
+    return config.Corpus(src=f"a.en{suffix}", tgt=f"a.de{suffix}")
+
+
+# ---- the same pairs from everything ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_or_not(tmp_path: Path, suffix: str) -> None:
+    src, tgt = zip(*PAIRS, strict=True)
+    spec = write_pair(tmp_path, lines(list(src)), lines(list(tgt)), suffix)
+    assert pairs_of(tmp_path, spec) == PAIRS
+    pack = PACKERS[suffix]
+    (tmp_path / f"b.tsv{suffix}").write_bytes(pack(lines(["\t".join(pair) for pair in PAIRS])))
+    assert pairs_of(tmp_path, config.Corpus(src=f"b.tsv{suffix}")) == PAIRS
+    (tmp_path / f"c.jsonl{suffix}").write_bytes(pack(lines([json.dumps({"src": a, "tgt": b}) for a, b in PAIRS])))
+    assert pairs_of(tmp_path, config.Corpus(src=f"c.jsonl{suffix}")) == PAIRS
+    (tmp_path / f"d.txt{suffix}").write_bytes(pack(lines(list(tgt))))
+    assert pairs_of(tmp_path, config.Corpus(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
+def test_several_compressed_streams_end_to_end(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"one\ntw") + pack(b"o\n") + pack(b"three"))
+    assert pairs_of(tmp_path, config.Corpus(text=f"a.txt{suffix}")) == [("one",), ("two",), ("three",)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda a, b: {"source": a, "target": b, "id": 7},
+        lambda a, b: {"translation": {"en": a, "de": b, "fr": "x"}},
+    ],
+)
+def test_kinds_of_jsonl(tmp_path: Path, row: Callable[[str, str], dict[str, object]]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([json.dumps(row(a, b), ensure_ascii=False) for a, b in PAIRS]))
+    assert pairs_of(tmp_path, config.Corpus(src="a.jsonl"), langs=("en", "de")) == PAIRS
+
+
+def test_jsonl_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one\\ntwo"}\n{"text": "three"}\n')
+    assert pairs_of(tmp_path, config.Corpus(text="a.jsonl")) == [("one\ntwo",), ("three",)]
+
+
+def test_ends_of_lines_and_files(tmp_path: Path) -> None:
+    bom = b"\xef\xbb\xbf"
+    spec = write_pair(tmp_path, bom + b"one\r\ntwo\r\r\n\xef\xbb\xbfthree\r", b"eins\nzwei\ndrei")
+    assert pairs_of(tmp_path, spec) == [("one", "eins"), ("two\r", "zwei"), ("\ufeffthree", "drei")]
+
+
+def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 64)
+    src = [f"line {n} " + "x" * (n % 90) for n in range(200)]
+    tgt = [f"Zeile {n}" for n in range(200)]
+    spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
+    assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
+    (found,) = resolve((spec,), config.Data(root=str(tmp_path)))
+    cut = blocks(found, found.paths)
+    assert len(cut) > 50
+    assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\teins\ntwo\tzwei\n")))
+    assert pairs_of(tmp_path, config.Corpus(src="-")) == [("one", "eins"), ("two", "zwei")]
+    (tmp_path / "a.de").write_bytes(b"eins\nzwei\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    assert pairs_of(tmp_path, config.Corpus(src="-", tgt="a.de")) == [("one", "eins"), ("two", "zwei")]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_uneven_files(tmp_path: Path) -> None:
+    spec = write_pair(tmp_path, b"one\ntwo\nthree\n", b"eins\nzwei")
+    with pytest.raises(QkvError, match=r"a\.en has 3 lines but a\.de has 2 lines"):
+        pairs_of(tmp_path, spec)
+    spec = write_pair(tmp_path, b"one\n", b"eins\nzwei\ndrei\n\n")
+    with pytest.raises(QkvError, match=r"a\.en has 1 lines but a\.de has 4 lines"):
+        pairs_of(tmp_path, spec)
+
+
+def test_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(QkvError, match=r"a\.en: the file is empty"):
+        pairs_of(tmp_path, write_pair(tmp_path, b"", b"eins\n"))
+    with pytest.raises(QkvError, match=r"a\.de: the file is empty"):
+        pairs_of(tmp_path, write_pair(tmp_path, b"one\n", b"\xef\xbb\xbf"))
+    with pytest.raises(QkvError, match="empty"):
+        pairs_of(tmp_path, write_pair(tmp_path, b"", b""))
+
+
+def test_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 20)
+    spec = write_pair(tmp_path, b"one\n" * 20 + b"tw\xf6\nthree\n", b"eins\n" * 22)
+    with pytest.raises(QkvError, match=r"a\.en, line 21: not UTF-8 \(byte 0xF6 at position 3\).*on_bad"):
+        pairs_of(tmp_path, spec)
+    assert pairs_of(tmp_path, spec, "skip") == [("one", "eins")] * 20 + [None, ("three", "eins")]
+
+
+def test_half_a_character_in_json(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"src": "a", "tgt": "b"}\n{"src": "\\ud83d", "tgt": "b"}\n')
+    with pytest.raises(QkvError, match=r"a\.jsonl, line 2: U\+D83D"):
+        pairs_of(tmp_path, config.Corpus(src="a.jsonl"))
+    assert pairs_of(tmp_path, config.Corpus(src="a.jsonl"), "skip") == [("a", "b"), None]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.tsv", "a\tb\na\tb\tc\n", r"a\.tsv, line 2: expected 2 columns.*found 3"),
+        ("a.tsv", "a\tb\n\n", r"a\.tsv, line 2: expected 2 columns.*found 1"),
+        ("a.jsonl", '{"src": "a", "tgt": "b"}\n{"src"\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", '["a", "b"]\n', r'a\.jsonl, line 1: expected "src" and "tgt"'),
+        ("a.jsonl", '{"src": "a"}\n', r'a\.jsonl, line 1: expected "src" and "tgt"'),
+        ("a.jsonl", '{"src": "a", "tgt": 3}\n', r'a\.jsonl, line 1: expected "src" and "tgt"'),
+        ("a.jsonl", '{"translation": {"en": "a", "fr": "b"}}\n', r'a\.jsonl, line 1: .*with "en" and "de"'),
+    ],
+)
+def test_bad_rows(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(QkvError, match=message):
+        pairs_of(tmp_path, config.Corpus(src=name), langs=("en", "de"))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "foreign", "flipped"])
+def test_broken_compressed_files(tmp_path: Path, suffix: str, damage: str) -> None:
+    packed = bytearray(PACKERS[suffix](bytes(n % 251 for n in range(40_000)) + b"\n"))
+    if damage == "cut":
+        packed = packed[:-9]
+    elif damage == "foreign":
+        packed = bytearray(b"this is no compressed file\n" * 9)
+    else:
+        packed[2] ^= 0xFF
+    (tmp_path / f"a.txt{suffix}").write_bytes(packed)
+    with pytest.raises(QkvError, match=rf"a\.txt{suffix}: broken {suffix} file"):
+        pairs_of(tmp_path, config.Corpus(text=f"a.txt{suffix}"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (config.Corpus(src="none.en", tgt="none.de"), r"none\.en: no such file"),
+        (config.Corpus(text="folder"), "folder: is a folder"),
+        (config.Corpus(), "names no file"),
+        (config.Corpus(src="a.en"), "give tgt too"),
+        (config.Corpus(tgt="a.de"), "give src too"),
+        (config.Corpus(src="a.en", text="a.de"), "not both"),
+        (config.Corpus(src="a.tsv", tgt="a.de"), "leave tgt out"),
+        (config.Corpus(text="a.tsv"), "plain text cannot be .tsv"),
+        (config.Corpus(src="-", tgt="-"), "only one file"),
+        (config.Corpus(text="a.txt", tag="de"), "plain text has none"),
+    ],
+)
+def test_wrong_calls(tmp_path: Path, spec: config.Corpus, message: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match=message):
+        pairs_of(tmp_path, spec)
+
+
+def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, b"one\n", b"eins\n")
+    with pytest.raises(UsageError, match="one kind only"):
+        resolve((pair, config.Corpus(text="a.en")), config.Data(root=str(tmp_path)))

@@ -1,0 +1,460 @@
+"""From files to stored ids: exact counts, no leak between the parts, the same bytes however it is made, whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv import config
+from qkv.data import corpus, job, passes, store
+from qkv.data.crew import Crew
+from qkv.data.store import Prepared, prepare
+from qkv.errors import QkvError, UsageError
+from qkv.text import Tokenizer, Tokenizers
+
+CHARS = config.Tokenizer(kind="char")
+WORDS = "cat dog house tree sleeps sees likes the a big small café naïve never always".split()
+
+
+def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    chance = random.Random(seed)
+    made: dict[tuple[str, str], None] = {}
+    while len(made) < count:
+        words = chance.choices(WORDS, k=chance.randint(3, 9))
+        made[" ".join(words) + ".", " ".join(reversed(words)).upper() + " !"] = None
+    return list(made)
+
+
+def write(folder: Path, pairs: list[tuple[str, str]], name: str = "train") -> config.Corpus:
+    for side, lang in enumerate(("en", "de")):
+        text = "".join(pair[side] + "\n" for pair in pairs)
+        (folder / f"{name}.{lang}").write_bytes(text.encode())
+    return config.Corpus(src=str(folder / f"{name}.en"), tgt=str(folder / f"{name}.de"))
+
+
+def texts(prepared: Prepared, part: str) -> list[tuple[str, str]]:
+    kept, both = getattr(prepared, part), prepared.tokenizers
+    return [(both.src.decode(kept.src(i)), both.tgt.decode(kept.tgt(i))) for i in range(len(kept))]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Iterator[config.Data]:
+    """300 training and 20 validation pairs in files."""
+    train, valid = write(tmp_path, sentences(300)), write(tmp_path, sentences(20, seed=1), "valid")
+    yield config.Data(train=(train,), valid=(valid,))
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = sentences(40)
+    bad = [
+        ("", "empty"),
+        ("empty", "   "),
+        good[3],
+        good[3],
+        (f" {good[4][0]}", good[4][1]),  # the same but for spaces around it
+        ("e\u0301a cafe\u0301", "x"),
+        ("éa café", "x"),  # the same in another Unicode form
+        ("x" * 200, "y" * 199),  # 201 characters with the implied space
+        ("z" * 199, "u" * 199),  # exactly 200: kept
+        ("w" * 1_000_000, "long"),
+        ("ab", "v" * 20),  # 3 counts as 4 tokens; 21 > 5 * 4
+        ("ab", "v" * 19),  # 20 = 5 * 4: kept
+    ]
+    spec = write(tmp_path, [*good, *bad])
+    with open(tmp_path / "train.en", "ab") as src, open(tmp_path / "train.de", "ab") as tgt:
+        src.write(b"not \xff UTF-8\nfine\n")
+        tgt.write(b"fine\nnot \xff UTF-8\n")
+    pack = Tokenizer.pack
+
+    def watched(self: Tokenizer, text: str) -> bytes:
+        assert len(text) < 10_000, "a line that cannot fit is not tokenised"
+        return pack(self, text)
+
+    monkeypatch.setattr(Tokenizer, "pack", watched)
+    valid = write(tmp_path, [good[0], good[0], ("one", "w" * 150), ("", "x"), ("x" * 300, "y")], "valid")
+    data = config.Data(train=(spec,), valid=(valid,), max_length=200, on_bad="skip")
+    prepared = prepare(data, CHARS, tmp_path / "store")
+    train, held = prepared.report.rows
+    names = ("read", "train", "valid", "encoding", "empty", "duplicate", "too_long", "ratio")
+    assert [train[name] for name in names] == [54, 43, 0, 2, 2, 4, 2, 1]
+    assert [held[name] for name in names] == [5, 0, 3, 0, 1, 0, 1, 0], "a validation set keeps what memory allows"
+    assert len(prepared.train) == 43
+    assert len(prepared.valid) == 3
+    told = str(prepared.report).split("\n")
+    assert len(told) == 3
+    assert told[1].split()[-8:] == ["54", "43", "0", "2", "2", "4", "2", "1"]
+    everything = prepare(
+        config.Data(train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip"),
+        config.Tokenizer(kind="char", vocab=0),
+        tmp_path / "all",
+        tokenizers=Tokenizers(*[Tokenizer("char", [])] * 2),
+    ) if not monkeypatch.undo() else None
+    assert everything is not None
+    assert len(everything.train) == 50
+
+
+def test_wrong_encoding_is_an_error_unless_skipped(tmp_path: Path) -> None:
+    spec = write(tmp_path, sentences(30))
+    (tmp_path / "train.de").write_bytes((tmp_path / "train.de").read_bytes().replace(b"!", b"\xff", 1))
+    with pytest.raises(QkvError, match=r"train\.de, line 1: not UTF-8"):
+        prepare(config.Data(train=(spec,)), CHARS, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_stored_ids_are_the_encoded_lines(split: config.Data, tmp_path: Path) -> None:
+    prepared = prepare(split, config.Tokenizer(), tmp_path / "store")
+    for part, pairs in (("train", sentences(300)), ("valid", sentences(20, seed=1))):
+        kept, both = getattr(prepared, part), prepared.tokenizers
+        assert texts(prepared, part) == pairs
+        assert kept.src_lengths.tolist() == [len(both.src.encode(src)) for src, _ in pairs]
+        assert kept.tgt_lengths.tolist() == [len(both.tgt.encode(tgt)) for _, tgt in pairs]
+        assert [kept.src(i).tolist() for i in range(len(kept))] == [both.src.encode(src) for src, _ in pairs]
+        chosen = np.array([5, 0, 19, 5])
+        for side, row in (("src", kept.src), ("tgt", kept.tgt)):
+            flat, lengths = kept.gather(chosen, side)
+            assert flat.tolist() == np.concatenate([row(i) for i in chosen]).tolist()
+            assert lengths.tolist() == [len(row(i)) for i in chosen]
+    assert prepared.train.src(0).dtype == np.uint16
+
+
+def test_validation_text_is_raw(tmp_path: Path) -> None:
+    raw = [("cafe\u0301  ", "  Kaffee\u2028"), ("b\rb", "c")]
+    data = config.Data(train=(write(tmp_path, sentences(50)),), valid=(write(tmp_path, raw, "valid"),))
+    prepared = prepare(data, CHARS, tmp_path / "store")
+    src, tgt = (path.read_bytes().decode().split("\n") for path in prepared.valid_text)
+    assert src == ["cafe\u0301  ", "b b", ""]
+    assert tgt == ["  Kaffee\u2028", "c", ""]
+    assert texts(prepared, "valid")[0] == (unicodedata.normalize("NFC", raw[0][0]), raw[0][1])
+
+
+def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
+    same = sentences(30)
+    first, second, valid = (write(tmp_path, same, name) for name in ("one", "two", "three"))
+    data = config.Data(
+        train=(
+            config.Corpus(first.src, first.tgt, weight=2.0, tag="de"),
+            config.Corpus(second.src, second.tgt, weight=0.5, tag="fr"),
+        ),
+        valid=(config.Corpus(valid.src, valid.tgt, tag="de"),),
+    )
+    prepared = prepare(data, CHARS, tmp_path / "store")
+    both = prepared.tokenizers
+    assert both.src.tags == ("de", "fr")
+    assert prepared.train.weights == (2.0, 0.5)
+    assert prepared.train.corpus.tolist() == [0] * 30 + [1] * 30, "the same pair under another tag is no duplicate"
+    assert {int(prepared.train.src(i)[0]) for i in range(30)} == {both.src.tag("de")}
+    assert {int(prepared.train.src(i)[0]) for i in range(30, 60)} == {both.src.tag("fr")}
+    assert prepared.train.src(0).tolist()[1:] == both.src.encode(same[0][0])
+    assert int(prepared.train.src_lengths[0]) == len(both.src.encode(same[0][0])) + 1
+    assert prepared.train.tgt(0).tolist() == both.tgt.encode(same[0][1])
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {n}\n\n" for n in range(100)))
+    prepared = prepare(config.Data(train=(config.Corpus(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store")
+    assert prepared.tokenizers.shared
+    assert prepared.train.sides == ["tgt"]
+    kept = [prepared.tokenizers.tgt.decode(part.tgt(i)) for part in (prepared.train, prepared.valid) for i in range(len(part))]
+    assert sorted(kept) == sorted(f"line {n}" for n in range(100))
+    assert prepared.report.rows[0]["empty"] == 100
+    with pytest.raises(UsageError, match="no src side"):
+        prepared.train.src(0)
+
+
+def test_a_large_vocabulary_is_stored_in_four_bytes(split: config.Data, tmp_path: Path) -> None:
+    pieces = [f"w{n}" for n in range(70_000)]
+    words = Tokenizer("word", [*pieces, "Ġtree"])
+    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=Tokenizers(words, words))
+    assert prepared.train.src(0).dtype == np.uint32
+    assert texts(prepared, "train") == sentences(300)
+    assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1
+
+
+# ---- the held-out part -----------------------------------------------------------------------------------------------
+
+
+def repeated_sources(count: int) -> list[tuple[str, str]]:
+    # Every source has one to five translations; some differ only in spaces and Unicode form.
+    pairs = [(f"café number {n}", f"{n} in form {m}") for n in range(count) for m in range(1 + n % 5)]
+    return [(src.replace("é", "e\u0301") + " " * (n % 2), tgt) if n % 3 else (src, tgt) for n, (src, tgt) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_source_is_in_both_parts(tmp_path: Path, seed: int) -> None:
+    pairs = repeated_sources(500)
+    data = config.Data(train=(write(tmp_path, pairs),), valid_size=100)
+    prepared = prepare(data, CHARS, tmp_path / "store", seed=seed)
+    train, valid = ({src.strip() for src, _ in texts(prepared, part)} for part in ("train", "valid"))
+    assert not train & valid
+    assert len(prepared.train) + len(prepared.valid) == len(pairs)
+    assert 100 <= len(prepared.valid) < 105
+    assert sorted(texts(prepared, "train") + texts(prepared, "valid")) == sorted(
+        (unicodedata.normalize("NFC", src), tgt) for src, tgt in pairs
+    )
+
+
+def test_seeds_hold_out_different_pairs(tmp_path: Path) -> None:
+    data = config.Data(train=(write(tmp_path, sentences(400)),))
+    held = [texts(prepare(data, CHARS, tmp_path / str(n), seed=seed), "valid") for n, seed in enumerate((0, 0, 1))]
+    assert held[0] == held[1] != held[2]
+
+
+@pytest.mark.parametrize(("pairs", "held"), [(10, 1), (200, 20), (1_000, 50), (5_000, 100)])
+def test_size_of_the_held_out_part(tmp_path: Path, pairs: int, held: int) -> None:
+    fates = np.zeros(pairs, np.uint8)
+    sources = np.random.default_rng(0).integers(2**64, size=pairs, dtype=np.uint64)
+    passes.hold_out(sources, fates, 0, seed=0)
+    assert np.count_nonzero(fates == passes.Fate.VALID) == held
+
+
+def test_a_frequent_source_does_not_swallow_the_held_out_part() -> None:
+    sources = np.concatenate([np.full(5_000, 1), np.arange(5_000) * 2**48 + 17]).astype(np.uint64)
+    for seed in range(20):
+        fates = np.zeros(len(sources), np.uint8)
+        passes.hold_out(sources, fates, 200, seed)
+        assert np.count_nonzero(fates == passes.Fate.VALID) == 200
+
+
+def test_too_little_to_split(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="9 usable pairs are too few.*data.valid"):
+        prepare(config.Data(train=(write(tmp_path, sentences(9)),)), CHARS, tmp_path / "store")
+    with pytest.raises(UsageError, match="too few"):
+        same = [("the same source", f"target {n}") for n in range(100)]
+        prepare(config.Data(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
+    with pytest.raises(UsageError, match="valid_size = 50.*at most a tenth of the 100 usable"):
+        prepare(config.Data(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
+    with pytest.raises(QkvError, match="no pair is left"):
+        data = config.Data(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
+        prepare(data, CHARS, tmp_path / "store")
+    with pytest.raises(QkvError, match="nothing is left for train"):
+        data = config.Data(train=(write(tmp_path, sentences(30)),), max_length=2)
+        prepare(data, CHARS, tmp_path / "store")
+    with pytest.raises(UsageError, match="no training text"):
+        prepare(config.Data(), CHARS, tmp_path / "store")
+
+
+def test_duplicates_are_found_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = np.random.default_rng(0).integers(300, size=1_000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    once = np.zeros(1_000, np.uint8)
+    passes.mark_duplicates(hashes, once)
+    assert np.flatnonzero(once == 0).tolist() == sorted(np.unique(hashes, return_index=True)[1].tolist())
+    monkeypatch.setattr(passes, "IN_MEMORY", 64)
+    parts = np.zeros(1_000, np.uint8)
+    passes.mark_duplicates(hashes, parts)
+    assert (parts == once).all()
+
+
+# ---- how it is made --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_processes_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", 2_000)
+    monkeypatch.setattr(store, "SMALL", 0)
+    spec = write(tmp_path, [*sentences(600), *sentences(100)])
+    made = []
+    for workers in (1, 2, 3):
+        folder = tmp_path / f"store{workers}"
+        data = config.Data(train=(spec,), workers=workers)
+        prepare(data, config.Tokenizer(kind=kind, sample=300), folder)
+        made.append((content(folder), json.loads((folder / "manifest.json").read_text(encoding="utf-8"))))
+    assert made[0] == made[1] == made[2]
+    assert made[0][1]["report"][0]["duplicate"] == 100
+
+
+def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SMALL", 0)
+    spec = write(tmp_path, sentences(50))
+    (tmp_path / "train.en").write_bytes(b"\xff\n" * 50)
+    with pytest.raises(QkvError, match=r"train\.en, line 1: not UTF-8"):
+        prepare(config.Data(train=(spec,), workers=2), CHARS, tmp_path / "store")
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    with Crew(2) as crew, pytest.raises(QkvError, match="died.*data.workers = 1"):
+        list(crew.map(os._exit, [(3,)] * 20))
+
+
+def test_a_crew_keeps_order_and_bounds_what_is_in_flight() -> None:
+    drawn = 0
+
+    def tasks() -> Iterator[tuple[int, int]]:
+        nonlocal drawn
+        for n in range(100):
+            drawn += 1
+            yield n, 2
+
+    with Crew(2) as crew:
+        results = crew.map(pow, tasks())
+        assert next(results) == 0
+        assert drawn <= 8
+        assert list(results) == [n**2 for n in range(1, 100)]
+
+
+def test_progress_is_told(split: config.Data, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    prepare(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
+    assert told[-1] == ("tokenise", 320, 320)
+    assert ("scan", 320, 320) in told
+
+
+# ---- used again ------------------------------------------------------------------------------------------------------
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError(f"{step} must not run")
+
+    monkeypatch.setattr(job.Job, step, refuse)
+
+
+def test_the_same_inputs_are_not_prepared_again(
+    split: config.Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(split, CHARS, tmp_path / "store")
+    with monkeypatch.context() as patch:
+        forbid(patch, "unpack")
+        again = prepare(split, CHARS, tmp_path / "store")
+        assert str(again.report) == str(first.report)
+        assert texts(again, "train") == texts(first, "train")
+    os.utime(split.train[0].src, (1, 1))
+    with monkeypatch.context() as patch:
+        forbid(patch, "scan")
+        prepare(split, CHARS, tmp_path / "store")
+    os.replace(split.train[0].tgt, tmp_path / "elsewhere.de")
+    moved = config.Data(train=(config.Corpus(split.train[0].src, str(tmp_path / "elsewhere.de")),), valid=split.valid)
+    with monkeypatch.context() as patch:
+        forbid(patch, "scan")
+        prepare(moved, CHARS, tmp_path / "store")
+
+
+def test_other_text_or_settings_are_prepared_anew(split: config.Data, tmp_path: Path) -> None:
+    before = prepare(split, CHARS, tmp_path / "store")
+    stat = os.stat(split.train[0].src)
+    text = Path(split.train[0].src).read_bytes()
+    Path(split.train[0].src).write_bytes(text.replace(b"cat", b"bat"))
+    os.utime(split.train[0].src, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    after = prepare(split, CHARS, tmp_path / "store")
+    assert any("bat" in src for src, _ in texts(after, "train"))
+    assert not any("bat" in src for src, _ in texts(before, "train")), "an open store outlives its replacement"
+    words = prepare(split, config.Tokenizer(kind="word"), tmp_path / "store")
+    assert words.tokenizers.src.kind == Prepared.open(tmp_path / "store").tokenizers.src.kind == "word"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["store"]
+
+
+def test_a_shared_store_holds_one_folder_for_each_content(split: config.Data, tmp_path: Path) -> None:
+    shared = config.Data(train=split.train, valid=split.valid, store=str(tmp_path / "shared"))
+    one = prepare(shared, CHARS, tmp_path / "run1")
+    two = prepare(shared, CHARS, tmp_path / "run2")
+    other = prepare(shared, config.Tokenizer(kind="word"), tmp_path / "run3")
+    assert one.folder == two.folder != other.folder
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+    assert not (tmp_path / "run1").exists()
+    assert texts(Prepared.open(other.folder), "train") == texts(one, "train")
+
+
+def test_given_tokenizers_are_used(split: config.Data, tmp_path: Path) -> None:
+    given = prepare(split, CHARS, tmp_path / "one").tokenizers
+    prepared = prepare(split, config.Tokenizer(vocab=32_000), tmp_path / "two", tokenizers=given)
+    assert prepared.tokenizers.fingerprint == given.fingerprint
+
+
+def test_a_store_can_be_sent_to_another_process(split: config.Data, tmp_path: Path) -> None:
+    kept = prepare(split, CHARS, tmp_path / "store").train
+    sent = pickle.dumps(kept)
+    assert len(sent) < 1_000
+    assert pickle.loads(sent).src(7).tolist() == kept.src(7).tolist()
+
+
+# ---- whole or not at all ---------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from qkv import config
+from qkv.data import corpus, store
+corpus.BLOCK, store.SMALL = 2000, 0
+folder, stage = Path(sys.argv[1]), sys.argv[2]
+data = config.Data(train=(config.Corpus(str(folder / "train.en"), str(folder / "train.de")),), workers=2)
+def progress(now, done, total):
+    if now == stage and done != 0 or now == stage == "learn":
+        os.kill(os.getpid(), signal.SIGKILL)
+store.prepare(data, config.Tokenizer(kind="char"), folder / "store", progress=progress)
+"""
+
+
+@pytest.mark.parametrize("stage", ["scan", "learn", "tokenise"])
+def test_a_killed_preparation_leaves_nothing_that_loads(tmp_path: Path, stage: str) -> None:
+    spec = write(tmp_path, sentences(300))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), stage], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(left) == 1
+    for folder in (tmp_path / "store", left[0]):
+        with pytest.raises(UsageError, match="no prepared text"):
+            Prepared.open(folder)
+    prepare(config.Data(train=(spec,)), CHARS, tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"], "what was left is swept up"
+
+
+def test_an_error_leaves_nothing(split: config.Data, tmp_path: Path) -> None:
+    def progress(stage: str, done: int, total: int | None) -> None:
+        if stage == "tokenise":
+            raise OSError(28, "No space left on device", "ids")
+
+    with pytest.raises(QkvError, match="ids: preparing the text failed: No space left on device"):
+        prepare(split, CHARS, tmp_path / "store", progress=progress)
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+def test_damaged_stores_are_refused_and_made_again(split: config.Data, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    whole = content(prepare(split, CHARS, folder).folder)
+    for name in ("train.src.ids", "valid.tgt.lengths", "tokenizers.json"):
+        with open(folder / name, "r+b") as file:
+            file.truncate(os.path.getsize(folder / name) - 2)
+        with pytest.raises(QkvError, match=name.split(".")[0]):
+            Prepared.open(folder)
+        assert content(prepare(split, CHARS, folder).folder) == whole
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    for change, message in (({"version": 99}, "version 99"), ({"format": "x"}, "not the manifest")):
+        (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
+        with pytest.raises(QkvError, match=message):
+            Prepared.open(folder)
+
+
+def test_other_folders_are_not_overwritten(split: config.Data, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    prepare(split, CHARS, tmp_path / "store")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(UsageError, match="mine: exists and is no store"):
+        prepare(split, CHARS, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_standard_input_is_one_file(split: config.Data) -> None:
+    data = config.Data(train=(config.Corpus(src="-"),), valid=(config.Corpus(src="-"),))
+    with pytest.raises(UsageError, match="only one file"):
+        prepare(data, CHARS, Path("unused"))

@@ -1,0 +1,318 @@
+"""Text to ids and exactly back, whatever the text; the same ids as the library; learning that repeats itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import unicodedata
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as library
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv import config
+from qkv.errors import QkvError, UsageError
+from qkv.text import Tokenizer, Tokenizers, learn
+from qkv.text import tokenizer as module
+from qkv.text.learn import default_size
+
+ENGLISH = [
+    "Your cat is a lovely cat.",
+    "I love you very much.",
+    "The cats of the house are sleeping in the garden, aren't they?",
+    "In 1999 there were 12,345 lovely houses here.",
+    "He said: “naïve café” – twice!",
+] * 3
+GERMAN = [
+    "Deine Katze ist eine schöne Katze.",
+    "Ich liebe dich sehr.",
+    "Die Katzen des Hauses schlafen im Garten, nicht wahr?",
+    "1999 gab es hier 12.345 schöne Häuser.",
+    "日本語 und 日本 sind für größere Übungen.",
+] * 3
+KINDS = ("bpe", "unigram", "word", "char")
+TAGS = ("de", "fr")
+AWKWARD = [
+    "",
+    " ",
+    "   ",
+    " leading and trailing ",
+    "two  spaces   and more",
+    "<s> </s> <pad> <2de> <0x41>",
+    "▁Ġ Ġ▁ĊÂ",
+    "tab\tnewline\ncarriage\rnull\0bell\x07",
+    "line\u2028paragraph\u2029next\x85",
+    "e\u0301 is é, \u1112\u1161\u11ab is 한",
+    "\u0301 a mark alone, a space and a mark \u0301\u0301",
+    "𝒳 🏳️‍🌈 👩‍👩‍👧 \U0010ffff \ufeff",
+    "\u00a0non-breaking\u00a0and\u3000wide",
+    "x" * 300,
+]
+
+
+@cache
+def learned(kind: str, shared: bool = True) -> Tokenizers:
+    return learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind, shared=shared), TAGS)
+
+
+def nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+class TestRoundTrip:
+    @given(text=st.one_of(st.text(), st.text(alphabet=" a\u0301é<s>▁Ġ日.1\n")))
+    def test_any_text(self, kind: str, shared: bool, text: str) -> None:
+        for side in (learned(kind, shared).src, learned(kind, shared).tgt):
+            assert side.decode(side.encode(text)) == nfc(text)
+
+    @pytest.mark.parametrize("text", [*AWKWARD, *ENGLISH[:5], *GERMAN[:5]])
+    def test_awkward_text(self, kind: str, shared: bool, text: str) -> None:
+        for side in (learned(kind, shared).src, learned(kind, shared).tgt):
+            ids = side.encode(text)
+            assert side.decode(ids) == nfc(text)
+            assert all(i >= len(module.SPECIALS) + len(TAGS) for i in ids), "text never becomes a special token"
+            assert sum(len(side.decode([i]).encode()) for i in ids if i >= side.offset + 256) <= len(nfc(text).encode())
+            assert np.frombuffer(side.pack(text), side.dtype).tolist() == ids
+
+    def test_saved_and_loaded(self, kind: str, shared: bool, tmp_path: Path) -> None:
+        ours = learned(kind, shared)
+        ours.save(tmp_path / "tokenizers.json")
+        theirs = Tokenizers.load(tmp_path / "tokenizers.json")
+        assert [path.name for path in tmp_path.iterdir()] == ["tokenizers.json"]
+        assert theirs.fingerprint == ours.fingerprint
+        assert theirs.shared == ours.shared == shared
+        for text in (*AWKWARD, *ENGLISH, *GERMAN):
+            assert theirs.src.encode(text) == ours.src.encode(text)
+            assert theirs.tgt.encode(text) == ours.tgt.encode(text)
+
+    def test_learning_repeats_itself(self, kind: str, shared: bool) -> None:
+        again = learn(iter(ENGLISH), iter(GERMAN), config.Tokenizer(kind=kind, shared=shared), TAGS)
+        assert again.fingerprint == learned(kind, shared).fingerprint
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@given(text=st.text(alphabet=" abcdelovytKatzschön.,-!?0123éÜ日本語🙂\n\t“”", min_size=1))
+def test_same_ids_as_the_library(kind: str, text: str) -> None:
+    ours = learned(kind).src
+    whole = pipeline(kind)
+    for line in (text, ENGLISH[2] + text + GERMAN[4]):
+        assert [number + ours.offset for number in whole.encode(line).ids] == ours.encode(line)
+
+
+@cache
+def pipeline(kind: str) -> library.Tokenizer:
+    whole = library.Tokenizer(learned(kind).src.library.model)
+    whole.pre_tokenizer = module.pre_tokenizer()
+    whole.normalizer = library.normalizers.Sequence([library.normalizers.NFC(), library.normalizers.Prepend(" ")])
+    return whole
+
+
+def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = learned("bpe").src
+    expected = [plain.encode(text) for text in (*ENGLISH, *GERMAN)]
+    monkeypatch.setattr(module, "CACHED", 4)
+    small = Tokenizer.from_dict(plain.to_dict())
+    assert [small.encode(text) for text in (*ENGLISH, *GERMAN)] == expected
+    assert 0 < len(small._packed) <= 4
+    assert len(small._packed.last) <= 4
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layout(kind: str) -> None:
+    side = learned(kind).src
+    assert (side.pad, side.bos, side.eos) == (0, 1, 2)
+    assert side.tokens(range(5)) == ["<pad>", "<s>", "</s>", "<2de>", "<2fr>"]
+    assert [side.tag(name) for name in TAGS] == [3, 4]
+    assert b"".join(side._bytes[5 : 5 + 256]) == bytes(range(256))
+    assert side.size == len(side._bytes) > 5 + 256
+    assert side.max_token_bytes == max(map(len, side._bytes))
+    with pytest.raises(UsageError, match=r'"it".*known tags: de, fr'):
+        side.tag("it")
+
+
+def test_decode_skips_special_tokens_and_repairs_bytes() -> None:
+    side = learned("bpe").src
+    ids = side.encode("Ich liebe dich")
+    assert side.decode([side.tag("de"), side.bos, *ids, side.eos, side.pad]) == "Ich liebe dich"
+    assert side.decode([side.offset + 0xE2]) == "\ufffd"
+    assert side.decode([]) == ""
+
+
+def test_tokens_are_readable() -> None:
+    side = learned("bpe").src
+    assert "".join(side.tokens(side.encode("a lovely cat."))) == "▁a▁lovely▁cat."
+    assert side.tokens([side.offset + 0xE2, side.offset + 0x0A]) == ["<0xE2>", "<0x0A>"]
+    cut = Tokenizer("bpe", ["Ġæ"], merges=[("Ġ", "æ")])
+    assert cut.tokens(cut.encode("日")) == ["▁<0xE6>", "<0x97>", "<0xA5>"]
+    for text in AWKWARD:
+        ids = side.encode(text)
+        assert len(side.tokens(ids)) == len(ids)
+        assert all(token and token.isprintable() for token in side.tokens(ids))
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    for kind in KINDS:
+        with pytest.raises(UsageError, match=r"U\+D800"):
+            learned(kind).src.encode("half \ud800")
+    with pytest.raises(UsageError, match=r"U\+DFFF"):
+        learned("bpe").src.sample("half \udfff", 0.5, np.random.default_rng(0))
+
+
+def test_characters_and_words_are_single_tokens() -> None:
+    char, word = learned("char").src, learned("word").src
+    assert len(char.encode("schöne Katze, 日")) == 1 + len("schöne Katze, 日")
+    assert word.tokens(word.encode("Deine Katze.")) == ["▁Deine", "▁Katze", "."]
+    assert word.encode("Zug") == [word.offset + byte for byte in b" Zug"]
+
+
+def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
+    side = learned("bpe").src
+    for text in (*ENGLISH, *GERMAN):
+        for token in side.tokens(side.encode(text)):
+            shapes = {(c.isalpha(), c.isdigit()) for c in token.removeprefix("▁") if "<0x" not in token}
+            assert len(shapes) <= 1, token
+
+
+# ---- BPE-dropout -----------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text(), dropout=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 9))
+def test_dropout_keeps_the_text(text: str, dropout: float, seed: int) -> None:
+    side = learned("bpe").src
+    ids = side.sample(text, dropout, np.random.default_rng(seed))
+    assert side.decode(ids) == nfc(text)
+    assert ids == side.sample(text, dropout, np.random.default_rng(seed))
+
+
+def test_dropout_extremes() -> None:
+    side = learned("bpe").src
+    random = np.random.default_rng(0)
+    for text in (*ENGLISH, *GERMAN, *AWKWARD[:-1]):
+        assert side.sample(text, 0.0, random) == side.encode(text)
+        assert side.sample(text, 1e-300, random) == side.encode(text), "merging by hand is merging by the library"
+        spelled = (" " + nfc(text)).encode() if text else b""
+        assert side.sample(text, 1.0, random) == [side.offset + byte for byte in spelled]
+
+
+def test_dropout_varies_but_does_not_depend_on_what_came_before() -> None:
+    side = learned("bpe").src
+    fresh = Tokenizer.from_dict(side.to_dict())
+    random = np.random.default_rng(5)
+    cuts = [tuple(side.sample("lovely", 0.3, random)) for _ in range(200)]
+    assert 5 < len(set(cuts)) <= module.VARIANTS
+    assert [tuple(fresh.sample("lovely", 0.3, random)) for random in [np.random.default_rng(5)] for _ in cuts] == cuts
+    assert tuple(side.encode("lovely")) in cuts
+
+
+def test_dropout_leaves_out_the_share_of_merges_it_should() -> None:
+    # One merge, tried once in each of 64 variants: about half of the variants lack it.
+    side = Tokenizer("bpe", ["ab"], merges=[("a", "b")])
+    lengths = [len(side._sampled["ab", variant, 0.5]) for variant in range(module.VARIANTS)]
+    assert set(lengths) == {2, 3}
+    assert 20 <= lengths.count(3) <= 44
+
+
+def test_dropout_is_for_bpe() -> None:
+    with pytest.raises(UsageError, match='kind "bpe", not "unigram"'):
+        learned("unigram").src.sample("text", 0.1, np.random.default_rng(0))
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vocabulary_larger_than_the_text_supports(kind: str) -> None:
+    with pytest.raises(UsageError, match="supports only") as caught:
+        learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind, vocab=32_000))
+    supported = int(str(caught.value).split("supports only ")[1].split()[0])
+    assert learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind, vocab=supported)).src.size == supported
+    assert learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind)).src.size == supported
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
+def test_the_size_asked_for_is_the_size_made(kind: str) -> None:
+    assert learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind, vocab=300), TAGS).src.size == 300
+    with pytest.raises(UsageError, match="at least 261"):
+        learn(ENGLISH, GERMAN, config.Tokenizer(kind=kind, vocab=260), TAGS)
+
+
+def test_default_sizes() -> None:
+    sizes = [default_size(pairs) for pairs in (1, 4_999, 29_000, 200_000, 1_000_000, 10**9)]
+    assert sizes == [2_000, 2_000, 8_000, 16_000, 32_000, 32_000]
+
+
+def test_separate_vocabularies_are_learned_from_their_own_side() -> None:
+    both = learned("word", False)
+    assert "▁Katze" in both.tgt.tokens(both.tgt.encode("Katze"))
+    assert "▁Katze" not in both.src.tokens(both.src.encode("Katze"))
+
+
+def test_plain_text_has_one_vocabulary() -> None:
+    one = learn((), GERMAN, config.Tokenizer())
+    assert one.shared
+    assert one.tgt.decode(one.tgt.encode(GERMAN[0])) == GERMAN[0]
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not JSON"),
+        ('{"format": "qkv-tok', "not JSON"),
+        ("[]", "not a qkv tokenizer"),
+        ('{"model": {"type": "BPE"}}', "not a qkv tokenizer"),
+        ('{"format": "qkv-tokenizer", "version": 99}', "version 99"),
+        ('{"format": "qkv-tokenizer", "version": 1}', "damaged"),
+        ('{"format": "qkv-tokenizer", "version": 1, "sides": [{"kind": "bpe"}]}', "damaged"),
+        ('{"format": "qkv-tokenizer", "version": 1, "sides": [{"kind": "x", "tags": [], "pieces": []}]}', "damaged"),
+    ],
+)
+def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizers.json"
+    path.write_text(content)
+    with pytest.raises(QkvError, match=message) as caught:
+        Tokenizers.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_and_missing_files(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizers.json"
+    learned("bpe").save(path)
+    plain = json.loads(path.read_text(encoding="utf-8"))
+    plain["sides"][0]["merges"][0] = "never seen"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(QkvError, match="damaged"):
+        Tokenizers.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(QkvError, match="not JSON"):
+        Tokenizers.load(path)
+    with pytest.raises(UsageError, match="No such file"):
+        Tokenizers.load(tmp_path / "missing.json")
+    with pytest.raises(QkvError, match="cannot write"):
+        learned("bpe").save(tmp_path / "missing" / "tokenizers.json")
+
+
+def test_fingerprints_tell_vocabularies_apart() -> None:
+    prints = {learned(kind, shared).fingerprint for kind in KINDS for shared in (True, False)}
+    assert len(prints) == 2 * len(KINDS)
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, qkv.text, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
