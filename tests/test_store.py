@@ -1,4 +1,4 @@
-"""From files to stored ids: exact counts, no leak between the parts, the same bytes however it is made, whole or absent."""
+"""From files to stored ids: exact counts, no leak between the parts, the same bytes however made, whole or absent."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Iterator[config.Data]:
+def split(tmp_path: Path) -> config.Data:
     """300 training and 20 validation pairs in files."""
     train, valid = write(tmp_path, sentences(300)), write(tmp_path, sentences(20, seed=1), "valid")
-    yield config.Data(train=(train,), valid=(valid,))
+    return config.Data(train=(train,), valid=(valid,))
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -102,14 +102,9 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
     told = str(prepared.report).split("\n")
     assert len(told) == 3
     assert told[1].split()[-8:] == ["54", "43", "0", "2", "2", "4", "2", "1"]
-    everything = prepare(
-        config.Data(train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip"),
-        config.Tokenizer(kind="char", vocab=0),
-        tmp_path / "all",
-        tokenizers=Tokenizers(*[Tokenizer("char", [])] * 2),
-    ) if not monkeypatch.undo() else None
-    assert everything is not None
-    assert len(everything.train) == 50
+    loose = config.Data(train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip")
+    monkeypatch.undo()
+    assert len(prepare(loose, CHARS, tmp_path / "loose").train) == 50
 
 
 def test_wrong_encoding_is_an_error_unless_skipped(tmp_path: Path) -> None:
@@ -173,7 +168,11 @@ def test_plain_text(tmp_path: Path) -> None:
     prepared = prepare(config.Data(train=(config.Corpus(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store")
     assert prepared.tokenizers.shared
     assert prepared.train.sides == ["tgt"]
-    kept = [prepared.tokenizers.tgt.decode(part.tgt(i)) for part in (prepared.train, prepared.valid) for i in range(len(part))]
+    kept = [
+        prepared.tokenizers.tgt.decode(part.tgt(i))
+        for part in (prepared.train, prepared.valid)
+        for i in range(len(part))
+    ]
     assert sorted(kept) == sorted(f"line {n}" for n in range(100))
     assert prepared.report.rows[0]["empty"] == 100
     with pytest.raises(UsageError, match="no src side"):
@@ -195,7 +194,10 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(split: config.Data, tmp_path
 def repeated_sources(count: int) -> list[tuple[str, str]]:
     # Every source has one to five translations; some differ only in spaces and Unicode form.
     pairs = [(f"café number {n}", f"{n} in form {m}") for n in range(count) for m in range(1 + n % 5)]
-    return [(src.replace("é", "e\u0301") + " " * (n % 2), tgt) if n % 3 else (src, tgt) for n, (src, tgt) in enumerate(pairs)]
+    return [
+        (src.replace("é", "e\u0301") + " " * (n % 2), tgt) if n % 3 else (src, tgt)
+        for n, (src, tgt) in enumerate(pairs)
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -235,18 +237,18 @@ def test_a_frequent_source_does_not_swallow_the_held_out_part() -> None:
 
 
 def test_too_little_to_split(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="9 usable pairs are too few.*data.valid"):
+    with pytest.raises(UsageError, match=r"9 usable pairs are too few.*data\.valid"):
         prepare(config.Data(train=(write(tmp_path, sentences(9)),)), CHARS, tmp_path / "store")
+    same = [("the same source", f"target {n}") for n in range(100)]
     with pytest.raises(UsageError, match="too few"):
-        same = [("the same source", f"target {n}") for n in range(100)]
         prepare(config.Data(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
-    with pytest.raises(UsageError, match="valid_size = 50.*at most a tenth of the 100 usable"):
+    with pytest.raises(UsageError, match=r"valid_size = 50.*at most a tenth of the 100 usable"):
         prepare(config.Data(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
+    data = config.Data(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
     with pytest.raises(QkvError, match="no pair is left"):
-        data = config.Data(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
         prepare(data, CHARS, tmp_path / "store")
-    with pytest.raises(QkvError, match="nothing is left for train"):
-        data = config.Data(train=(write(tmp_path, sentences(30)),), max_length=2)
+    data = config.Data(train=(write(tmp_path, sentences(30)),), max_length=2)
+    with pytest.raises(QkvError, match=r"nothing is left for train.*30 read, 30 too long"):
         prepare(data, CHARS, tmp_path / "store")
     with pytest.raises(UsageError, match="no training text"):
         prepare(config.Data(), CHARS, tmp_path / "store")
@@ -290,7 +292,7 @@ def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_worker_that_dies_is_an_error() -> None:
-    with Crew(2) as crew, pytest.raises(QkvError, match="died.*data.workers = 1"):
+    with Crew(2) as crew, pytest.raises(QkvError, match=r"died.*data\.workers = 1"):
         list(crew.map(os._exit, [(3,)] * 20))
 
 
@@ -364,12 +366,15 @@ def test_other_text_or_settings_are_prepared_anew(split: config.Data, tmp_path: 
 
 def test_a_shared_store_holds_one_folder_for_each_content(split: config.Data, tmp_path: Path) -> None:
     shared = config.Data(train=split.train, valid=split.valid, store=str(tmp_path / "shared"))
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "config.toml").touch()
     one = prepare(shared, CHARS, tmp_path / "run1")
     two = prepare(shared, CHARS, tmp_path / "run2")
     other = prepare(shared, config.Tokenizer(kind="word"), tmp_path / "run3")
     assert one.folder == two.folder != other.folder
     assert len(list((tmp_path / "shared").iterdir())) == 2
-    assert not (tmp_path / "run1").exists()
+    assert [path.name for path in (tmp_path / "run1").iterdir()] == ["config.toml"]
+    assert not (tmp_path / "run2").exists()
     assert texts(Prepared.open(other.folder), "train") == texts(one, "train")
 
 
@@ -452,6 +457,28 @@ def test_other_folders_are_not_overwritten(split: config.Data, tmp_path: Path) -
     with pytest.raises(UsageError, match="mine: exists and is no store"):
         prepare(split, CHARS, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
+
+
+def test_pipes_are_read_once(tmp_path: Path) -> None:
+    pairs = sentences(60)
+    write(tmp_path, pairs)
+    code = (
+        "import sys; from pathlib import Path; from qkv import config; from qkv.data.store import prepare\n"
+        "data = config.Data(train=(config.Corpus(src='-', tgt=sys.argv[2]),), workers=2)\n"
+        "prepare(data, config.Tokenizer(kind='char'), Path(sys.argv[1]))\n"
+    )
+    script = f'cat train.en | {sys.executable} -c "$0" store <(cat train.de)'
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(["bash", "-c", script, code], cwd=tmp_path, env=environment, check=True)
+    prepared = Prepared.open(tmp_path / "store")
+    assert sorted(texts(prepared, "train") + texts(prepared, "valid")) == sorted(pairs)
+
+
+def test_a_tag_that_given_tokenizers_lack(split: config.Data, tmp_path: Path) -> None:
+    given = prepare(split, CHARS, tmp_path / "one").tokenizers
+    tagged = config.Data(train=(config.Corpus(split.train[0].src, split.train[0].tgt, tag="de"),))
+    with pytest.raises(UsageError, match='"de" is not in the vocabulary'):
+        prepare(tagged, CHARS, tmp_path / "two", tokenizers=given)
 
 
 def test_standard_input_is_one_file(split: config.Data) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; when the block ends well, what is there takes the place of `path`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    _atomically(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
+    _write(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -24,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    _atomically(path, lambda temporary: save_file(whole, temporary, dict(metadata or {"format": "pt"})))
+    _write(path, lambda temporary: save_file(whole, temporary, dict(metadata or {"format": "pt"})))
 
 
 def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
@@ -42,6 +57,10 @@ def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries, so that a rename survives a power cut."""
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -49,23 +68,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _atomically(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    from safetensors import SafetensorError
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        handle = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        if full:
-            raise QkvError(f"{path}: the disk is full: free some space; the previous file is untouched") from None
-        if isinstance(error, OSError):
-            raise QkvError(f"{path}: cannot be written: {error.strerror}") from None
-        raise
+        with replacing(path) as temporary:
+            write(temporary)
+    except (OSError, SafetensorError) as error:
+        raise QkvError(f"{path}: cannot be written: {_reason(error)}; what was there before is untouched") from None
+
+
+def _reason(error: Exception) -> str:
+    # safetensors tells the system's error only in its text: "… (os error 28) …".
+    number = re.search(r"os error (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else str(getattr(error, "strerror", None) or error)

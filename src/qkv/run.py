@@ -1,14 +1,16 @@
 """The run folder, the unit of everything after training.
 
-    run.json          format, versions, when and how it was made
-    config.toml       every option, resolved
-    tokenizer.json    text ↔ ids
-    weights/          best, average and step-N .safetensors
-    state/step-N/     what training continues from
-    log.jsonl         one line for each logged step and each validation
-    scores.json       validation scores of the weights, and which are used by default
-    card.md           the same for people
-    store/            the tokenised training text
+```
+run.json          format, versions, when and how it was made
+config.toml       every option, resolved
+tokenizer.json    text ↔ ids
+weights/          best, average and step-N .safetensors
+state/step-N/     what training continues from
+log.jsonl         one line for each logged step and each validation
+scores.json       validation scores of the weights, and which are used by default
+card.md           the same for people
+store/            the tokenised training text
+```
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import json
 import platform
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +47,8 @@ class Run:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: configs.Config, command: str = "") -> Run:
-        """A new, empty run folder that holds the config."""
+    def create(cls, path: Path, config: configs.Config, tokenizers: Tokenizers, command: str = "") -> Run:
+        """A new run folder, in which what will be trained is settled; `run.json` comes last and makes it one."""
         import torch
 
         from qkv import __version__
@@ -55,10 +59,12 @@ class Run:
             "qkv": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "begun": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
         }
+        tokenizers.save(path / "tokenizer.json")
         run.write_config(config)
-        files.write_text(path / "run.json", json.dumps(made, indent=2) + "\n")
+        files.write_text(run.marker, json.dumps(made, indent=2) + "\n")
         return run
 
     @classmethod
@@ -69,10 +75,7 @@ class Run:
             raise UsageError(f"{path}: no such run folder: train one with `qkv train … --run {path}`")
         if not run.exists():
             raise UsageError(f"{path}: not a run folder (no run.json in it): give the folder that --run named")
-        try:
-            found = json.loads(run.marker.read_text(encoding="utf-8"))["format"]
-        except (OSError, ValueError, KeyError, TypeError):
-            raise QkvError(f"{run.marker}: damaged: restore it from a copy, or train again") from None
+        found = run.about.get("format")
         if found != FORMAT:
             raise QkvError(
                 f"{path}: run folder of format {found}, but this qkv reads format {FORMAT}: "
@@ -86,6 +89,11 @@ class Run:
 
     def exists(self) -> bool:
         return self.marker.is_file()
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What run.json says: format, versions, when and by which command it was made."""
+        return _read_json(self.marker)
 
     @property
     def store(self) -> Path:
@@ -111,8 +119,7 @@ class Run:
     def scores(self) -> dict[str, Any]:
         """Validation scores by name of the weights, and `chosen`: the name used by default."""
         path = self.path / "scores.json"
-        scores: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return scores
+        return _read_json(path) if path.exists() else {}
 
     def write_scores(self, scores: dict[str, Any]) -> None:
         files.write_text(self.path / "scores.json", json.dumps(scores, indent=2) + "\n")
@@ -129,13 +136,14 @@ class Run:
         name = name or self.scores.get("chosen", "best")
         if name == "last":
             kept = self.checkpoints()
-            if not kept:
-                raise QkvError(f"{self.path}: no checkpoint yet: train it first")
-            return kept[-1]
-        path = self.path / "weights" / (f"step-{int(name):07d}.safetensors" if name.isdigit() else f"{name}.safetensors")
+            name = kept[-1].stem if kept else name
+        elif name.isdigit():
+            name = f"step-{int(name):07d}"
+        path = self.path / "weights" / f"{name}.safetensors"
         if not path.exists():
-            there = ", ".join(p.stem for p in sorted((self.path / "weights").glob("*.safetensors"))) or "none"
-            raise UsageError(f"{self.path}: no weights named {name}: there are {there}")
+            there = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))
+            hint = f"there are {there}" if there else "none are there yet: train it first"
+            raise UsageError(f"{self.path}: no weights named {name}: {hint}")
         return path
 
     def model(self, device: torch.device, weights: str = "") -> Transformer:
@@ -148,10 +156,25 @@ class Run:
         return model.to(device).eval()
 
 
-def by_step(paths: Any) -> list[Path]:
-    """Paths named step-N… in order of N."""
-    numbered = [(int(found[1]), path) for path in paths if (found := STEP.match(path.name))]
-    return [path for _, path in sorted(numbered)]
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise QkvError(f"{path}: damaged: restore it from a copy, or train again")
+    return values
+
+
+def step_of(path: Path) -> int:
+    """N of a path named step-N…, or -1."""
+    found = STEP.match(path.name)
+    return int(found[1]) if found else -1
+
+
+def by_step(paths: Iterable[Path]) -> list[Path]:
+    """Those of the paths that are named step-N…, in order of N."""
+    return sorted((path for path in paths if step_of(path) >= 0), key=step_of)
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

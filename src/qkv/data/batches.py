@@ -37,6 +37,7 @@ def plan(
 
     `src` and `tgt` are the lengths of all sentences of the store, `indices` the ones to visit, in random order.
     """
+    micro_tokens = min(micro_tokens, tokens)
     micros = cut(indices[_by_length(src[indices], tgt[indices], micro_tokens)], src, tgt, micro_tokens)
     updates: list[Update] = []
     room = 0
@@ -51,7 +52,10 @@ def plan(
 
 
 def cut(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> list[Indices]:
-    """Cut a sequence of sentences, in order, into batches with rows × widest row ≤ tokens on both sides."""
+    """Cut a sequence of sentences, in order, into batches with rows × widest row ≤ tokens on both sides.
+
+    A sentence wider than that is a batch alone.
+    """
     widths = np.maximum(src[indices], tgt[indices]).astype(np.int64)
     batches, start = [], 0
     while start < len(indices):
@@ -80,10 +84,13 @@ def pad_share(updates: list[Update], src: Lengths, tgt: Lengths) -> float:
 
 
 def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
-    """The largest micro-batch, tokens / 2ᵏ, whose padding stays under 5 %: a small corpus needs smaller ones."""
+    """The largest micro-batch, tokens / 2ᵏ, whose padding stays under 5 %: a small corpus needs smaller ones.
+
+    None is smaller than the longest sentence.
+    """
     indices = np.random.default_rng(0).permutation(len(src))[:sample]
     micro_tokens = tokens
-    while micro_tokens > 8 * int(max(src.max(), tgt.max())):
+    while micro_tokens >= 2 * int(max(src.max(), tgt.max())):
         updates = plan(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=0, epoch=0)
         if pad_share(updates, src, tgt) < MOST_PADDING:
             break

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from qkv import config
+from qkv.data import demo
 from qkv.errors import QkvError, UsageError
 
 BLOCK = 1 << 20  # bytes of text, both sides together, after which a block is closed
@@ -104,9 +105,11 @@ def _form(name: str) -> str:
 
 
 def find(name: str, root: str) -> Path:
-    """Where a named file is; `-`, standard input, is everywhere."""
+    """Where a named file is: `-` is standard input, `demo:NAME` a file of the built-in corpus."""
     if name == "-":
         return Path("-")
+    if name.startswith("demo:"):
+        return demo.find(name.removeprefix("demo:"))
     path = Path(root, name)
     if path.is_dir():
         raise UsageError(f"{path}: is a folder: give a text file")
@@ -121,7 +124,7 @@ def find(name: str, root: str) -> Path:
 def unpack(path: Path, copy: Path) -> tuple[Path, str]:
     """A file of plain text with the content of path (path itself, or `copy`), and a hash of that content."""
     digest = hashlib.blake2b(digest_size=16)
-    plain = path.suffix not in PACKED and path != Path("-")
+    plain = path.suffix not in PACKED and not is_stream(path)
     with ExitStack() as stack:
         out = None if plain else stack.enter_context(open(copy, "wb"))
         for piece in pieces(path):
@@ -129,6 +132,11 @@ def unpack(path: Path, copy: Path) -> tuple[Path, str]:
             if out:
                 out.write(piece)
     return path if plain else copy, digest.hexdigest()
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a file can be read only once: standard input or a pipe."""
+    return path == Path("-") or not path.is_file()
 
 
 def pieces(path: Path) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from qkv import config
 from qkv.data import passes
-from qkv.data.corpus import Block, Corpus, blocks, unpack
+from qkv.data.corpus import Block, Corpus, blocks, is_stream, unpack
 from qkv.data.crew import Crew
 from qkv.data.passes import Fate, Limits, Part
 from qkv.errors import QkvError
@@ -45,8 +45,8 @@ class Job:
         """Make all files plain text; the hash of each."""
         paths = [path for corpus in self.corpora for path in corpus.paths]
         tasks = [(path, self.scratch / f"{number}.txt") for number, path in enumerate(paths)]
-        # A worker has no standard input of its own: this process reads it.
-        piped = {task: unpack(*task) for task in tasks if task[0] == Path("-")}
+        # A worker has no standard input of its own: this process reads what can be read only once.
+        piped = {task: unpack(*task) for task in tasks if is_stream(task[0])}
         others = self.crew.map(unpack, [task for task in tasks if task not in piped])
         plain = []
         for number, task in enumerate(tasks):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkv.data import batches
 from qkv.data.store import Store
+from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
 
 
@@ -32,10 +33,12 @@ class Batch:
     tokens: int  # real labels
 
     def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
-        moved = [t.pin_memory().to(device, non_blocking=True) for t in (self.source, self.lengths, self.target, self.labels)]
-        return Batch(*moved, self.tokens)
+        def move(tensor: Tensor) -> Tensor:
+            if device.type == "cuda":  # from pinned memory the copy runs beside the arithmetic
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return Batch(move(self.source), move(self.lengths), move(self.target), move(self.labels), self.tokens)
 
 
 class Position(NamedTuple):
@@ -110,6 +113,8 @@ class Updates:
 
     def plan(self, epoch: int) -> list[batches.Update]:
         indices = batches.visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
+        if not len(indices):
+            raise UsageError(f"epoch {epoch} visits no sentence: raise a weight in data.train")
         return batches.plan(
             indices,
             self.src_widths,
@@ -131,30 +136,30 @@ class Updates:
             for number in range(first, len(plan)):
                 mine = batches.share(plan[number], self.rank, self.world)
                 after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
-                made = [self._batch(micro, (self.seed, epoch, number, part)) for part, micro in enumerate(mine)]
-                yield Step(made, after)
+                yield Step([self._batch(micro, (self.seed, epoch, number)) for micro in mine], after)
             epoch, first = epoch + 1, 0
 
     def _batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
         sources = [self.store.src(i) for i in micro]
         targets = [self.store.tgt(i) for i in micro]
         if self.dropout:
-            random = np.random.default_rng((*seed, 3))
-            sources = [_resegment(self.tokenizers.src, row, self.dropout, random) for row in sources]
-            targets = [_resegment(self.tokenizers.tgt, row, self.dropout, random) for row in targets]
+            # Each sentence has its own random numbers, so it is cut alike whatever rank and batch it falls to.
+            random = [np.random.default_rng((*seed, int(i), 3)) for i in micro]
+            src, tgt, dropout = self.tokenizers.src, self.tokenizers.tgt, self.dropout
+            sources = [_resegment(src, row, dropout, own) for row, own in zip(sources, random, strict=True)]
+            targets = [_resegment(tgt, row, dropout, own) for row, own in zip(targets, random, strict=True)]
         return collate(sources, targets, self.tokenizers).to(self.device)
 
 
 def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:
     """BPE-dropout: the same text cut otherwise. Tokens are exactly invertible, so the stored ids are enough."""
-    tags = {tokenizer.tag(name) for name in tokenizer.tags}
-    tagged = int(len(row) > 0 and int(row[0]) in tags)
+    tagged = int(len(row) > 0 and int(row[0]) < tokenizer.offset)  # no special token is stored, so it is a tag
     cut = tokenizer.sample(tokenizer.decode(row.tolist()), dropout, random)
     return np.concatenate([row[:tagged], np.asarray(cut, row.dtype)])
 
 
 def _ahead(steps: Iterator[Step], depth: int) -> Iterator[Step]:
-    """Run an iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
+    """Run an endless iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
     items: queue.Queue[Step | BaseException] = queue.Queue(depth)
     stop = threading.Event()
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv import config
-from qkv.data.corpus import PACKED, Corpus, resolve
+from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.crew import Crew
 from qkv.data.job import Job, Progress
 from qkv.data.passes import Fate
@@ -180,11 +180,15 @@ def prepare(
     paths = [path for corpus in corpora for path in corpus.paths]
     if paths.count(Path("-")) > 1:
         raise UsageError("standard input (-) can be only one file")
+    if tokenizers:
+        for tag in {corpus.tag for corpus in corpora if corpus.tag}:
+            tokenizers.src.tag(tag)  # refuses one that it does not know
     settings = _settings(data, tokenizer, tokenizers, train, valid, seed)
     inputs = [_stat(path) for path in paths]
     if found := _reuse(data, folder, settings, inputs, ("path", "size", "mtime")):
         return found
-    _check_free(folder)
+    if not data.store:
+        _check_free(folder)
     try:
         with _draft(Path(data.store) if data.store else folder.parent) as draft, Crew(_workers(data, inputs)) as crew:
             job = Job(data, train, valid, draft, crew, progress, seed)
@@ -232,8 +236,8 @@ def _key(settings: dict[str, Any], inputs: list[dict[str, Any]]) -> str:
 
 
 def _stat(path: Path) -> dict[str, Any]:
-    if path == Path("-"):
-        return {"path": "-", "size": None, "mtime": None}
+    if is_stream(path):
+        return {"path": str(path), "size": None, "mtime": None}
     stat = path.stat()
     return {"path": str(path.absolute()), "size": stat.st_size, "mtime": stat.st_mtime_ns}
 
@@ -334,6 +338,12 @@ def _check_free(place: Path) -> None:
         raise UsageError(f"{place}: exists and is no store of prepared text: choose another folder, or move it away")
 
 
+def _total(report: list[dict[str, Any]]) -> str:
+    dropped = {fate.name.lower(): sum(row[fate.name.lower()] for row in report) for fate in Fate if fate > Fate.VALID}
+    told = [f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count]
+    return ", ".join([f"{sum(row['read'] for row in report)} read", *told])
+
+
 def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the draft its name, in place of an older store."""
     manifest["sides"] = ["src", "tgt"] if (draft / "train.src.ids").exists() else ["tgt"]
@@ -341,7 +351,7 @@ def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str
     manifest |= {"format": FORMAT, "version": VERSION, "tokenizer": tokenizers.fingerprint}
     for part in ("train", "valid"):
         if not sum(manifest[part]["pairs"]):
-            raise QkvError(f"nothing is left for {part} after filtering:\n{Report(tuple(manifest['report']))}")
+            raise QkvError(f"nothing is left for {part} after filtering: {_total(manifest['report'])}")
     (draft / "manifest.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     if place.exists():
         old = draft / "old"

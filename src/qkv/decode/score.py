@@ -17,4 +17,5 @@ def token_logprobs(model: StepModel[Any, Any], batch: Batch, pad: int) -> list[l
     logits, _ = model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
     log_probs = logits.float().log_softmax(-1)  # (batch, target, vocab)
     chosen: Tensor = log_probs.gather(-1, batch.labels[:, :, None]).squeeze(-1)
-    return [row[mask].tolist() for row, mask in zip(chosen, batch.labels != pad, strict=True)]
+    real = (batch.labels != pad).sum(1).tolist()
+    return [row[:count] for row, count in zip(chosen.tolist(), real, strict=True)]

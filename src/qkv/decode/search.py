@@ -8,14 +8,19 @@ ends, and forced decoding of its tokens gives the same log-probability again.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv import config
-from qkv.models.state import SelectableState, StepModel
+from qkv.errors import QkvError
+from qkv.models.state import StepModel
+
+Step = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -50,80 +55,69 @@ def search(
 ) -> list[list[Hypothesis]]:
     """The `n_best` best hypotheses of each sentence, best first: source ids (batch, source), rows of `lengths` tokens.
 
-    `longest` limits each output, </s> not counted; by default to the source's length, its </s> not counted, plus
-    `spec.extra_length`, as in the paper.
+    More than `spec.beam` of them need a beam as wide. `longest` limits each output, </s> not counted; by default to the
+    source's length, its </s> not counted, plus `spec.extra_length`, as in the paper.
     """
     if longest is None:
         longest = lengths - 1 + spec.extra_length
-    forbidden = [pad, bos]
-    state = model.start(model.encode(source, lengths), max(spec.beam, n_best))
-    if max(spec.beam, n_best) == 1:
-        return _greedy(model, state, longest, spec, bos, eos, forbidden)
-    return _beam(model, state, longest, spec, bos, eos, forbidden, n_best)
+    forbidden = torch.tensor([pad, bos], device=source.device)
+
+    def step(tokens: Tensor, state: Any, at_limit: Tensor | None) -> tuple[Tensor, Any]:
+        """Log-probabilities of the next token (rows, vocab): never <pad> or <s>, and only </s> at the limit."""
+        logits, state = model.step(tokens, state)
+        log_probs = logits[:, -1].float().log_softmax(-1)
+        log_probs.index_fill_(1, forbidden, -math.inf)
+        if at_limit is not None:
+            last = log_probs[:, eos].clone()
+            log_probs[at_limit] = -math.inf
+            log_probs[:, eos] = last
+        return log_probs, state
+
+    beam = max(spec.beam, n_best)
+    state = model.start(model.encode(source, lengths), beam)
+    if beam == 1:
+        found = _greedy(step, state, longest, spec, bos, eos)
+    else:
+        found = _beam(step, state, longest, spec, bos, eos, beam, n_best)
+    if not all(hypotheses and math.isfinite(hypotheses[0].logprob) for hypotheses in found):
+        raise QkvError("the model's probabilities are not numbers: its weights are damaged; use those of another step")
+    return found
 
 
-def _next_log_probs(
-    model: StepModel[Any, Any], tokens: Tensor, state: SelectableState, forbidden: list[int]
-) -> tuple[Tensor, Any]:
-    """Log-probabilities of the next token (rows, vocab); <pad> and <s> are never written."""
-    logits, state = model.step(tokens, state)
-    log_probs = logits[:, -1].float().log_softmax(-1)
-    log_probs[:, forbidden] = -math.inf
-    return log_probs, state
-
-
-def _only_eos(log_probs: Tensor, where: Tensor, eos: int) -> None:
-    """Leave no other continuation than </s> where the mask, of log_probs' shape less the vocabulary, says so."""
-    kept = log_probs[..., eos].clone()
-    log_probs.masked_fill_(where[..., None], -math.inf)
-    log_probs[..., eos] = kept
-
-
-def _greedy(
-    model: StepModel[Any, Any],
-    state: Any,
-    longest: Tensor,
-    spec: config.Decode,
-    bos: int,
-    eos: int,
-    forbidden: list[int],
-) -> list[list[Hypothesis]]:
+def _greedy(step: Step, state: Any, longest: Tensor, spec: config.Decode, bos: int, eos: int) -> list[list[Hypothesis]]:
     """The likeliest token at each step, sentence by sentence until </s>."""
-    results: list[list[Hypothesis]] = [[] for _ in range(len(longest))]
-    sentence = torch.arange(len(longest), device=longest.device)  # which sentence each row is
-    tokens = torch.full((len(longest), 1), bos, dtype=torch.long, device=longest.device)
-    logprob = torch.zeros(len(longest), device=longest.device)
-    ended = torch.zeros(len(longest), dtype=torch.bool, device=longest.device)
-    while True:
-        log_probs, state = _next_log_probs(model, tokens[:, -1:], state, forbidden)
-        at_limit = tokens.shape[1] - 1 >= longest[sentence]
-        _only_eos(log_probs, at_limit | ended, eos)
+    limits: list[int] = longest.tolist()
+    written: list[list[int]] = [[] for _ in limits]
+    logprob = [0.0 for _ in limits]
+    found: list[list[Hypothesis]] = [[] for _ in limits]
+    sentences = list(range(len(limits)))  # which one each row is
+    tokens = torch.full((len(limits), 1), bos, device=longest.device)
+    for length in count():
+        at_limit = [length >= limits[s] for s in sentences]
+        mask = torch.tensor(at_limit, device=longest.device) if any(at_limit) else None
+        log_probs, state = step(tokens, state, mask)
         best, token = log_probs.max(-1)
-        logprob = torch.where(ended, logprob, logprob + best)
-        tokens = torch.cat([tokens, token[:, None]], dim=1)
-        for row in torch.nonzero((token == eos) & ~ended).flatten().tolist():
-            written = tokens[row, 1:-1].tolist()
-            total = float(logprob[row])
-            score = total / float(length_penalty(len(written) + 1, spec))
-            results[int(sentence[row])] = [Hypothesis(written, total, score, bool(at_limit[row]))]
-        ended = ended | (token == eos)
-        alive = torch.nonzero(~ended).flatten()
-        if not len(alive):
-            return results
-        if len(alive) <= 0.75 * len(ended):  # leaving costs a copy of the cache, so sentences leave in groups
-            state = state.select(alive)
-            sentence, tokens, logprob, ended = sentence[alive], tokens[alive], logprob[alive], ended[alive]
+        for s, t, gained, truncated in zip(sentences, token.tolist(), best.tolist(), at_limit, strict=True):
+            if found[s]:
+                continue  # it has ended, but not left
+            logprob[s] += gained
+            if t == eos:
+                score = logprob[s] / length_penalty(length + 1, spec)
+                found[s] = [Hypothesis(written[s], logprob[s], score, truncated)]
+            else:
+                written[s].append(t)
+        tokens = token[:, None]
+        alive = [row for row, s in enumerate(sentences) if not found[s]]
+        if not alive:
+            break
+        if len(alive) <= 0.75 * len(sentences):  # leaving costs a copy of the cache, so sentences leave in groups
+            rows = torch.tensor(alive, device=longest.device)
+            state, tokens, sentences = state.select(rows), tokens[rows], [sentences[row] for row in alive]
+    return found
 
 
 def _beam(
-    model: StepModel[Any, Any],
-    state: Any,
-    longest: Tensor,
-    spec: config.Decode,
-    bos: int,
-    eos: int,
-    forbidden: list[int],
-    n_best: int,
+    step: Step, state: Any, longest: Tensor, spec: config.Decode, bos: int, eos: int, beam: int, n_best: int
 ) -> list[list[Hypothesis]]:
     """Beam search for all sentences at once; a sentence leaves when no hypothesis can still enter its n best.
 
@@ -131,81 +125,38 @@ def _beam(
     finished; the first `beam` that do not end go on. Log-probabilities only fall, so the best score still attainable by
     a living hypothesis is its log-probability under the penalty of the longest length allowed.
     """
-    device, beam, sentences = longest.device, max(spec.beam, n_best), len(longest)
-    finished: list[list[Hypothesis]] = [[] for _ in range(sentences)]
-    sentence = torch.arange(sentences, device=device)
-    tokens = torch.full((sentences, beam, 1), bos, dtype=torch.long, device=device)
-    alive = torch.full((sentences, beam), -math.inf, device=device)  # log-probability of each living hypothesis
+    device, shortest_limit = longest.device, int(longest.min())
+    found: list[list[Hypothesis]] = [[] for _ in longest]
+    sentence = torch.arange(len(longest), device=device)  # which one each group of `beam` rows is
+    tokens = torch.full((len(longest), beam, 1), bos, device=device)
+    alive = torch.full((len(longest), beam), -math.inf, device=device)  # log-probability of each living hypothesis
     alive[:, 0] = 0.0  # all beams begin alike: count one
-    while True:
-        log_probs, state = _next_log_probs(model, tokens[:, :, -1].reshape(-1, 1), state, forbidden)
-        log_probs = log_probs.unflatten(0, (-1, beam))  # (sentences, beam, vocab)
-        at_limit = tokens.shape[2] - 1 >= longest[sentence]
-        _only_eos(log_probs, at_limit[:, None], eos)
-        total = (alive[:, :, None] + log_probs).flatten(1)  # (sentences, beam × vocab)
-        vocab = log_probs.shape[2]
+    scores = torch.full((len(longest), n_best), -math.inf, device=device)  # the n best finished, best first
+    for length in count():
+        at_limit = length >= longest
+        mask = at_limit.repeat_interleave(beam) if length >= shortest_limit else None
+        log_probs, state = step(tokens[:, :, -1].reshape(-1, 1), state, mask)
+        total = (alive.reshape(-1, 1) + log_probs).reshape(len(alive), -1)  # (sentences, beam × vocab)
         # At most `beam` continuations end, so twice as many hold `beam` that do not.
-        ranked, which = total.topk(min(2 * beam, total.shape[1]), dim=-1)
-        parent, token = which.div(vocab, rounding_mode="floor"), which % vocab
+        ranked, which = total.topk(2 * beam, dim=-1)
+        parent, token = which // log_probs.shape[1], which % log_probs.shape[1]
         ends = token == eos
-        _collect(finished, sentence, tokens, ranked, parent, ends, at_limit, beam, spec)
 
-        continuing = ranked.masked_fill(ends, -math.inf)
-        alive, chosen = continuing.topk(min(beam, continuing.shape[1]), dim=-1)
-        if alive.shape[1] < beam:  # a vocabulary smaller than the beam: the missing hypotheses are dead ones
-            short = beam - alive.shape[1]
-            alive = torch.nn.functional.pad(alive, (0, short), value=-math.inf)
-            chosen = torch.nn.functional.pad(chosen, (0, short))
-        parent, token = parent.gather(1, chosen), token.gather(1, chosen)
-        stay = _undecided(finished, sentence, alive, longest, spec, n_best)
+        final = ranked[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
+        penalty = float(length_penalty(length + 1, spec))
+        i, j = (final > -math.inf).nonzero(as_tuple=True)
+        ended = zip(sentence[i].tolist(), tokens[i, parent[i, j], 1:].tolist(), final[i, j].tolist(), strict=True)
+        for (s, written, logprob), truncated in zip(ended, at_limit[i].tolist(), strict=True):
+            found[s].append(Hypothesis(written, logprob, logprob / penalty, truncated))
+        scores = torch.cat([scores, final / penalty], dim=1).topk(n_best, dim=-1).values
+
+        alive, chosen = ranked.masked_fill(ends, -math.inf).topk(beam, dim=-1)
+        attainable = alive[:, 0] / length_penalty(longest + 1, spec)
+        stay = (attainable > scores[:, -1]).nonzero().flatten()
         if not len(stay):
             break
-        rows = (stay[:, None] * beam + parent[stay]).flatten()
-        history = tokens[stay[:, None], parent[stay]]  # (sentences, beam, length)
-        tokens = torch.cat([history, token[stay, :, None]], dim=2)
-        sentence, alive = sentence[stay], alive[stay]
-        if len(rows) != len(total) * beam or not torch.equal(rows, torch.arange(len(rows), device=device)):
-            state = state.select(rows)
-    return [hypotheses[:n_best] for hypotheses in finished]
-
-
-def _collect(
-    finished: list[list[Hypothesis]],
-    sentence: Tensor,
-    tokens: Tensor,
-    ranked: Tensor,
-    parent: Tensor,
-    ends: Tensor,
-    at_limit: Tensor,
-    beam: int,
-    spec: config.Decode,
-) -> None:
-    """Put the hypotheses that end in this step, among the first `beam` continuations, to the finished ones."""
-    ending = ends[:, :beam] & (ranked[:, :beam] > -math.inf)
-    penalty = float(length_penalty(tokens.shape[2], spec))
-    for i, j in torch.nonzero(ending).tolist():
-        logprob = float(ranked[i, j])
-        written = tokens[i, parent[i, j], 1:].tolist()
-        hypotheses = finished[int(sentence[i])]
-        hypotheses.append(Hypothesis(written, logprob, logprob / penalty, bool(at_limit[i])))
-        hypotheses.sort(key=lambda h: -h.score)
-
-
-def _undecided(
-    finished: list[list[Hypothesis]],
-    sentence: Tensor,
-    alive: Tensor,
-    longest: Tensor,
-    spec: config.Decode,
-    n_best: int,
-) -> Tensor:
-    """Positions of the sentences in which a living hypothesis can still become one of the n best."""
-    attainable = alive.max(-1).values / length_penalty(longest[sentence] + 1, spec)
-    best = attainable.tolist()
-    stay = []
-    for i, number in enumerate(sentence.tolist()):
-        known = finished[number]
-        worst = known[n_best - 1].score if len(known) >= n_best else -math.inf
-        if best[i] > worst:
-            stay.append(i)
-    return torch.tensor(stay, dtype=torch.long, device=alive.device)
+        sentence, longest, alive, scores = sentence[stay], longest[stay], alive[stay], scores[stay]
+        parent, token = parent.gather(1, chosen)[stay], token.gather(1, chosen)[stay]
+        tokens = torch.cat([tokens[stay[:, None], parent], token[:, :, None]], dim=2)
+        state = state.select((stay[:, None] * beam + parent).flatten())
+    return [sorted(hypotheses, key=lambda h: -h.score)[:n_best] for hypotheses in found]

@@ -82,11 +82,18 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, dropout: float = 0.0, name: str = ""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    name: str = "",
 ) -> Tensor:
     """Scaled dot-product attention (equation 1) for q, k (batch, heads, length, d_k) and v (batch, heads, length, d_v).
 
-    `causal` is the mask of a whole sequence attending to itself, kept apart because the fused kernel then needs no mask.
+    `causal` is the mask of a whole sequence attending to itself, apart because the fused kernel then needs no mask.
     """
     recording = _recording.get()
     if recording is None:
@@ -147,4 +154,5 @@ class MultiHeadAttention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (batch, heads, length, width)
 
     def _bias(self, rows: slice) -> Tensor | None:
-        return None if self.qkv.bias is None else self.qkv.bias[rows]
+        bias: Tensor | None = self.qkv.bias
+        return None if bias is None else bias[rows]

@@ -1,4 +1,4 @@
-"""The parts between the attentions (paper, sections 3.1 and 3.3 to 3.5): embedding, positions, feed-forward, residual."""
+"""The parts around the attentions (paper, sections 3.1, 3.3 to 3.5): embedding, positions, feed-forward, residual."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """LayerNorm(x + Dropout(Sublayer(x))) as in the paper, or x + Dropout(Sublayer(LayerNorm(x))) with `norm = "pre"`."""
+    """LayerNorm(x + Dropout(Sublayer(x))) as in the paper; x + Dropout(Sublayer(LayerNorm(x))) with `norm = "pre"`."""
 
     def __init__(self, d_model: int, norm: str, dropout: float) -> None:
         super().__init__()

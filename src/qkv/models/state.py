@@ -5,7 +5,7 @@ Every model offers the same four calls, and the search knows nothing else:
     memory         = model.encode(source, lengths)
     state          = model.start(memory, beam)      beam rows for each sentence
     logits, state  = model.step(tokens, state)      tokens (rows, n): one new token, or a whole prefix
-    state          = state.select(rows)             reorder within sentences, or let whole sentences leave
+    state          = state.select(rows)             reorder rows, or let whole sentences leave
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+SPARE = 16  # positions by which a cache grows
 
 State = TypeVar("State", bound="SelectableState")
 
@@ -43,11 +45,11 @@ class Memory:
     """The encoder's output (batch, source, d_model), and which of its positions are words rather than padding."""
 
     values: Tensor
-    mask: Tensor | None  # (batch, 1, 1, source), None when nothing is padded
+    mask: Tensor  # (batch, 1, 1, source)
 
 
 class Cache:
-    """Keys and values of the tokens decoded so far in one layer: (rows, heads, capacity, width), filled from the left."""
+    """Keys and values of the tokens so far in one layer: (rows, heads, capacity, width), filled from the left."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -62,29 +64,22 @@ class Cache:
         self.values[:, :, length:end] = v
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def select(self, rows: Tensor, length: int) -> Cache:
+    def select(self, rows: Tensor) -> Cache:
         chosen = Cache()
         if self.keys is not None and self.values is not None:
-            chosen.keys = _select(self.keys, rows, length)
-            chosen.values = _select(self.values, rows, length)
+            chosen.keys, chosen.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         return chosen
 
 
 def _room(buffer: Tensor | None, new: Tensor, length: int, end: int) -> Tensor:
-    """The buffer, or a larger copy of it when `end` positions do not fit; doubling keeps the copies few."""
+    """The buffer, or a copy with room for some more when `end` positions do not fit; selecting copies that room too."""
     if buffer is not None and end <= buffer.shape[2]:
         return buffer
     rows, heads, _, width = new.shape
-    larger = new.new_empty(rows, heads, max(16, 2 * end), width)
+    larger = new.new_empty(rows, heads, end + SPARE, width)
     if buffer is not None:
         larger[:, :, :length] = buffer[:, :, :length]
     return larger
-
-
-def _select(buffer: Tensor, rows: Tensor, length: int) -> Tensor:
-    chosen = buffer.new_empty(len(rows), *buffer.shape[1:])
-    chosen[:, :, :length] = buffer[:, :, :length].index_select(0, rows)
-    return chosen
 
 
 @dataclass
@@ -93,16 +88,15 @@ class TransformerState:
 
     caches: list[Cache]
     memory: list[tuple[Tensor, Tensor]]  # for each layer: keys, values (sentences, heads, source, width)
-    mask: Tensor | None  # (sentences, 1, 1, source)
+    mask: Tensor  # (sentences, 1, 1, source)
     beam: int
     length: int = 0
 
     def select(self, rows: Tensor) -> TransformerState:
-        sentences = len(rows) // self.beam
         memory, mask = self.memory, self.mask
-        if sentences != len(memory[0][0]):
-            stay = torch.div(rows[:: self.beam], self.beam, rounding_mode="floor")
-            memory = [(k.index_select(0, stay), v.index_select(0, stay)) for k, v in memory]
-            mask = None if mask is None else mask.index_select(0, stay)
-        caches = [cache.select(rows, self.length) for cache in self.caches]
+        sentences = rows[:: self.beam] // self.beam
+        if not torch.equal(sentences, torch.arange(len(mask), device=rows.device)):
+            memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in memory]
+            mask = mask.index_select(0, sentences)
+        caches = [cache.select(rows) for cache in self.caches]
         return TransformerState(caches, memory, mask, self.beam, self.length)

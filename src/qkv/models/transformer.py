@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.errors import UsageError
 from qkv.models.attention import MultiHeadAttention, attention_mask
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
 from qkv.models.state import Cache, Memory, TransformerState
@@ -76,11 +78,20 @@ class Transformer(nn.Module):
 
     def __init__(self, spec: config.Transformer, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
+        if spec.tie == "all" and src_vocab != tgt_vocab:
+            raise UsageError(
+                f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
+                f'share the vocabulary, or set model.tie = "output"'
+            )
         self.spec = spec
         self.source = Embedding(src_vocab, spec.d_model, _positions(spec), spec.dropout)
         self.target = Embedding(tgt_vocab, spec.d_model, _positions(spec), spec.dropout)
-        self.encoder = nn.ModuleList(EncoderLayer(spec, f"encoder.{i}") for i in range(spec.encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(spec, f"decoder.{i}") for i in range(spec.decoder_layers))
+        self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            EncoderLayer(spec, f"encoder.{i}") for i in range(spec.encoder_layers)
+        )
+        self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(spec, f"decoder.{i}") for i in range(spec.decoder_layers)
+        )
         # Post-norm stacks end in a norm already; pre-norm ones need a last one.
         pre = spec.norm == "pre"
         self.encoder_norm = nn.LayerNorm(spec.d_model) if pre else nn.Identity()
@@ -122,7 +133,10 @@ class Transformer(nn.Module):
         return TransformerState([Cache() for _ in self.decoder], projected, memory.mask, beam)
 
     def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
-        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them.
+
+        The state given is used up: the new tokens are written into its caches.
+        """
         x = self.target(tokens, start=state.length)
         for layer, cache, memory in zip(self.decoder, state.caches, state.memory, strict=True):
             x = layer.step(x, cache, memory, state)

@@ -164,10 +164,6 @@ class Tokenizer:
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
         return len(SPECIALS) + self.tags.index(name)
 
-    def is_tag(self, number: int) -> bool:
-        """Whether an id is a language tag."""
-        return len(SPECIALS) <= number < self.offset
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` turns back into the same tokenizer."""
         plain: dict[str, Any] = {"kind": self.kind, "tags": list(self.tags), "pieces": list(self._pieces)}

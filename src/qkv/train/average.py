@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from qkv import files
-from qkv.errors import UsageError
+from qkv.errors import QkvError, UsageError
 from qkv.run import Run
 
-
-def average(checkpoints: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of several sets of weights, summed in float64."""
-    return {
-        name: torch.stack([tensors[name].double() for tensors in checkpoints]).mean(0).to(first.dtype)
-        for name, first in checkpoints[0].items()
-    }
+TRAINED = ("best", "last", "average")  # names that training itself gives
 
 
-def average_last(folder: str | Path, last: int = 0, name: str = "average") -> list[str]:
-    """Average the last checkpoints kept in a run (0: all of them) into weights of that name; returns which they were."""
+def average(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
+    """The mean of the weights in several files, summed in float64; no more than two are in memory at a time."""
+    first, *others = checkpoints
+    own = files.read_tensors(first)
+    total = {name: tensor.double() for name, tensor in own.items()}
+    for path in others:
+        tensors = files.read_tensors(path)
+        if {name: tensor.shape for name, tensor in tensors.items()} != {n: t.shape for n, t in total.items()}:
+            raise QkvError(f"{path}: weights of another model than {first}: they cannot be averaged")
+        for name, tensor in tensors.items():
+            total[name] += tensor
+    return {name: (tensor / len(checkpoints)).to(own[name].dtype) for name, tensor in total.items()}
+
+
+def average_last(folder: str | Path, last: int = 0, name: str = "") -> tuple[Path, list[Path]]:
+    """Average the last checkpoints kept in a run (0: all) into new weights; returns their file, and which they were.
+
+    The name is average_N by default. Training's own names are refused: scores.json speaks of those.
+    """
+    if last < 0 or last == 1:
+        raise UsageError(f"--last {last}: an average takes at least 2 checkpoints")
     run = Run.open(folder)
     kept = run.checkpoints()
     if len(kept) < max(2, last):
-        raise UsageError(f"{folder} keeps {len(kept)} checkpoints, {max(2, last)} are needed: train with a larger train.average")
-    if not name.isidentifier() or name in ("best", "last"):
-        raise UsageError(f'"{name}" cannot name an average: use letters, digits and _, and neither best nor last')
+        raise UsageError(
+            f"{folder} keeps {len(kept)} checkpoints, {max(2, last)} are needed: train with a larger train.average"
+        )
     chosen = kept[-last:]
-    files.write_tensors(run.path / "weights" / f"{name}.safetensors", average([files.read_tensors(p) for p in chosen]))
-    return [path.stem for path in chosen]
+    name = name or f"average_{len(chosen)}"
+    if not name.isidentifier() or name in TRAINED:
+        raise UsageError(
+            f'"{name}" cannot name an average: use letters, digits and _, but none of {", ".join(TRAINED)}'
+        )
+    path = run.path / "weights" / f"{name}.safetensors"
+    files.write_tensors(path, average(chosen))
+    return path, chosen

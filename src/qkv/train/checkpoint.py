@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qkv import files
 from qkv.data.loader import Position
 from qkv.errors import QkvError
-from qkv.run import Run, by_step, load_weights
+from qkv.run import Run, by_step, load_weights, step_of
 from qkv.train.optim import Ema
 
 
@@ -30,9 +30,11 @@ class Progress:
     step: int = 0
     epoch: int = 0
     update: int = 0  # next update of the epoch
-    tokens: int = 0  # labels trained on
+    tokens: int = 0  # labels read
     seconds: float = 0.0
     skipped: int = 0  # updates left out because the loss was not finite
+    skipped_in_a_row: int = 0
+    validated: int = 0  # step of the last validation
     best: float | None = None
     best_step: int = 0
     worse: int = 0  # validations since the best one
@@ -45,6 +47,9 @@ class Progress:
 def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
     """Write the state of this step, then remove older ones."""
     folder = run.path / "state" / f"step-{progress.step:07d}"
+    if folder.exists():  # stopped here before: the tensors of a step are always the same, only the progress is not
+        _write_progress(folder, progress)
+        return
     unfinished = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -52,15 +57,13 @@ def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.
         files.write_tensors(unfinished / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
         if ema is not None:
             files.write_tensors(unfinished / "ema.safetensors", ema.tensors())
-        files.write_text(unfinished / "progress.json", json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
-    except QkvError:
+        _write_progress(unfinished, progress)
+        unfinished.rename(folder)
+        files.sync_folder(folder.parent)
+    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    if folder.exists():  # the same step again, after a resume: the same bits
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
-    files.sync_folder(folder.parent)
-    for older in by_step(folder.parent.glob("step-*")):
+    for older in folder.parent.iterdir():
         if older != folder:
             shutil.rmtree(older)
 
@@ -73,15 +76,29 @@ def latest(run: Run) -> Path | None:
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Progress:
     """Load a state into model, optimiser and average; returns the progress to go on from."""
-    weights = folder / "weights.safetensors"
+    weights, average = folder / "weights.safetensors", folder / "ema.safetensors"
     load_weights(model, files.read_tensors(weights), weights)
     _load_optimizer(model, optimizer, files.read_tensors(folder / "optimizer.safetensors"), folder)
-    if ema is not None:
-        ema.load(files.read_tensors(folder / "ema.safetensors"))
+    if ema is not None:  # one that is new with this resume begins at the weights
+        ema.load(files.read_tensors(average if average.exists() else weights))
     try:
         return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
+
+
+def clear_away(run: Run, progress: Progress) -> None:
+    """Remove what a killed run left behind: unfinished files, and weights of steps that will come again."""
+    for folder in (run.path, run.path / "weights"):
+        for unfinished in folder.glob(".*.tmp"):
+            unfinished.unlink()
+    for path in run.checkpoints():
+        if step_of(path) > progress.validated:
+            path.unlink()
+
+
+def _write_progress(folder: Path, progress: Progress) -> None:
+    files.write_text(folder / "progress.json", json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ ROWS = 1024  # tokens projected at once: logits of this many rows stay in cache 
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The definition: targets (1 − ε)·one-hot + ε/V. Returns the smoothed loss and −log p of the labels, both summed."""
+    """The definition: targets (1 − ε)·one-hot + ε/V. Returns that loss and −log p of the labels, both summed."""
     log_probs = F.linear(hidden, weight).float().log_softmax(-1)  # (tokens, vocab)
     nll = -log_probs.gather(-1, labels[:, None]).sum()
     uniform = -log_probs.mean(-1).sum()
@@ -29,16 +29,16 @@ def smoothed_loss(
     """Loss and −log p summed over the real tokens: hidden (batch, target, d_model), labels (batch, target)."""
     real = labels != pad
     hidden, labels = hidden[real], labels[real]  # (tokens, d_model), (tokens,)
-    loss, nll = _FusedLoss.apply(hidden, weight, labels, smoothing)  # type: ignore[no-untyped-call]
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, nll = _FusedLoss.apply(hidden, weight, labels, smoothing, needs_grad)  # type: ignore[no-untyped-call]
     return loss, nll
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, needs_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        needs_grad = hidden.requires_grad or weight.requires_grad
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
@@ -51,9 +51,9 @@ class _FusedLoss(torch.autograd.Function):
         return loss, nll
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return (d_hidden * d_loss).to(ctx.dtypes[0]), (d_weight * d_loss).to(ctx.dtypes[1]), None, None
+        return (d_hidden * d_loss).to(ctx.dtypes[0]), (d_weight * d_loss).to(ctx.dtypes[1]), None, None, None
 
 
 def _in_parts(

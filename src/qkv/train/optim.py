@@ -15,12 +15,12 @@ def learning_rate(step: int, spec: config.Train, d_model: int) -> float:
     """The learning rate of update number `step`, counted from 1.
 
     All schedules rise linearly over `warmup` steps. Then the paper's (equation 3) and inverse_sqrt fall with 1/√step,
-    cosine and linear reach zero at the last step, constant stays. `learning_rate` is the peak; for the paper's schedule,
-    whose peak follows from d_model and warmup, it is a factor.
+    cosine and linear reach zero at the last step, constant stays. `learning_rate` is the peak; for the paper's
+    schedule, whose peak follows from d_model and warmup, it is a factor.
     """
     warmup = max(1, spec.warmup)
     if spec.schedule == "paper":
-        return spec.learning_rate * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        return spec.learning_rate / math.sqrt(d_model) * min(1 / math.sqrt(step), step / warmup**1.5)
     if step < warmup:
         return spec.learning_rate * step / warmup
     left = max(0.0, (spec.steps - step) / max(1, spec.steps - warmup))

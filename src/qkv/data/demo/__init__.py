@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from qkv import files
 from qkv.data.demo import grammar
 from qkv.data.demo.phrase import Phrase, render, words
-from qkv.errors import QkvError
+from qkv.errors import UsageError
 
-__all__ = ["SIZES", "Example", "combination", "pharaoh", "splits", "words", "write"]
+__all__ = ["SIZES", "Example", "combination", "find", "pharaoh", "splits", "words", "write"]
 
 SIZES = {"train": 130_000, "valid": 1_000, "test": 2_000}
 SEEN = 5
@@ -100,10 +101,7 @@ def pharaoh(alignment: tuple[tuple[int, int], ...]) -> str:
 
 
 def write(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """Write {train,valid,test}.{en,it,align}, one sentence a line; a file that is there with the same text is kept.
-
-    Returns the path of each file by its name.
-    """
+    """Write {train,valid,test}.{en,it,align}, one sentence a line; returns the path of each file by its name."""
     paths: dict[str, Path] = {}
     for split, examples in splits(seed).items():
         columns = {
@@ -113,22 +111,26 @@ def write(folder: Path, seed: int = 0) -> dict[str, Path]:
         }
         for suffix, lines in columns.items():
             path = folder / f"{split}.{suffix}"
-            _write_once(path, "".join(line + "\n" for line in lines).encode())
+            files.write_text(path, "".join(line + "\n" for line in lines))
             paths[path.name] = path
     return paths
 
 
-def _write_once(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_bytes() == content:
-            return
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        raise QkvError(f"cannot write the demo corpus to {path}: {error.strerror}; choose another folder") from error
-    finally:
-        if partial.is_file():
-            partial.unlink()
+def find(name: str) -> Path:
+    """The file of the corpus with that name, e.g. test.it: written to the user's cache folder when first asked for."""
+    names = [f"{split}.{suffix}" for split in SIZES for suffix in ("en", "it", "align")]
+    if name not in names:
+        raise UsageError(f"demo:{name}: no such file: the built-in corpus has {', '.join(names)}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "qkv" / f"demo-{_edition()}"
+    if not (folder / names[-1]).exists():  # written last
+        write(folder)
+    return folder / name
+
+
+def _edition() -> str:
+    """A name for the grammar as it stands: a changed grammar makes a new corpus beside the old one."""
+    digest = blake2b(digest_size=6)
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(module.read_bytes())
+    return digest.hexdigest()

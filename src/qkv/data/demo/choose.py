@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qkv.data.demo import english, italian, nouns, words
+from qkv.data.demo import english, italian, lexicon, nouns
+from qkv.data.demo.lexicon import Adjective
 from qkv.data.demo.nouns import Noun
 from qkv.data.demo.phrase import EMPTY, Phrase, pair, tokens, unit
 from qkv.data.demo.syntax import NP, POSSESSIVES, Dice, name, np, pronoun
 from qkv.data.demo.verbs import Verb
-from qkv.data.demo.words import Adjective
 
 EVERYONE = ("I", "you", "he", "she", "we", "they")
 SPEAKERS = ("I", *EVERYONE)
@@ -29,7 +29,7 @@ ANIMAL_FOOD = nouns.of("apple", "carrot", "meat", "fish", "bread", "cheese")
 
 def describe(d: Dice, noun: Noun, chance: float = 0.15) -> Adjective | None:
     """Sometimes, an adjective that suits the noun."""
-    fitting = words.ATTRIBUTES[noun.en]
+    fitting = lexicon.ATTRIBUTES[noun.en]
     return d.pick(fitting) if fitting and d.chance(chance) else None
 
 
@@ -40,7 +40,7 @@ def several(d: Dice, noun: Noun, chance: float) -> bool:
 
 def somebody(d: Dice) -> NP:
     """A person by name."""
-    return name(d.pick(words.WOMEN), "f") if d.chance(0.5) else name(d.pick(words.MEN), "m")
+    return name(d.pick(lexicon.WOMEN), "f") if d.chance(0.5) else name(d.pick(lexicon.MEN), "m")
 
 
 def kin(d: Dice) -> NP:
@@ -127,7 +127,12 @@ def when(d: Dice, tense: str, chance: float = 0.3) -> Phrase:
     """Sometimes, a time that goes with the tense."""
     if not d.chance(chance):
         return EMPTY
-    times = {"present": words.HABIT, "progressive": words.NOW, "past": words.PAST_TIMES, "future": words.FUTURE_TIMES}
+    times = {
+        "present": lexicon.HABIT,
+        "progressive": lexicon.NOW,
+        "past": lexicon.PAST_TIMES,
+        "future": lexicon.FUTURE_TIMES,
+    }
     if tense not in times:
         return EMPTY
     en, it = d.pick(times[tense])
@@ -165,13 +170,13 @@ def in_city(d: Dice, english_word: str = "in") -> Phrase:
     """A city or, at times, a country: a Roma, in Italia."""
     if d.chance(0.3):
         return in_country(d, english_word)
-    en, it = d.pick(words.CITIES)
+    en, it = d.pick(lexicon.CITIES)
     return pair(f"{english_word}/1 {en}/2", f"a/1 {it}/2", lemmas=(en,))
 
 
 def in_country(d: Dice, english_word: str = "in") -> Phrase:
     """`in Italy` or `to Italy`: in Italia."""
-    en, it = d.pick(words.COUNTRIES)
+    en, it = d.pick(lexicon.COUNTRIES)
     return pair(f"{english_word}/1 {en}/2", f"in/1 {it}/2", lemmas=(en,))
 
 
@@ -287,7 +292,7 @@ def at_time(d: Dice, hours: Sequence[int] = HOURS) -> Phrase:
 def date(d: Dice, article: bool = True) -> Phrase:
     """A day of the year without its preposition: the third of May, il tre maggio."""
     day = 1 + d.below(30)
-    en, it = d.pick(words.MONTHS)
+    en, it = d.pick(lexicon.MONTHS)
     number = "primo" if day == 1 else italian.cardinal(day)
     return pair(
         f"the/1 {english.ordinal(day)}/2 of {en}/3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import nouns, verbs, words
+from qkv.data.demo import lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     BUILDINGS,
     EVERYONE,
@@ -44,7 +44,7 @@ PLEASING = nouns.of("text", "clothes", "film", "song", "furniture", "pet", "plac
 RELATIVES = nouns.of("brother", "sister", "son", "daughter", "cousin", "friend")
 HOMES = nouns.of("house", "village", "castle", "island", "hotel", "city")
 SHOWN = BELONGINGS + nouns.of("house", "furniture")
-OWNED = tuple(n for n in BELONGINGS + nouns.of("house") if words.FITTING[n.en])
+OWNED = tuple(n for n in BELONGINGS + nouns.of("house") if lexicon.FITTING[n.en])
 COUNTED = tuple(n for n in (*SMALL, *PETS, *nouns.FOOD) if n.classes.isdisjoint(("mass", "pair")))
 COMMANDS = tuple(v for v in ACTIONS if v.lemma not in ("see", "meet", "photograph"))
 NAPPING = tuple(verbs.BY_LEMMA[v] for v in ("sleep", "rest", "play"))
@@ -65,7 +65,7 @@ def need_state(d: Dice) -> Phrase:
     negative, ask = mode(d)
     s = subject(d, ask)
     tense = d.pick(("present", "present", "past"))
-    en, it = d.pick(words.NEEDS)
+    en, it = d.pick(lexicon.NEEDS)
     time = when(d, "past" if tense == "past" else "progressive", 0.4)
     return end(clause(s, having(s, tense, negative, ask), unit(en, it, en), time, ask=ask), ask)
 
@@ -158,7 +158,10 @@ def has(d: Dice) -> Phrase:
         noun, most = d.pick(HAD), 9
         look = describe(d, noun, 0.3)
     plural = several(d, noun, 0.45)
-    what = np(noun, "" if plural else "a", plural, look, number=2 + d.below(most) if plural else 0)
+    if "pair" in noun.classes:
+        what = np(noun, d.pick(("the", "many", *OWNERS)), True, look)
+    else:
+        what = np(noun, "" if plural else "a", plural, look, number=2 + d.below(most) if plural else 0)
     return end(clause(s, group(HAVE, s, negative=negative, ask=ask), what.phrase, ask=ask), ask)
 
 
@@ -284,10 +287,10 @@ def comes_from(d: Dice) -> Phrase:
     negative, ask = mode(d)
     s = subject(d, ask)
     if d.chance(0.6):
-        en, it = d.pick(words.CITIES)
+        en, it = d.pick(lexicon.CITIES)
         origin = pair(f"from/1 {en}/2", f"da/1 {it}/2", lemmas=(en,))
     else:
-        en, it = d.pick(words.COUNTRIES)
+        en, it = d.pick(lexicon.COUNTRIES)
         origin = pair(f"from/1 {en}/2", f"da/1 @il.fs/2 {it}/2", lemmas=(en,))
     return end(clause(s, group(verbs.MOVING[1], s, negative=negative, ask=ask), origin, ask=ask), ask)
 
@@ -301,7 +304,7 @@ def lives(d: Dice) -> Phrase:
     if where is EMPTY:
         noun = d.pick(HOMES)
         where = pair("in/1 $0" if noun.en != "island" else "on/1 $0", "in/1 $0" if noun.en != "island" else "su/1 $0",
-                     np(noun, "a", False, d.pick(words.FITTING[noun.en])).phrase)  # fmt: skip
+                     np(noun, "a", False, d.pick(lexicon.FITTING[noun.en])).phrase)  # fmt: skip
     return end(clause(s, group(verbs.LIVE, s, negative=negative, ask=ask), where, ask=ask), ask)
 
 
@@ -372,9 +375,9 @@ def owned(d: Dice) -> Phrase:
     noun = d.pick(OWNED)
     s = of_owner(noun, somebody(d) if d.chance(0.5) else _relative(d), several(d, noun, 0.3))
     negative, ask = mode(d)
-    a = d.pick(words.FITTING[noun.en])
+    a = d.pick(lexicon.FITTING[noun.en])
     g = group(BE, s, d.pick(("present", "past")), negative=negative, ask=ask)
-    very = not negative and a.en not in words.ABSOLUTE and d.chance(0.2)
+    very = not negative and a.en not in lexicon.ABSOLUTE and d.chance(0.2)
     return end(clause(s, g, predicate(a, s, very), ask=ask), ask)
 
 
@@ -382,7 +385,7 @@ def weather(d: Dice) -> Phrase:
     """In Rome it is cold today; a Roma oggi fa freddo."""
     where = in_city(d)
     en, it = d.pick(_SKIES)
-    time = unit(*d.pick(words.NOW)) if d.chance(0.6) else EMPTY
+    time = unit(*d.pick(lexicon.NOW)) if d.chance(0.6) else EMPTY
     return end(pair(f"it/1 is/1 {en}/2 $0 $1", f"{it} $0 $1", where, time, lemmas=(en,)))
 
 

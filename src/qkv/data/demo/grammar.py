@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qkv.data.demo import daily, linked, nouns, numbers, questions, relative, simple, verbs, words
+from qkv.data.demo import daily, lexicon, linked, nouns, numbers, questions, relative, simple, verbs
 from qkv.data.demo.phrase import Phrase, unit
 from qkv.data.demo.syntax import Dice, clause, group, np, object_pronoun, pronoun
 
@@ -47,7 +47,7 @@ def lovely_cat() -> Phrase:
     """Your cat is a lovely cat; il tuo gatto è un gatto adorabile."""
     cat = nouns.BY_NAME["cat"]
     s = np(cat, "your")
-    return simple.end(clause(s, group(verbs.BE, s), np(cat, "a", False, words.BY_NAME["lovely"]).phrase))
+    return simple.end(clause(s, group(verbs.BE, s), np(cat, "a", False, lexicon.BY_NAME["lovely"]).phrase))
 
 
 def love_you() -> Phrase:

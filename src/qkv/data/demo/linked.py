@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import nouns, verbs, words
+from qkv.data.demo import lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     PETS,
     animal,
@@ -18,6 +18,7 @@ from qkv.data.demo.choose import (
     target,
     third,
 )
+from qkv.data.demo.lexicon import CHARACTER, MOODS, Adjective
 from qkv.data.demo.nouns import Noun
 from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, tokens, unit
 from qkv.data.demo.simple import ACTIONS, end, mode
@@ -36,7 +37,6 @@ from qkv.data.demo.syntax import (
     pronoun,
 )
 from qkv.data.demo.verbs import BE, Verb
-from qkv.data.demo.words import CHARACTER, MOODS, Adjective
 
 BECAUSE = unit("because", "perché")
 
@@ -111,14 +111,14 @@ _FALLING = tuple(
 CATS = nouns.of("cat", "kitten")
 DOGS = nouns.of("dog", "puppy")
 SKIPPED = tuple(verbs.BY_LEMMA[v] for v in ("work", "study", "dance", "swim", "cook", "play", "sing"))
-_NEEDS = {en: it for en, it in words.NEEDS if en != "cold"}
+_NEEDS = {en: it for en, it in lexicon.NEEDS if en != "cold"}
 
 
 def _state(s: NP, word: str, tense: str) -> Phrase:
     """He was sad, or he was hungry (aveva fame)."""
     if word in _NEEDS:
         return clause(s, having(s, tense), unit(word, _NEEDS[word], word))
-    return clause(s, group(BE, s, tense), predicate(words.BY_NAME[word], s))
+    return clause(s, group(BE, s, tense), predicate(lexicon.BY_NAME[word], s))
 
 
 def because_feeling(d: Dice) -> Phrase:
@@ -160,7 +160,7 @@ def because_fell(d: Dice) -> Phrase:
     verb = verbs.FALL
     if "fragile" in noun.classes and d.chance(0.4):
         verb, states = verbs.BREAK, ("old", "fragile")
-    where = in_room(d) if d.chance(0.2) else EMPTY
+    where = in_room(d) if noun.en != "tree" and d.chance(0.2) else EMPTY
     return end(chain(clause(s, group(verb, s, "past"), where), BECAUSE, _state(back(s), d.pick(states), "past")))
 
 
@@ -174,7 +174,7 @@ def _suit(table: tuple[tuple[str, tuple[str, ...]], ...]) -> Fitting:
         verb = verbs.transitive(lemma)[0]
         options = []
         for noun in verb.objects:
-            fitting = tuple(words.BY_NAME[w] for w in reasons if words.BY_NAME[w] in words.FITTING[noun.en])
+            fitting = tuple(lexicon.BY_NAME[w] for w in reasons if lexicon.BY_NAME[w] in lexicon.FITTING[noun.en])
             if fitting and "person" not in noun.classes and noun.en not in ("water", "milk", "wine", "beer"):
                 options.append((noun, fitting))
         out.append((verb, tuple(options)))
@@ -200,7 +200,7 @@ def because_object(d: Dice) -> Phrase:
     plural = several(d, noun, 0.35)
     o = np(noun, d.pick(("the", "these", "those") if plural else ("the", "this", "that")), plural)
     it = back(o)
-    very = a.en not in words.ABSOLUTE and d.chance(0.2)
+    very = a.en not in lexicon.ABSOLUTE and d.chance(0.2)
     reason = clause(it, group(BE, it, "past" if tense == "past" else "present"), predicate(a, it, very))
     return end(chain(clause(s, group(verb, s, tense, negative=negative), o.phrase), BECAUSE, reason))
 
@@ -322,7 +322,7 @@ def contrast(d: Dice) -> Phrase:
             w = d.pick(DOING)
         tense = d.pick(("present", "progressive"))
         return end(pair("$0 and/1 $1", "$0 e/1 $1", clause(a, group(v, a, tense)), clause(b, group(w, b, tense))))
-    x, y = d.pick(words.OPPOSITES)
+    x, y = d.pick(lexicon.OPPOSITES)
     if d.chance(0.5):
         x, y = y, x
     first, second = clause(a, group(BE, a), predicate(x, a)), clause(b, group(BE, b), predicate(y, b))

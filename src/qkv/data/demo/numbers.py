@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import english, italian, nouns, verbs, words
+from qkv.data.demo import english, italian, lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     HOURS,
     animal,
@@ -170,7 +170,7 @@ def today(d: Dice) -> Phrase:
     """Today is the first of May; oggi è il primo maggio. Tomorrow is Sunday; domani è domenica."""
     en, it, verb, forms = d.pick((("today", "oggi", "is", "è"), ("tomorrow", "domani", "is", "è"),
                                   ("yesterday", "ieri", "was", "era")))  # fmt: skip
-    named = d.pick(words.DAYS)
+    named = d.pick(lexicon.DAYS)
     day = unit(*named, named[0])
     x = d.random()
     if x < 0.1:
@@ -184,7 +184,7 @@ def today(d: Dice) -> Phrase:
 
 def on_day(d: Dice) -> Phrase:
     """On Monday I will go to Rome; lunedì andrò a Roma."""
-    en, it = d.pick(words.DAYS)
+    en, it = d.pick(lexicon.DAYS)
     day = pair(f"on/1 {en}/1", f"{it}/1", lemmas=(en,))
     if d.chance(0.25):
         day = pair("on $0", "$0", date(d))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import nouns, verbs, words
+from qkv.data.demo import lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     OWNERS,
     animal,
@@ -39,7 +39,7 @@ SELECTED = verbs.transitive(
 )
 PLACED = verbs.transitive("buy, find, lose, see, meet, hide, take")
 LOST = SMALL + nouns.of("pet", "station", "hospital", "bank", "pharmacy", "museum", "hotel", "bathroom")
-BEAST_MOODS = tuple(words.BY_NAME[w] for w in ("happy", "tired", "nervous", "calm"))
+BEAST_MOODS = tuple(lexicon.BY_NAME[w] for w in ("happy", "tired", "nervous", "calm"))
 BEAST_VERBS = tuple(v for v in verbs.INTRANSITIVE if "animal" in v.flags)
 ASKED = tuple(
     v for v in ACTIONS if not any("person" in n.classes for n in v.objects) and v.lemma not in ("wash", "touch")
@@ -132,7 +132,7 @@ def why(d: Dice) -> Phrase:
     word = unit("why", "perché")
     is_animal = s.noun is not None and "animal" in s.noun.classes
     if d.chance(0.5):
-        a = d.pick(BEAST_MOODS if is_animal else words.MOODS)
+        a = d.pick(BEAST_MOODS if is_animal else lexicon.MOODS)
         tense = d.pick(("present", "present", "past"))
         form = unit(a.en, a.form(s.gender, s.plural), a.en)
         return chain(word, clause(s, group(BE, s, tense, ask=True), form, ask=True), ASK)
@@ -194,7 +194,7 @@ def meet_where(d: Dice) -> Phrase:
 
 def weekday(d: Dice) -> Phrase:
     """Does Anna work on Mondays? Anna lavora il lunedì?"""
-    en, it = d.pick(words.DAYS)
+    en, it = d.pick(lexicon.DAYS)
     article = "@il.fs" if it == "domenica" else "@il.ms"
     verb = d.pick(WEEKLY)
     negative, ask = mode(d)

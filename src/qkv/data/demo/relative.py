@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import nouns, verbs, words
+from qkv.data.demo import lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     EVERYONE,
     PETS,
@@ -15,11 +15,11 @@ from qkv.data.demo.choose import (
     tense_of,
     third,
 )
+from qkv.data.demo.lexicon import CHARACTER, MOODS, Adjective
 from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, unit
 from qkv.data.demo.simple import ACTIONS, PERSONAL, TONIC, end, mode
 from qkv.data.demo.syntax import NP, PRONOUNS, Dice, clause, group, np, of_owner, predicate
 from qkv.data.demo.verbs import BE, Verb
-from qkv.data.demo.words import CHARACTER, MOODS, Adjective
 
 DEEDS = tuple(v for v in ACTIONS if v not in PERSONAL)
 PLAIN_DEEDS = tuple(v for v in DEEDS if v.past_is_plain())
@@ -81,7 +81,7 @@ def know_who(d: Dice) -> Phrase:
 def that_relative(d: Dice) -> Phrase:
     """The book that Anna bought is interesting; il libro che Anna ha comprato è interessante."""
     verb = d.pick(MADE)
-    noun = d.pick(tuple(n for n in verb.objects if "person" not in n.classes and words.FITTING[n.en]))
+    noun = d.pick(tuple(n for n in verb.objects if "person" not in n.classes and lexicon.FITTING[n.en]))
     plural = several(d, noun, 0.35)
     head = np(noun, "the", plural)
     who = subject(d, plain=True)
@@ -90,9 +90,9 @@ def that_relative(d: Dice) -> Phrase:
         tense = "past"
     that = unit("that", "che")
     s = NP(chain(head.phrase, that, clause(who, group(verb, who, tense))), plural=plural, gender=head.gender)
-    a = d.pick(words.FITTING[noun.en])
+    a = d.pick(lexicon.FITTING[noun.en])
     be = "present" if tense != "past" else "past" if verb.lemma == "eat" else d.pick(("present", "past"))
-    very = a.en not in words.ABSOLUTE and d.chance(0.15)
+    very = a.en not in lexicon.ABSOLUTE and d.chance(0.15)
     return end(clause(s, group(BE, s, be, negative=not very and d.chance(0.2)), predicate(a, s, very)))
 
 
@@ -107,11 +107,11 @@ def beast_relative(d: Dice) -> Phrase:
     if d.chance(0.3) and not plural:
         mine = of_owner(noun, somebody(d)) if d.chance(0.5) else np(noun, d.pick(("my", "your", "his", "her", "our")))
         return end(clause(s, group(BE, s), mine.phrase))
-    return end(clause(s, group(BE, s), predicate(d.pick(words.FITTING[noun.en]), s)))
+    return end(clause(s, group(BE, s), predicate(d.pick(lexicon.FITTING[noun.en]), s)))
 
 
-UNGRADED = words.ABSOLUTE | frozenset(("good", "ill", "full", "empty", "wild"))
-GRADED = tuple(a for a in words.ADJECTIVES if a.en not in UNGRADED)
+UNGRADED = lexicon.ABSOLUTE | frozenset(("good", "ill", "full", "empty", "wild"))
+GRADED = tuple(a for a in lexicon.ADJECTIVES if a.en not in UNGRADED)
 KINDS = tuple(
     nouns.of(kind)
     for kind in "animal clothes furniture printed vehicle sight holder instrument device fruit shop".split()
@@ -121,7 +121,7 @@ RIVALS = tuple(
     for kind in KINDS
     for a in kind
     for b in kind
-    if a is not b and (shared := tuple(w for w in words.FITTING[a.en] if w in words.FITTING[b.en] and w in GRADED))
+    if a is not b and (shared := tuple(w for w in lexicon.FITTING[a.en] if w in lexicon.FITTING[b.en] and w in GRADED))
 )
 
 
@@ -178,7 +178,7 @@ BEST_WOMEN = tuple(nouns.BY_NAME[n] for n in ("girl", "woman", "waitress", "actr
 BEST_PLACES = tuple(
     (n, graded)
     for n in nouns.PLACES
-    if n.en not in ("city", "village", "island") and (graded := tuple(a for a in words.FITTING[n.en] if a in GRADED))
+    if n.en not in ("city", "village", "island") and (graded := tuple(a for a in lexicon.FITTING[n.en] if a in GRADED))
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import nouns, verbs, words
+from qkv.data.demo import lexicon, nouns, verbs
 from qkv.data.demo.choose import (
     ANIMAL_FOOD,
     EVERYONE,
@@ -41,8 +41,8 @@ SMALL = nouns.of("small")
 JOBS = nouns.of("job")
 MASCULINE_OF = {"waitress": "waiter", "actress": "actor"}
 FEMININE_OF = {"waiter": "waitress", "actor": "actress"}
-DESCRIBED = tuple(n for n in nouns.NOUNS if "person" not in n.classes and words.FITTING[n.en])
-SINGLE = tuple(n for n in DESCRIBED if n.classes.isdisjoint(("mass", "pair")) and words.ATTRIBUTES[n.en])
+DESCRIBED = tuple(n for n in nouns.NOUNS if "person" not in n.classes and lexicon.FITTING[n.en])
+SINGLE = tuple(n for n in DESCRIBED if n.classes.isdisjoint(("mass", "pair")) and lexicon.ATTRIBUTES[n.en])
 BEASTLY = verbs.transitive("eat, see, follow, look for, find")
 FINDS = nouns.of("ball", "toy", "shoe", "mouse", "bread", "meat")
 HELPFUL = tuple(v for v in ACTIONS if "skill" not in v.flags)
@@ -153,7 +153,7 @@ def frequency(d: Dice) -> Phrase:
     """Anna never drinks coffee."""
     verb = d.pick(ACTIONS + verbs.INTRANSITIVE)
     s = subject(d)
-    adverb = d.pick((*words.ALWAYS, ("never", "mai")))
+    adverb = d.pick((*lexicon.ALWAYS, ("never", "mai")))
     rest = target(d, verb, free=False).phrase if verb.objects else scene(d, verb) if d.chance(0.7) else EMPTY
     return end(clause(s, group(verb, s, adverb=adverb), rest))
 
@@ -165,8 +165,8 @@ def mood(d: Dice) -> Phrase:
     tense = d.pick(("present", "present", "past"))
     g = group(BE, s, tense, negative=negative, ask=ask)
     very = not negative and d.chance(0.25)
-    a = d.pick(words.MOODS + words.CHARACTER)
-    time = when(d, "past", 0.4) if tense == "past" and a in words.MOODS else EMPTY
+    a = d.pick(lexicon.MOODS + lexicon.CHARACTER)
+    time = when(d, "past", 0.4) if tense == "past" and a in lexicon.MOODS else EMPTY
     return end(clause(s, g, predicate(a, s, very), time, ask=ask), ask)
 
 
@@ -179,15 +179,15 @@ def quality(d: Dice) -> Phrase:
     if noun in BELONGINGS and d.chance(0.4):
         s = np(noun, d.pick(OWNERS), plural) if d.chance(0.6) else of_owner(noun, somebody(d), plural)
     g = group(BE, s, d.pick(("present", "present", "past")), negative=negative, ask=ask)
-    a = d.pick(words.FITTING[noun.en])
-    very = not negative and a.en not in words.ABSOLUTE and d.chance(0.25)
+    a = d.pick(lexicon.FITTING[noun.en])
+    very = not negative and a.en not in lexicon.ABSOLUTE and d.chance(0.25)
     return end(clause(s, g, predicate(a, s, very), ask=ask), ask)
 
 
 def lovely(d: Dice) -> Phrase:
     """Your cat is a lovely cat."""
     noun = d.pick(PETS if d.chance(0.3) else SINGLE)
-    a = d.pick(words.ATTRIBUTES[noun.en])
+    a = d.pick(lexicon.ATTRIBUTES[noun.en])
     s = np(noun, d.pick(("this", "that", *OWNERS) if noun in BELONGINGS else ("this", "that")))
     negative, ask = mode(d)
     return end(clause(s, group(BE, s, negative=negative, ask=ask), np(noun, "a", False, a).phrase, ask=ask), ask)
@@ -212,7 +212,7 @@ def job(d: Dice) -> Phrase:
 
 def nationality(d: Dice) -> Phrase:
     """The tourists are French."""
-    en, it = d.pick(words.LANGUAGES)
+    en, it = d.pick(lexicon.LANGUAGES)
     negative, ask = mode(d)
     s = subject(d, ask)
     g = group(BE, s, negative=negative, ask=ask)
@@ -221,7 +221,7 @@ def nationality(d: Dice) -> Phrase:
 
 def language(d: Dice) -> Phrase:
     """My friends speak French."""
-    en, it = d.pick(words.LANGUAGES)
+    en, it = d.pick(lexicon.LANGUAGES)
     negative, ask = mode(d)
     verb = d.pick((verbs.SPEAK, verbs.STUDY))
     tense = d.pick(("present", "present", "must", "want")) if verb is verbs.STUDY else "present"

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from qkv.data.demo import english, italian, verbs
 from qkv.data.demo.italian import Token
+from qkv.data.demo.lexicon import Adjective
 from qkv.data.demo.nouns import Noun
 from qkv.data.demo.phrase import Phrase, link, tokens, unit
 from qkv.data.demo.verbs import Verb
-from qkv.data.demo.words import Adjective
 
 T = TypeVar("T")
 
@@ -221,6 +221,19 @@ def _simple(verb: Verb, subject: NP, tense: str, split: bool, n: int, m: int) ->
     return _Build(aux, main, (helper, n), tokens(form, m))
 
 
+def _build(verb: Verb, subject: NP, tense: str, split: bool, n: int, m: int) -> _Build:
+    """Any tense but the modals."""
+    if verb is verbs.BE and tense != "future":
+        past = tense == "past"
+        forms = verb.imperfect if past else verb.present
+        return _Build(tokens(_be(subject, past), m), (), (forms[subject.index], m))
+    if tense in ("progressive", "was"):
+        stare = verbs.STAY_ING.imperfect if tense == "was" else verbs.STAY_ING.present
+        main = tokens(verb.en_ing, m) + tokens(verb.particle, m)
+        return _Build(tokens(_be(subject, tense == "was"), n), main, (stare[subject.index], n), tokens(verb.gerund, m))
+    return _simple(verb, subject, tense, split, n, m)
+
+
 def group(
     verb: Verb,
     subject: NP,
@@ -238,20 +251,10 @@ def group(
     and for be also past (was, era). clitic: an Italian object pronoun and its link; agree: the agreement it asks of
     the participle (l'ho vista). adverb: always/sempre and the like, or never, which brings its own non.
     """
-    n, m = link(), link()
-    be = verb is verbs.BE
-    if be and tense != "future":
-        past = tense == "past"
-        forms = verb.imperfect if past else verb.present
-        built = _Build(tokens(_be(subject, past), m), (), (forms[subject.index], m))
-    elif tense in ("progressive", "was"):
-        stare = verbs.STAY_ING.imperfect if tense == "was" else verbs.STAY_ING.present
-        main = tokens(verb.en_ing, m) + tokens(verb.particle, m)
-        built = _Build(tokens(_be(subject, tense == "was"), n), main, (stare[subject.index], n), tokens(verb.gerund, m))
-    elif tense in ("can", "must", "want"):
+    if tense in ("can", "must", "want"):
         return _modal(verb, subject, tense, negative, ask, clitic)
-    else:
-        built = _simple(verb, subject, tense, negative or ask, n, m)
+    n, m = link(), link()
+    built = _build(verb, subject, tense, negative or ask, n, m)
     main, rest = built.main, built.rest
     if agree and tense == "past":
         rest = tuple([(italian.adjective(t, agree[0], agree[1] == "p"), ls) for t, ls in rest])
@@ -261,7 +264,6 @@ def group(
     if negative:
         k = link()
         main, it = tokens("not", k) + main, tokens("non", k)
-    lemmas: tuple[str, ...] = () if be else (verb.en,)
     if adverb:
         k = link()
         main = tokens(adverb[0], k) + main
@@ -272,7 +274,7 @@ def group(
     if clitic:
         short = clitic[0] in ("lo", "la") and verb is not verbs.HAVE and finite[0] in verbs.HAVE.present
         it += (("l'" if short else clitic[0], (clitic[1],)),)
-    return Group(built.aux, main, (*it, finite, *rest), lemmas)
+    return Group(built.aux, main, (*it, finite, *rest), () if verb is verbs.BE else (verb.en,))
 
 
 def _modal(verb: Verb, subject: NP, tense: str, negative: bool, ask: bool, clitic: tuple[str, int] | None) -> Group:
