@@ -1,9 +1,144 @@
-"""What all tests share."""
+"""What all tests share: a small language that is learned in seconds, one model of it, and the command line in-process."""
 
 from __future__ import annotations
 
+import io
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# One thread: the models are tiny, and several tests may run side by side. Subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 from hypothesis import settings
+
+from qkv import config
 
 # No deadline: a test never asserts a time. Derandomised: a failure on one machine is a failure on all.
 settings.register_profile("qkv", deadline=None, derandomize=True)
 settings.load_profile("qkv")
+
+WORDS = dict(
+    pair.split(":")
+    for pair in """
+        one:uno two:due three:tre the:il cat:gatto dog:cane red:rosso sees:vede and:e big:grande small:piccolo
+        house:casa runs:corre good:buono day:giorno
+    """.split()
+)
+
+
+def sentences(count: int, seed: int = 1) -> list[tuple[str, str]]:
+    """Sentences of one to seven words and their translations, word by word."""
+    pick = random.Random(seed)
+    drawn = [pick.choices(list(WORDS), k=pick.randint(1, 7)) for _ in range(count)]
+    return [(_sentence(words), _sentence(WORDS[word] for word in words)) for words in drawn]
+
+
+def _sentence(words: Iterable[str]) -> str:
+    return " ".join(words).capitalize() + "."
+
+
+def write_pairs(folder: Path, pairs: Iterable[tuple[str, str]], name: str = "text") -> tuple[str, str]:
+    """Two parallel files, name.src and name.tgt; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.src", folder / f"{name}.tgt"
+    for path, lines in zip(paths, zip(*pairs, strict=True), strict=True):
+        path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    return str(paths[0]), str(paths[1])
+
+
+def tiny_config(src: str, tgt: str, **train: object) -> config.Config:
+    """A model of the small language; as it stands, 200 steps learn it almost perfectly."""
+    values = {
+        "steps": 200,
+        "tokens_per_step": 1024,
+        "schedule": "cosine",
+        "learning_rate": 5e-3,
+        "warmup": 20,
+        "clip": 1.0,
+        "validate_every": 100,
+        "average": 2,
+        "log_every": 20,
+        "device": "cpu",
+        "tensorboard": False,
+    }
+    return config.Config().replace(
+        data={"train": [{"src": src, "tgt": tgt}], "max_length": 32, "src_lang": "en", "tgt_lang": "it"},
+        model={
+            "d_model": 64,
+            "d_ff": 128,
+            "heads": 2,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "norm": "pre",
+            "dropout": 0.0,
+        },
+        train=values | train,
+    )
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """1500 pairs of the small language, in two files."""
+    return write_pairs(tmp_path_factory.mktemp("corpus"), sentences(1500))
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a model trained once for all tests: look, do not touch."""
+    import qkv
+
+    return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line that a failure is told in; everything said before it is progress."""
+        assert self.code, self.err
+        assert "Traceback" not in self.err
+        *_, last = self.err.splitlines()
+        assert last.startswith("qkv: ")
+        assert self.err.count("qkv: ") == 1, self.err
+        return last
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a command line in this process: `call("translate", run, input=b"…")`."""
+
+    def run(*arguments: object, input: bytes = b"") -> Done:
+        from qkv.cli import main
+
+        out, err = io.BytesIO(), io.BytesIO()
+        monkeypatch.setattr(sys, "argv", ["qkv", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input)))
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err))
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as end:
+                main()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            monkeypatch.undo()
+        return Done(int(end.value.code or 0), out.getvalue().decode(), err.getvalue().decode())
+
+    return run

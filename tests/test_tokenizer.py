@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import unicodedata
@@ -315,4 +316,5 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 
 def test_torch_is_not_imported() -> None:
     code = "import sys, qkv.text, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -6,6 +6,8 @@ The public names. They are looked up when first used, so that `import qkv` and `
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,3 +60,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """`qkv.train` is the function, though there is a folder of that name: importing the folder does not rebind it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and _HOME.get(name)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
-
-import torch
+from typing import Any, TypedDict, Unpack, overload
 
 from qkv import config as configs
 from qkv.decode.batched import score_all, search_all
@@ -24,6 +24,7 @@ from qkv.train.begin import train
 __all__ = ["Scored", "Translation", "Translator", "evaluate", "load", "train"]
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
+SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Translation:
-    """A translation and what is known about it; `score` is `logprob` under the length penalty."""
+    """A translation and what is known about it; `score` is `logprob` under the length penalty.
+
+    For a long input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
+    """
 
     text: str
     score: float
@@ -45,16 +49,13 @@ class Translation:
     tokens: list[str]
     alternatives: list[Alternative]
     truncated: bool = False  # the longest length allowed was reached before the model ended
-    pieces: int = 1  # how many parts a long input was translated in
+    pieces: int = 1  # how many parts a long input was translated in; 0 for blank text
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return self.text
-
-
-EMPTY = Translation("", 0.0, 0.0, [], [], pieces=0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,18 @@ class Scored:
 
     @property
     def perplexity(self) -> float:
-        return float(torch.tensor(-self.logprob / len(self.token_logprobs)).exp())
+        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
+
+
+class Options(TypedDict, total=False):
+    """How to translate; None is as the run's config has it."""
+
+    beam: int | None
+    n_best: int
+    length_penalty: str | None
+    alpha: float | None
+    tag: str
+    progress: Callable[[int], None]
 
 
 class Translator:
@@ -80,15 +92,32 @@ class Translator:
         self.device = choose_device(device)
         self.model = run.model(self.device, weights)
 
-    @overload
-    def translate(self, text: str, **options: Any) -> Translation: ...
+    @overload  # a str is a Sequence[str] too, but comes first
+    def translate(self, text: str, **options: Unpack[Options]) -> Translation: ...  # type: ignore[overload-overlap]
 
     @overload
-    def translate(self, text: Sequence[str], **options: Any) -> list[Translation]: ...
+    def translate(self, text: Sequence[str], **options: Unpack[Options]) -> list[Translation]: ...
 
-    def translate(
+    def translate(self, text: str | Sequence[str], **options: Unpack[Options]) -> Translation | list[Translation]:
+        """Translate a text, or each of several; what is left out of the options is as the run's config has it.
+
+        Blank text stays empty without asking the model. Text longer than the model was trained on is translated in
+        pieces, cut at sentences where possible, and put together again. `progress` is told of every finished text.
+        """
+        if isinstance(text, str):
+            (only,) = self._translate([text], **options)
+            return only
+        return self._translate(text, **options)
+
+    def stream(self, lines: Iterable[str], *, chunk: int = CHUNK, **options: Unpack[Options]) -> Iterator[Translation]:
+        """Translate lines as they come, in order and in bounded memory: `chunk` lines at a time."""
+        rest = iter(lines)
+        while some := list(islice(rest, chunk)):
+            yield from self._translate(some, **options)
+
+    def _translate(
         self,
-        text: str | Sequence[str],
+        texts: Sequence[str],
         *,
         beam: int | None = None,
         n_best: int = 1,
@@ -96,19 +125,12 @@ class Translator:
         alpha: float | None = None,
         tag: str = "",
         progress: Callable[[int], None] = lambda done: None,
-    ) -> Translation | list[Translation]:
-        """Translate a text, or each of several; what is left out is as the run's config has it.
-
-        Blank text stays empty without asking the model. Text longer than the model was trained on is translated in
-        pieces, cut at sentences where possible, and put together again. `progress` is told of every finished text.
-        """
-        if isinstance(text, str):
-            return self.translate([text], beam=beam, n_best=n_best, length_penalty=length_penalty, alpha=alpha, tag=tag)[0]
+    ) -> list[Translation]:
         if n_best < 1:
             raise UsageError(f"n_best = {n_best}: must be at least 1")
         spec = self._decode_options(beam=beam, length_penalty=length_penalty, alpha=alpha)
-        prefix = [self.tokenizers.src.tag(tag)] if tag else []
-        parts = [self._pieces(line, len(prefix)) for line in text]
+        prefix = self._prefix(tag)
+        parts = [self._pieces(line, len(prefix)) for line in texts]
         line_of = [number for number, pieces in enumerate(parts) for _ in pieces]
         sources = [prefix + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces]
         missing = [len(pieces) for pieces in parts]
@@ -120,20 +142,12 @@ class Translator:
             progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
 
         found = iter(
-            search_all(
-                self.model, sources, spec, self.tokenizers, n_best=n_best, device=self.device, progress=finished
-            )
+            search_all(self.model, sources, spec, self.tokenizers, n_best=n_best, device=self.device, progress=finished)
         )
         return [self._translation(pieces, list(islice(found, len(pieces)))) for pieces in parts]
 
-    def stream(self, lines: Iterable[str], **options: Any) -> Iterator[Translation]:
-        """Translate lines as they come, in order and in bounded memory."""
-        rest = iter(lines)
-        while chunk := list(islice(rest, CHUNK)):
-            yield from self.translate(chunk, **options)
-
     @overload
-    def score(self, source: str, target: str, *, tag: str = "") -> Scored: ...
+    def score(self, source: str, target: str, *, tag: str = "") -> Scored: ...  # type: ignore[overload-overlap]
 
     @overload
     def score(self, source: Sequence[str], target: Sequence[str], *, tag: str = "") -> list[Scored]: ...
@@ -141,23 +155,36 @@ class Translator:
     def score(
         self, source: str | Sequence[str], target: str | Sequence[str], *, tag: str = ""
     ) -> Scored | list[Scored]:
-        """Forced decoding: how likely the model finds the given translation of each source."""
+        """Forced decoding: how likely the model finds the given translation of each source.
+
+        Both are taken as a whole, however long: which part of a target translates which part of a source is not known.
+        """
         if isinstance(source, str) and isinstance(target, str):
-            return self.score([source], [target], tag=tag)[0]
+            (only,) = self.score([source], [target], tag=tag)
+            return only
+        if isinstance(source, str) or isinstance(target, str):
+            raise UsageError("one text and a list of texts cannot correspond: give two texts, or two lists")
         if len(source) != len(target):
             raise UsageError(f"{len(source)} sources but {len(target)} targets: they must correspond line by line")
         src, tgt = self.tokenizers.src, self.tokenizers.tgt
-        prefix = [src.tag(tag)] if tag else []
+        prefix = self._prefix(tag)
         sources = [prefix + src.encode(line) for line in source]
         targets = [tgt.encode(line) for line in target]
         logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device)
-        return [
-            Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)
-        ]
+        return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
 
     def _decode_options(self, **changed: Any) -> configs.Decode:
         given = {name: value for name, value in changed.items() if value is not None}
         return self.config.replace(decode=given).decode
+
+    def _prefix(self, tag: str) -> list[int]:
+        """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
+        if tag:
+            return [self.tokenizers.src.tag(tag)]
+        if self.tokenizers.src.tags and all(corpus.tag for corpus in self.config.data.train):
+            known = ", ".join(self.tokenizers.src.tags)
+            raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
+        return []
 
     def _pieces(self, line: str, prefix: int) -> Pieces:
         room = self.config.data.max_length - prefix
@@ -166,7 +193,7 @@ class Translator:
     def _translation(self, pieces: Pieces, found: list[list[Hypothesis]]) -> Translation:
         """Put the hypotheses of all pieces together, rank by rank."""
         if not found:
-            return EMPTY
+            return Translation("", 0.0, 0.0, [], [], pieces=0)
         ranks = [self._join(pieces, hypotheses) for hypotheses in zip(*found, strict=False)]
         best, alternatives = ranks[0], ranks[1:]
         return Translation(
@@ -180,8 +207,13 @@ class Translator:
         )
 
     def _join(self, pieces: Pieces, hypotheses: tuple[Hypothesis, ...]) -> Alternative:
-        texts = [" ".join(self.tokenizers.tgt.decode(h.tokens).split("\n")) for h in hypotheses]
-        text = pieces.join(texts, glue=" ").strip()
+        texts = [self.tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in hypotheses]
+        language = re.split(r"[-_]", self.config.data.tgt_lang.lower())[0]
+        glue = " "
+        if language in SPACELESS:  # one space between sentences is the source's way of writing
+            glue = ""
+            pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
+        text = pieces.join(texts, glue).strip()
         return Alternative(text, sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses))
 
 
@@ -194,14 +226,12 @@ def evaluate(
     run: str | Path | Run | Translator,
     src: Sequence[str],
     ref: Sequence[str],
-    *,
-    progress: Callable[[int], None] = lambda done: None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> tuple[metrics.Scores, list[Translation]]:
     """Translate the source lines and score them against raw references: BLEU, chrF and TER, and the translations."""
     translator = run if isinstance(run, Translator) else load(run)
     if len(src) != len(ref):
         raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
-    translations = translator.translate(src, progress=progress, **options)
+    translations = translator.translate(src, **options)
     scores = metrics.score([t.text for t in translations], ref, tgt_lang=translator.config.data.tgt_lang)
     return scores, translations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import numpy as np
@@ -14,6 +15,8 @@ from qkv.device import choose_device
 from qkv.models.transformer import build
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
+EFFICIENCY = {"cpu": 0.45, "cuda": 0.15, "mps": 0.1}  # share of the matrix rate that training reaches; an estimate
+PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
 
 # Up to so many pairs: the model, its dropout, and how many passes over the text are worth while. Small corpora want
 # small models, much dropout and many passes; the last row is the paper's base.
@@ -31,19 +34,21 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
     pairs = len(prepared.train)
     tokens = int(np.asarray(prepared.train.tgt_lengths).sum()) + pairs
     budget = minutes or MINUTES.get(device.type, 30.0)
-    rate = measured_rate(device)
+    rate = EFFICIENCY.get(device.type, 0.1) * (measured := measured_rate(device))
     row = next(i for i, (limit, _, _) in enumerate(SIZES) if pairs <= limit)
-    reasons = [f"auto: {pairs:,} pairs, {tokens / 1e6:.1f} million target tokens; {rate / 1e9:,.0f} GFLOP/s measured"]
+    reasons = [
+        f"auto: {pairs:,} pairs, {tokens / 1e6:.1f} million target tokens; {measured / 1e9:,.0f} GFLOP/s measured"
+    ]
 
-    # A model that cannot pass over the text a few times in the time allowed learns less than a smaller one that can.
-    while row > 0 and _epochs_in(budget, SIZES[row][1], prepared, rate) < min(3.0, SIZES[row][2]):
-        reasons.append(f"auto: d_model {SIZES[row][1].d_model} would not see the text 3 times in {budget:g} min: smaller")
+    while row > 0 and budget / _minutes(tokens, SIZES[row][1], prepared, rate) < PASSES:
+        d_model = SIZES[row][1].d_model
+        reasons.append(f"auto: d_model {d_model} would not see the text {PASSES} times in {budget:g} min: smaller")
         row -= 1
     _, model, epochs = SIZES[row]
-    affordable = _epochs_in(budget, model, prepared, rate)
-    tokens_per_step = _tokens_per_step(tokens, device)
+    affordable = budget / _minutes(tokens, model, prepared, rate)
+    tokens_per_step = max(_tokens_per_step(tokens, device), config.data.max_length + 1)
     steps = max(100, round(min(epochs, affordable) * tokens / tokens_per_step))
-    if config.tokenizer.shared is False:
+    if not config.tokenizer.shared:
         model = dataclasses.replace(model, tie="output")
     train = dataclasses.replace(
         config.train,
@@ -60,8 +65,8 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
     passes = steps * tokens_per_step / tokens
     wanted = f"{epochs:g} passes are enough" if affordable >= epochs else f"{epochs:g} passes would take longer"
     reasons += [
-        f"auto: d_model {model.d_model}, {model.encoder_layers} + {model.decoder_layers} layers, dropout {model.dropout}"
-        f" for a text of this size; pre-norm, which needs no tuning",
+        f"auto: d_model {model.d_model}, {model.encoder_layers} + {model.decoder_layers} layers, "
+        f"dropout {model.dropout} for a text of this size; pre-norm, which needs no tuning",
         f"auto: {steps:,} steps of {tokens_per_step:,} tokens, {passes:.1f} passes over the text ({wanted}): "
         f"about {_minutes(steps * tokens_per_step, model, prepared, rate):.0f} min; --minutes or --set changes this",
     ]
@@ -81,22 +86,12 @@ def measured_rate(device: torch.device) -> float:
     return 2 * size**3 / best
 
 
-# Share of the matrix rate that training reaches, measured (benchmarks/NOTES.md); estimates only.
-EFFICIENCY = {"cpu": 0.45, "cuda": 0.15, "mps": 0.1}
-
-
-def _minutes(padded_tokens: float, model: Transformer, prepared: Prepared, rate: float) -> float:
+def _minutes(tokens: float, model: Transformer, prepared: Prepared, rate: float) -> float:
     """Estimated minutes to train on this many target tokens: 6 FLOPs a weight and token, source tokens alike."""
-    built = build(model, 1, 1)
-    inner = sum(p.numel() for p in built.parameters() if p.dim() > 1)
+    with torch.device("meta"):  # counted without being made
+        inner = sum(p.numel() for p in build(model, 1, 1).parameters() if p.dim() > 1)
     output = model.d_model * prepared.tokenizers.tgt.size
-    device = "cpu" if not torch.cuda.is_available() else "cuda"
-    return padded_tokens * 6 * (inner + output) / (rate * EFFICIENCY.get(device, 0.1)) / 60
-
-
-def _epochs_in(budget: float, model: Transformer, prepared: Prepared, rate: float) -> float:
-    tokens = int(np.asarray(prepared.train.tgt_lengths).sum()) + len(prepared.train)
-    return budget / _minutes(tokens, model, prepared, rate)
+    return tokens * 6 * (inner + output) / rate / 60
 
 
 def _tokens_per_step(tokens: int, device: torch.device) -> int:
@@ -107,4 +102,4 @@ def _tokens_per_step(tokens: int, device: torch.device) -> int:
 
 def _peak_rate(model: Transformer) -> float:
     """Narrow models bear larger steps: 2e-3 at d_model 128, 1e-3 at 512."""
-    return round(1e-3 * (512 / model.d_model) ** 0.5, 5)
+    return round(1e-3 * math.sqrt(512 / model.d_model), 5)

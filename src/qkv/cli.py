@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +21,16 @@ from qkv import __version__
 from qkv.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
+    from qkv.api import Translation
     from qkv.config import Config
+
+
+class OnBad(StrEnum):
+    """What to do with a line that is not UTF-8."""
+
+    error = "error"
+    skip = "skip"
+
 
 app = typer.Typer(
     name="qkv",
@@ -36,8 +50,9 @@ Beam = Annotated[int | None, typer.Option(help="Hypotheses kept at each step; 1 
 Penalty = Annotated[str | None, typer.Option(help="gnmt, average or none.", show_default=False)]
 Alpha = Annotated[float | None, typer.Option(help="Strength of the gnmt penalty.", show_default=False)]
 Tag = Annotated[str, typer.Option(help="Language tag, for a model trained with several.", show_default=False)]
-OnBad = Annotated[str, typer.Option(help="A line that is not UTF-8: error or skip.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change an option; may be repeated.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change an option; may be repeated.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
@@ -45,21 +60,40 @@ def main() -> None:
     """Run a verb. Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 128 + n stopped by signal n."""
     debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):  # text is UTF-8 with bare newlines, whatever the machine's custom
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", newline="\n")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that drafts are cleared away
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has gone: `qkv translate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if debug or code is None:
-            raise
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        if message:
-            print(f"qkv: {message}", file=sys.stderr)
-        sys.exit(code)
+        code = 1
+    except (Exception, KeyboardInterrupt) as error:
+        code = _explain(error, debug)
+    sys.exit(code)
+
+
+def _explain(error: BaseException, debug: bool) -> int:
+    """Tell of a failure in one line, after a traceback if wanted; returns the exit code. The unforeseen is raised."""
+    code: int | None = getattr(error, "exit_code", None)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        code, message = 128 + signal.SIGINT, "interrupted"
+    elif isinstance(error, OSError):
+        code, message = 1, f"{error.filename or 'input or output'}: {error.strerror or error}"
+    elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        code, message = 1, "out of memory: lower train.micro_tokens, or decode.batch_tokens or --beam"
+    if code is None:
+        raise error
+    if debug:
+        traceback.print_exception(error)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message)
+    elif message:
+        print(f"qkv: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 def _version(wanted: bool) -> None:
@@ -70,7 +104,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
 ) -> None:
     """The Transformer, from raw text files to a model that translates."""
@@ -78,28 +114,37 @@ def options(
 
 @app.command()
 def train(
-    what: Annotated[str | None, typer.Argument(metavar="[PRESET|CONFIG]", help="A preset's name or a TOML file.")] = None,
-    src: Annotated[list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; may be repeated.")] = None,
+    what: Annotated[str | None, typer.Argument(metavar="PRESET|CONFIG", help="A preset's name or a TOML file.")] = None,
+    src: Annotated[
+        list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; may be repeated.")
+    ] = None,
     tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one for each --src.")] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Validation source; by default a part of the text is held out.")] = None,
+    valid_src: Annotated[
+        str | None, typer.Option(help="Validation source; by default a part of the text is held out.")
+    ] = None,
     valid_tgt: Annotated[str | None, typer.Option(help="Validation target.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    minutes: Annotated[float, typer.Option(help="How long an automatic recipe may train; 0: by device.")] = 0.0,
-    on_bad: Annotated[str | None, typer.Option(help="A line that is not UTF-8: error or skip.", show_default=False)] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="How long an automatic recipe may train; 0: by device.")] = 0.0,
+    on_bad: Annotated[
+        str | None, typer.Option(help="A line that is not UTF-8: error, or skip the pair.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a model: from a preset, a config file, or two text files and nothing else."""
     from qkv import auto
+    from qkv.run import find_config
     from qkv.train.begin import train as begin
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
-        if what or src or tgt:
-            raise UsageError("--resume takes what the run folder holds: give --run alone, and --set if need be")
-        begin(None, run or "runs/model", resume=True, settings=changed)
+        if what or src or tgt or valid_src or valid_tgt or minutes:
+            raise UsageError("--resume takes what the run folder holds: give --run, and --set if need be, alone")
+        begin(run=run, resume=True, settings=changed)
         return
-    config = _with_corpora(_find_config(what) if what else None, src or [], tgt or [], valid_src, valid_tgt)
+    if what and minutes:
+        raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
+    config = _with_corpora(find_config(what) if what else None, src or [], tgt or [], valid_src, valid_tgt)
     recipe = None if what else lambda config, prepared: auto.choose(config, prepared, minutes)
     begin(config, run, recipe=recipe, settings=changed, command=_command())
 
@@ -109,7 +154,9 @@ def translate(
     run: RunArgument,
     file: Annotated[str, typer.Argument(help="Text file, a line for each sentence; - is standard input.")] = "-",
     beam: Beam = None,
-    n_best: Annotated[int, typer.Option(help="Translations of each line: number, rank, score and text, tab-separated.")] = 1,
+    n_best: Annotated[
+        int, typer.Option(help="Translations of each line: number, rank, score and text, tab-separated.")
+    ] = 1,
     length_penalty: Penalty = None,
     alpha: Alpha = None,
     tag: Tag = "",
@@ -117,24 +164,40 @@ def translate(
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
-    on_bad: OnBad = "error",
+    on_bad: Annotated[
+        OnBad, typer.Option(help="A line that is not UTF-8: error, or skip: it stays empty.")
+    ] = OnBad.error,
 ) -> None:
     """Translate text: as many lines out as in."""
-    from qkv.api import load
+    from qkv.api import CHUNK, load
     from qkv.data.lines import read_lines
 
     translator = load(run, weights=weights, device=device)
-    options = {"beam": beam, "n_best": n_best, "length_penalty": length_penalty, "alpha": alpha, "tag": tag}
-    with _writer(output) as write, _progress("translating") as advance:
-        lines = read_lines(file, on_bad)
-        for number, found in enumerate(translator.stream(lines, progress=advance, **options), 1):
-            if as_json:
-                write(json.dumps({"line": number, **found.to_dict()}, ensure_ascii=False))
-            elif n_best > 1:
-                for rank, each in enumerate([found, *found.alternatives], 1):
-                    write(f"{number}\t{rank}\t{each.score:.4f}\t{each.text}")
-            else:
-                write(found.text)
+    typed = file == "-" and sys.stdin.isatty()  # someone types: answer line by line
+    lines = _typed_lines(on_bad.value) if typed else read_lines(file, on_bad.value)
+    with _writer(output) as write, _progress("translating", shown=not typed) as advance:
+        found = translator.stream(
+            lines,
+            chunk=1 if typed else CHUNK,
+            progress=advance,
+            beam=beam,
+            n_best=n_best,
+            length_penalty=length_penalty,
+            alpha=alpha,
+            tag=tag,
+        )
+        for number, each in enumerate(found, 1):
+            write(_shown(each, number, n_best, as_json))
+
+
+def _shown(found: Translation, number: int, n_best: int, as_json: bool) -> str:
+    """A translation as output: JSON, a row for each of the n best, or the text."""
+    if as_json:
+        return json.dumps({"line": number, **found.to_dict()}, ensure_ascii=False)
+    if n_best > 1:
+        ranked = [(found.score, found.text), *((other.score, other.text) for other in found.alternatives)]
+        return "\n".join(f"{number}\t{rank}\t{score:.4f}\t{text}" for rank, (score, text) in enumerate(ranked, 1))
+    return found.text
 
 
 @app.command()
@@ -156,9 +219,7 @@ def score(
     _same_length(source, sources, target, targets)
     for found in translator.score(sources, targets, tag=tag):
         if as_json:
-            row = {"logprob": found.logprob, "perplexity": found.perplexity}
-            row |= {"tokens": found.tokens, "token_logprobs": found.token_logprobs}
-            print(json.dumps(row, ensure_ascii=False))
+            print(json.dumps({**dataclasses.asdict(found), "perplexity": found.perplexity}, ensure_ascii=False))
         else:
             print(f"{found.logprob:.4f}\t{found.perplexity:.4f}")
 
@@ -166,31 +227,49 @@ def score(
 @app.command()
 def evaluate(
     run: RunArgument,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Source text.")],
-    reference: Annotated[str, typer.Argument(metavar="REF", help="Reference translations, raw text.")],
-    against: Annotated[Path | None, typer.Option(help="Another run: is the difference significant?", show_default=False)] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SRC", help="Source text; by default the pairs that training held out.", show_default=False
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Argument(metavar="REF", help="Reference translations, raw text.", show_default=False)
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another run: is the difference significant?", show_default=False)
+    ] = None,
     beam: Beam = None,
     length_penalty: Penalty = None,
     alpha: Alpha = None,
     tag: Tag = "",
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Keep the translations in a file.", show_default=False)] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Keep the translations in a file.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
     """BLEU, chrF and TER against raw references, each with its signature and 95 % interval."""
     from qkv import api
-    from qkv.data.lines import read_lines
     from qkv.evaluate import metrics
+    from qkv.run import Run
 
-    sources, references = list(read_lines(source)), list(read_lines(reference))
-    _same_length(source, sources, reference, references)
-    options = {"beam": beam, "length_penalty": length_penalty, "alpha": alpha, "tag": tag}
+    sources, references = _test_set(run, source, reference)
 
     def measure(folder: Path, chosen: str) -> tuple[metrics.Scores, list[str]]:
+        translator = api.load(folder, weights=chosen, device=device)
         with _progress("translating", len(sources)) as advance:
-            translator = api.load(folder, weights=chosen, device=device)
-            scores, found = api.evaluate(translator, sources, references, progress=advance, **options)
+            scores, found = api.evaluate(
+                translator,
+                sources,
+                references,
+                progress=advance,
+                beam=beam,
+                length_penalty=length_penalty,
+                alpha=alpha,
+                tag=tag,
+            )
         return scores, [each.text for each in found]
 
     scores, texts = measure(run, weights)
@@ -202,9 +281,10 @@ def evaluate(
     lines = [str(scores)]
     if against:
         other, other_texts = measure(against, "")
-        comparison = metrics.compare(texts, other_texts, references)
+        tgt_lang = Run.open(run).config.data.tgt_lang
+        comparison = metrics.compare(texts, other_texts, references, tgt_lang=tgt_lang)
         report |= {"against": {"run": str(against), **other.to_dict()}, "comparison": comparison.to_dict()}
-        lines += ["", f"{against}:", str(other), "", str(comparison)]
+        lines += ["", f"a: {run}", f"b: {against}", str(comparison)]
     print(json.dumps(report, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
@@ -212,29 +292,32 @@ def evaluate(
 def average(
     run: RunArgument,
     last: Annotated[int, typer.Option(help="How many of the last checkpoints; 0: all that are kept.")] = 0,
-    name: Annotated[str, typer.Option(help="What to call the result.")] = "average",
+    name: Annotated[str, typer.Option(help="What to call the result.", show_default="average_N")] = "",
 ) -> None:
     """Average the last checkpoints of a run into new weights (use them with --weights)."""
     from qkv.train.average import average_last
 
-    steps = average_last(run, last, name)
-    print(f"{run}/weights/{name}.safetensors: average of {', '.join(steps)}")
+    path, checkpoints = average_last(run, last, name)
+    print(f"{path}: average of {', '.join(each.stem for each in checkpoints)}")
 
 
 @app.command()
 def config(
     what: Annotated[str, typer.Argument(metavar="PRESET|CONFIG|RUN", help="What to show and check.")],
-    other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="Show only where it differs from this one.")] = None,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="Show only where it differs from this one.")
+    ] = None,
     settings: Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
     from qkv import config as configs
+    from qkv.run import find_config
 
-    shown = configs.assign(_find_config(what), settings or [])
+    shown = configs.assign(find_config(what), settings or [])
     if other is None:
         print(configs.dumps(shown), end="")
         return
-    for path, ours, theirs in configs.difference(shown, _find_config(other)):
+    for path, ours, theirs in configs.difference(shown, find_config(other)):
         print(f"{path}\t{ours}\t{theirs}")
 
 
@@ -262,31 +345,10 @@ def speed(
 # ---- what the verbs share --------------------------------------------------------------------------------------------
 
 
-def _find_config(name: str) -> Config:
-    """A preset by name, a run folder's config, or a TOML file."""
-    import difflib
-
-    from qkv import config as configs
-    from qkv.presets import PRESETS
-    from qkv.run import Run
-
-    if name in PRESETS:
-        return PRESETS[name]()
-    if Path(name).is_dir():
-        return Run.open(name).config
-    if Path(name).exists():
-        return configs.load(name)
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"
-    raise UsageError(f"{name}: no such preset, config file or run folder: {hint}")
-
-
 def _with_corpora(
     config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
 ) -> Config:
     """The config with the corpora that the command line names."""
-    import dataclasses
-
     from qkv.config import Config as Settings
     from qkv.config import Corpus
 
@@ -294,8 +356,8 @@ def _with_corpora(
         raise UsageError("nothing to train on: give a preset, a config file, or --src and --tgt")
     if tgt and len(tgt) != len(src):
         raise UsageError(f"{len(src)} --src but {len(tgt)} --tgt: give one for each")
-    if (valid_tgt or valid_src) and not src and config is None:
-        raise UsageError("--valid-src and --valid-tgt go with --src and --tgt")
+    if valid_tgt and not valid_src:
+        raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
     config = config or Settings()
     data = config.data
     if src:
@@ -306,27 +368,54 @@ def _with_corpora(
     return dataclasses.replace(config, data=data)
 
 
-def _same_length(name: str, lines: list[str], other: str, others: list[str]) -> None:
+def _test_set(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
+    """The lines of both files, or the pairs that the run held out."""
+    from qkv.data.lines import read_lines
+    from qkv.run import Run
+
+    if source and not reference:
+        raise UsageError(f"{source}: give REF too, its reference translations")
+    if not source or not reference:
+        store = Run.open(run).store
+        source, reference = str(store / "valid.src.txt"), str(store / "valid.tgt.txt")
+        if not Path(source).exists():
+            raise UsageError(f"{run} keeps no held-out pairs (no {source}): give SRC and REF")
+    sources, references = list(read_lines(source)), list(read_lines(reference))
+    _same_length(source, sources, reference, references)
+    return sources, references
+
+
+def _same_length(name: str, lines: Sequence[str], other: str, others: Sequence[str]) -> None:
     if len(lines) != len(others):
-        raise QkvError(f"{name} has {len(lines):,} lines but {other} has {len(others):,}: they must correspond line by line")
+        counts = f"{name} has {len(lines):,} lines but {other} has {len(others):,}"
+        raise QkvError(f"{counts}: they must correspond line by line")
+
+
+def _typed_lines(on_bad: str) -> Iterator[str]:
+    """Lines from a terminal, each as soon as it is typed."""
+    from qkv.data.corpus import decode_line
+
+    for number, line in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
+        yield decode_line(line.removesuffix(b"\n"), f"-, line {number}", on_bad) or ""
 
 
 @contextmanager
 def _writer(output: str) -> Iterator[Callable[[str], object]]:
-    """Write lines of UTF-8 to a file or, for -, to standard output."""
+    """Write lines to standard output (-), or to a file, which is FILE.part until all of them are written."""
     if output == "-":
-        out = open(sys.stdout.fileno(), "w", encoding="utf-8", newline="\n", closefd=False)  # noqa: SIM115
-    else:
-        try:
-            out = open(output, "w", encoding="utf-8", newline="\n")  # noqa: SIM115
-        except OSError as error:
-            raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
-    with out:
-        yield lambda line: out.write(line + "\n")
+        interactive = sys.stdin.isatty()
+        yield lambda line: print(line, flush=interactive)
+        return
+    path = Path(output)
+    special = path.exists() and not path.is_file()  # a pipe or a device
+    part = path if special else path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8", newline="\n") as out:
+        yield lambda line: print(line, file=out)
+    part.replace(path)
 
 
 @contextmanager
-def _progress(stage: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+def _progress(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A function that is told of finished lines and shows them."""
     from qkv.train.progress import bars
 
@@ -336,7 +425,8 @@ def _progress(stage: str, total: int | None = None) -> Iterator[Callable[[int], 
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            report(stage, done, total)
+            if shown:
+                report(stage, done, total)
 
         yield advance
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,20 +12,6 @@ from qkv.errors import QkvError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; when the block ends well, what is there takes the place of `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield temporary
-        _sync(temporary)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -71,11 +56,20 @@ def _sync(path: Path) -> None:
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     from safetensors import SafetensorError
 
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with replacing(path) as temporary:
-            write(temporary)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # safetensors would make it readable for nobody else
+        _sync(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         raise QkvError(f"{path}: cannot be written: {_reason(error)}; what was there before is untouched") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,7 @@ store/            the tokenised training text
 
 from __future__ import annotations
 
+import difflib
 import json
 import platform
 import re
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from qkv import config as configs
 from qkv import files
 from qkv.errors import QkvError, UsageError
+from qkv.presets import PRESETS
 from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
@@ -154,6 +156,19 @@ class Run:
         path = self.weights(weights)
         load_weights(model, files.read_tensors(path), path)
         return model.to(device).eval()
+
+
+def find_config(name: str) -> configs.Config:
+    """A config by what a user calls it: a preset, a run folder, or a TOML file."""
+    if name in PRESETS:
+        return PRESETS[name]()
+    if Path(name).is_dir():
+        return Run.open(name).config
+    if Path(name).exists():
+        return configs.load(name)
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"
+    raise UsageError(f"{name}: no such preset, config file or run folder: {hint}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 
 from qkv.data.corpus import decode_line, find, pieces
@@ -11,8 +12,8 @@ def read_lines(name: str, on_bad: str = "error") -> Iterator[str]:
     """The lines of a file as they come; with on_bad = "skip", one that is not UTF-8 comes as an empty line."""
     rest = b""
     number = 0
-    for piece in pieces(find(name, "")):
-        *whole, rest = (rest + piece).split(b"\n")
+    for position, piece in enumerate(pieces(find(name, ""))):
+        *whole, rest = (rest + (piece if position else piece.removeprefix(BOM_UTF8))).split(b"\n")
         for line in whole:
             number += 1
             yield decode_line(line, f"{name}, line {number}", on_bad) or ""

@@ -151,8 +151,8 @@ class MultiHeadAttention(nn.Module):
         return mapped
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (batch, heads, length, width)
+        split: Tensor = x.unflatten(-1, (self.heads, -1))
+        return split.transpose(1, 2)  # (batch, heads, length, width)
 
     def _bias(self, rows: slice) -> Tensor | None:
-        bias: Tensor | None = self.qkv.bias
-        return None if bias is None else bias[rows]
+        return None if self.qkv.bias is None else self.qkv.bias[rows]

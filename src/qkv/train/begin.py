@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import sys
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from qkv import config as configs
 from qkv import files
 from qkv.data.store import Prepared, prepare
 from qkv.device import choose_device, describe
-from qkv.errors import UsageError
-from qkv.models.transformer import build, parameter_count
+from qkv.errors import QkvError, UsageError
 from qkv.run import Run
-from qkv.train.card import card
-from qkv.train.loop import fit
-from qkv.train.progress import bars
+from qkv.train.card import card, parameters, vocabulary
+from qkv.train.loop import Interrupted, fit
+from qkv.train.progress import bars, say
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
+
+# What the weights, the text or the score of the best checkpoint depend on, and what a resumed run may change of it.
+SETTLED = ("data.", "tokenizer.", "model.", "train.seed", "train.metric")
+FREE = ("data.workers",)
 
 
 def train(
@@ -32,60 +36,91 @@ def train(
     """Train a model and return its run folder; by default `runs/NAME` with the config's `train.name`.
 
     `recipe` completes the config once the text is known (see `qkv.auto`); `settings` are `section.key=value` strings
-    that have the last word. With `resume`, training goes on from the newest state in the folder, or begins.
+    that have the last word. With `resume`, training goes on from the newest state in the folder, from the beginning if
+    there is none yet; config and text are then the folder's own.
     """
-    folder = Path(run) if run is not None else Path("runs") / (config.train.name if config else "model")
     if resume:
-        opened = _reopen(folder, settings or [])
+        if config is not None:
+            raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
+        opened, prepared = _reopen(run, settings or [])
     else:
-        if config is None:
+        if config is None or not config.data.train:
             raise UsageError("nothing to train on: give a preset, a config file, or --src and --tgt")
-        opened = _begin(folder, configs.assign(config, settings or []), command)
-    config = opened.config
-    with bars() as report:
-        prepared = prepare(config.data, config.tokenizer, opened.store, progress=report, seed=config.train.seed)
-    prepared.tokenizers.save(opened.path / "tokenizer.json")
-    say(str(prepared.report))
-    if recipe is not None and not resume:
-        config, reasons = recipe(config, prepared)
-        config = configs.assign(config, settings or [])
-        for reason in reasons:
-            say(reason)
-        opened.write_config(config)
-    say(_headline(config, prepared))
-    fit(opened, prepared)
-    files.write_text(opened.path / "card.md", card(opened, prepared))
+        folder = Path(run) if run is not None else Path("runs") / config.train.name
+        opened, prepared = _begin(folder, config, recipe, settings or [], command)
+    say(_headline(opened.config, prepared))
+    if fit(opened, prepared):
+        files.write_text(opened.path / "card.md", card(opened, prepared))
     return opened
 
 
-def _begin(folder: Path, config: configs.Config, command: str) -> Run:
-    if not config.data.train:
-        raise UsageError("nothing to train on: give --src and --tgt, or data.train in the config")
+def _begin(
+    folder: Path, config: configs.Config, recipe: Recipe | None, settings: list[str], command: str
+) -> tuple[Run, Prepared]:
+    """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
     if Run(folder).exists():
-        raise UsageError(f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run")
-    return Run.create(folder, config, command)
+        raise UsageError(
+            f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run"
+        )
+    config = configs.assign(config, settings)
+    choose_device(config.train.device)  # refuses one that is not there before any work is done
+    try:
+        prepared = _prepare(folder, config)
+    except BaseException:
+        with suppress(OSError):
+            folder.rmdir()  # if it is empty, nobody needs it
+        raise
+    say(str(prepared.report))
+    if recipe is not None:
+        config, reasons = recipe(config, prepared)
+        config = configs.assign(config, settings)
+        for reason in reasons:
+            say(reason)
+    return Run.create(folder, config, prepared.tokenizers, command), prepared
 
 
-def _reopen(folder: Path, settings: list[str]) -> Run:
+def _reopen(folder: str | Path | None, settings: list[str]) -> tuple[Run, Prepared]:
+    """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
+    if folder is None:
+        raise UsageError("--resume needs --run, the folder to go on with")
+    if Path(folder).is_dir() and not Run(Path(folder)).exists():
+        raise UsageError(
+            f"{folder}: nothing to resume: a run begins when its text is prepared; "
+            f"give the whole command again, without --resume"
+        )
     run = Run.open(folder)
     changed = configs.assign(run.config, settings)
-    fixed = [path for path, _, _ in configs.difference(run.config, changed) if not path.startswith(("train.", "decode."))]
-    if fixed:
-        raise UsageError(f"--resume cannot change {', '.join(fixed)}: the weights depend on it; begin a new run instead")
-    run.write_config(changed)
-    return run
+    paths = [path for path, _, _ in configs.difference(run.config, changed)]
+    if settled := [path for path in paths if path.startswith(SETTLED) and path not in FREE]:
+        raise UsageError(
+            f"--resume cannot change {', '.join(settled)}: the weights depend on it; begin a new run instead"
+        )
+    choose_device(changed.train.device)
+    stored = (run.store / "manifest.json").exists()
+    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed)
+    if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
+        raise QkvError(
+            f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
+        )
+    if paths:
+        run.write_config(changed)
+    return run, prepared
+
+
+def _prepare(folder: Path, config: configs.Config) -> Prepared:
+    try:
+        with bars() as report:
+            return prepare(config.data, config.tokenizer, Run(folder).store, progress=report, seed=config.train.seed)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            signal.SIGINT, "interrupted while preparing the text: to train, give the same command again"
+        ) from None
 
 
 def _headline(config: configs.Config, prepared: Prepared) -> str:
     """One line about what is about to be trained."""
-    src, tgt = prepared.tokenizers.src.size, prepared.tokenizers.tgt.size
-    size = parameter_count(build(config.model, src, tgt))
-    vocab = f"{tgt:,} tokens" if prepared.tokenizers.shared else f"{src:,} + {tgt:,} tokens"
     return (
-        f"{config.model.kind}, {size / 1e6:.1f} million parameters, vocabulary {vocab}, "
-        f"{len(prepared.train):,} pairs, on {describe(choose_device(config.train.device))}"
+        f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "
+        f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} pairs, "
+        f"on {describe(choose_device(config.train.device))}"
     )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

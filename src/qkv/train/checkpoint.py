@@ -65,7 +65,7 @@ def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.
         raise
     for older in folder.parent.iterdir():
         if older != folder:
-            shutil.rmtree(older)
+            shutil.rmtree(older, ignore_errors=True)
 
 
 def latest(run: Run) -> Path | None:

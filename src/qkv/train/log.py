@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -12,17 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qkv import files
+from qkv.train import checkpoint
 
 
 class Log:
     """One line of JSON for each event; on a terminal also a live line with loss, learning rate, speed and ETA."""
 
-    def __init__(self, path: Path, *, steps: int, step: int = 0, tensorboard: bool = False) -> None:
-        self.path = path
-        self.console = Console(stderr=True, highlight=False)
-        _forget_after(path, step)
+    def __init__(self, path: Path, *, steps: int, after: checkpoint.Progress, tensorboard: bool = False) -> None:
+        self.console = Console(stderr=True, highlight=False, emoji=False)
+        _forget_after(path, after)
         self.file = path.open("a", encoding="utf-8")
-        self.events = _tensorboard(path.parent / "tensorboard", step) if tensorboard else None
+        self.events = _tensorboard(path.parent / "tensorboard", after.step) if tensorboard else None
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -34,13 +35,13 @@ class Log:
             disable=not sys.stderr.isatty(),
             transient=True,
         )
-        self.task = self.bar.add_task("", total=steps, completed=step, state="")
+        self.task = self.bar.add_task("", total=steps, completed=after.step, state="")
 
     def __enter__(self) -> Log:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.stop()
         self.file.close()
         if self.events is not None:
@@ -55,8 +56,8 @@ class Log:
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """One event for the log and TensorBoard; training events also show beside the bar."""
-        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
-        self.file.write(json.dumps({"event": event, "step": step, **rounded}) + "\n")
+        plain = {name: _plain(value) for name, value in values.items()}
+        self.file.write(json.dumps({"event": event, "step": step, **plain}, ensure_ascii=False) + "\n")
         self.file.flush()
         if self.events is not None:
             for name, value in values.items():
@@ -67,23 +68,32 @@ class Log:
             self.bar.update(self.task, completed=step, state=state)
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _plain(value: Any) -> Any:
+    """Six digits of a number; None for one that is not finite, which JSON cannot hold."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _forget_after(path: Path, after: checkpoint.Progress) -> None:
     """Drop what a killed run logged after the state it continues from: those steps come again."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step(line) <= step]
-        if len(kept) < len(lines):
-            files.write_text(path, "".join(line + "\n" for line in kept))
+        text = path.read_text(encoding="utf-8")
+        kept = "".join(line + "\n" for line in text.split("\n") if _is_past(line, after))
+        if kept != text:
+            files.write_text(path, kept)
 
 
-def _step(line: str) -> float:
+def _is_past(line: str, after: checkpoint.Progress) -> bool:
     try:
-        return float(json.loads(line)["step"])
+        entry = json.loads(line)
+        return bool(entry["step"] <= (after.validated if entry["event"] == "valid" else after.step))
     except (ValueError, KeyError, TypeError):  # the last line of a killed run may be cut
-        return float("inf")
+        return False
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(folder, purge_step=step or None)  # type: ignore[no-untyped-call]
+    # Events from the step of `purge_step` on, that one included, are forgotten.
+    return SummaryWriter(folder, purge_step=step + 1 if step else None)

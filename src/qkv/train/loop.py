@@ -7,15 +7,15 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 
-from qkv import config as configs
 from qkv import files
-from qkv.data.loader import Step, Updates
+from qkv.data.loader import Position, Step, Updates
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
 from qkv.errors import QkvError
@@ -26,17 +26,30 @@ from qkv.train.average import average
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
 from qkv.train.loss import smoothed_loss
+from qkv.train.progress import say
 from qkv.train.validate import Validation, validate
 
 MOST_SKIPPED = 10  # updates in a row without a finite loss before training gives up
 
 
 class Interrupted(Exception):
-    """Training was asked to stop, and has saved its state."""
+    """Work was asked to stop by a signal, and has stopped in good order."""
 
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped at step {step} and saved: go on with --resume")
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class Outcome(NamedTuple):
+    """What one step came to: loss and −log p for each token, and the norm of the gradient before clipping."""
+
+    loss: float
+    nll: float
+    norm: float
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 class Trainer:
@@ -63,17 +76,52 @@ class Trainer:
             seed=spec.seed,
             device=self.device,
         )
+        self.last = self._last_position()
+
+    def _last_position(self) -> Position | None:
+        """Where `train.epochs` ends; half a pass is half the updates of it."""
+        whole, part = divmod(self.spec.epochs, 1)
+        update = math.ceil(part * len(self.updates.plan(int(whole)))) if part else 0
+        return Position(int(whole), update) if self.spec.epochs else None
+
+    def done(self) -> bool:
+        progress, spec = self.progress, self.spec
+        return (
+            progress.step >= spec.steps
+            or (self.last is not None and progress.position >= self.last)
+            or 0 < spec.patience <= progress.worse
+        )
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, update: Step) -> tuple[float, float, float]:
-        """One update of the weights: loss and −log p for each token, and the gradient's norm.
+    def step(self, update: Step) -> Outcome:
+        """One update of the weights, left out when the loss is not finite.
 
         The loss is a sum over tokens, divided once by the count of the whole update; micro-batches cannot change it.
         Dropout is seeded by the step number, so a resumed run draws what an unbroken one would have drawn.
         """
-        number = self.progress.step + 1
-        torch.manual_seed(self.spec.seed * 1_000_003 + number)
+        progress = self.progress
+        progress.step += 1
+        torch.manual_seed(self.spec.seed * 1_000_003 + progress.step)
+        outcome = self._backward(update)
+        if outcome.finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
+            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update(self.model, progress.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.skipped += not outcome.finite
+        progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
+        progress.epoch, progress.update = update.after
+        progress.tokens += update.tokens
+        return outcome
+
+    def learning_rate(self) -> float:
+        return optim.learning_rate(self.progress.step, self.spec, self.config.model.d_model)
+
+    def _backward(self, update: Step) -> Outcome:
+        """The gradient of the mean loss over all tokens of the update, clipped if the config says so."""
         self.model.train()
         loss = nll = torch.zeros((), device=self.device)
         for batch in update.micros:
@@ -88,24 +136,8 @@ class Trainer:
                 )
             (part / update.tokens).backward()
             loss, nll = loss + part.detach(), nll + part_nll
-        norm = self._gradient_norm()
-        if math.isfinite(norm):
-            rate = optim.learning_rate(number, self.spec, self.config.model.d_model)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            if self.ema is not None:
-                self.ema.update(self.model, number)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.progress.step = number
-        self.progress.epoch, self.progress.update = update.after
-        self.progress.tokens += update.tokens
-        return float(loss) / update.tokens, float(nll) / update.tokens, norm
-
-    def _gradient_norm(self) -> float:
-        """The norm of the gradient, clipped if the config says so."""
-        limit = self.spec.clip or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip or math.inf)
+        return Outcome(float(loss) / update.tokens, float(nll) / update.tokens, float(norm))
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -129,130 +161,129 @@ class Trainer:
     def save_state(self) -> None:
         checkpoint.save(self.run, self.progress, self.model, self.optimizer, self.ema)
 
-    def validated(self) -> Validation:
-        """Validate, keep these weights among the last ones, and among the best if they are."""
+    def validate(self) -> Validation:
+        """Validate, keep these weights among the last ones, and as the best if they are."""
+        progress = self.progress
         with self.averaged() as model:
-            result = validate(model, self.prepared, self.spec, self.device)
-            self.keep_weights(f"step-{self.progress.step:07d}", model)
+            result = validate(model, self.prepared, self.config, self.device)
+            self.keep_weights(f"step-{progress.step:07d}", model)
             for old in self.run.checkpoints()[: -max(1, self.spec.average)]:
                 old.unlink()
             value = result.value(self.spec.metric)
-            if self.progress.best is None or value > self.progress.best:
-                self.progress.best, self.progress.best_step, self.progress.worse = value, self.progress.step, 0
+            if progress.best is None or value > progress.best:
+                progress.best, progress.best_step, progress.worse = value, progress.step, 0
                 self.keep_weights("best", model)
-                best = {"step": self.progress.step, **result.to_dict()}
+                best = {"step": progress.step, **result.to_dict()}
                 self.run.write_scores({"best": best, "chosen": "best", "metric": self.spec.metric})
             else:
-                self.progress.worse += 1
+                progress.worse += 1
+        progress.validated = progress.step
         return result
 
 
-def fit(run: Run, prepared: Prepared) -> Run:
-    """Train until the config's limit, from the newest state in the run folder if there is one."""
+def fit(run: Run, prepared: Prepared) -> bool:
+    """Train to the config's limit, from the newest state in the run folder; False if it was reached long ago."""
     trainer = Trainer(run, prepared)
     state = checkpoint.latest(run)
     if state is not None:
         trainer.progress = checkpoint.restore(state, trainer.model, trainer.optimizer, trainer.ema)
     progress, spec = trainer.progress, trainer.spec
+    if trainer.done() and run.scores.get("finished") == progress.step:
+        say(f"{run.path} is finished, at step {progress.step:,}: to train on, raise its limit (--set train.steps=…)")
+        return False
+    checkpoint.clear_away(run, progress)
     with (
-        Log(run.log, steps=spec.steps, step=progress.step, tensorboard=spec.tensorboard) as log,
+        Log(run.log, steps=spec.steps, after=progress, tensorboard=spec.tensorboard) as log,
         _stop_signals() as asked_to_stop,
     ):
         if state is not None:
             log.say(f"going on from step {progress.step:,}")
         _loop(trainer, log, asked_to_stop)
-        if progress.step:
-            finish(trainer, log)
-    return run
+        finish(trainer, log)
+    return True
 
 
 def _loop(trainer: Trainer, log: Log, asked_to_stop: list[int]) -> None:
     """The loop itself: step, log, validate, save."""
-    progress, spec, run = trainer.progress, trainer.spec, trainer.run
+    progress, spec = trainer.progress, trainer.spec
     meter = _Meter(progress)
-    steps = trainer.updates.starting(progress.position)
-    in_a_row = 0
-    while not _done(progress, spec):
-        update = next(steps)
-        loss, nll, norm = trainer.step(update)
-        log.advance(progress.step)
-        if math.isfinite(norm):
-            in_a_row = 0
-        else:
-            in_a_row += 1
-            progress.skipped += 1
-            log.say(f"step {progress.step}: the loss is not finite, update skipped ({progress.skipped} in all)")
-            if in_a_row >= MOST_SKIPPED:
-                raise QkvError(_give_up(run, trainer.prepared, update, progress.step))
-        if progress.step % spec.log_every == 0:
-            rate = optim.learning_rate(progress.step, spec, trainer.config.model.d_model)
-            speed = meter.read(progress)
-            log.write(
-                "train",
-                progress.step,
-                epoch=progress.epoch,
-                loss=loss,
-                nll=nll,
-                learning_rate=rate,
-                norm=norm,
-                tokens=progress.tokens,
-                skipped=progress.skipped,
-                tokens_per_second=speed,
-                seconds=progress.seconds,
-            )
-        stop = asked_to_stop[0] if asked_to_stop else 0
-        if progress.step % spec.validate_every == 0 or (_done(progress, spec) and not stop):
-            result = trainer.validated()
-            meter.restart(progress)
-            better = "  best" if progress.best_step == progress.step else ""
-            log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
-            log.write("valid", progress.step, **result.to_dict(), sample=result.sample, seconds=progress.seconds)
-            trainer.save_state()
-        elif stop:
-            meter.restart(progress)
-            trainer.save_state()
-        if stop:
-            raise Interrupted(stop, progress.step)
+    ahead = cast(Generator[Step, None, None], trainer.updates.starting(progress.position))
+    with closing(ahead) as steps:
+        while True:
+            if asked_to_stop:
+                meter.restart(progress)
+                trainer.save_state()
+                command = f"qkv train --resume --run {trainer.run.path}"
+                raise Interrupted(
+                    asked_to_stop[0], f"stopped at step {progress.step} and saved: go on with `{command}`"
+                )
+            due = progress.step % spec.validate_every == 0 or trainer.done()
+            if due and progress.validated < progress.step:
+                result = trainer.validate()
+                meter.restart(progress)
+                better = "  best" if progress.best_step == progress.step else ""
+                log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
+                log.write("valid", progress.step, **result.to_dict(), sample=result.sample, seconds=progress.seconds)
+                trainer.save_state()
+            if trainer.done():
+                return
+            update = next(steps)
+            outcome = trainer.step(update)
+            log.advance(progress.step)
+            if not outcome.finite:
+                _skipped(trainer, log, update)
+            if progress.step % spec.log_every == 0:
+                _log_step(trainer, log, outcome, meter.read(progress))
 
 
-def _done(progress: Progress, spec: configs.Train) -> bool:
-    return (
-        progress.step >= spec.steps
-        or (spec.epochs > 0 and progress.epoch >= spec.epochs)
-        or (spec.patience > 0 and progress.worse >= spec.patience)
+def _log_step(trainer: Trainer, log: Log, outcome: Outcome, speed: float) -> None:
+    progress = trainer.progress
+    log.write(
+        "train",
+        progress.step,
+        epoch=progress.epoch,
+        **outcome._asdict(),
+        learning_rate=trainer.learning_rate(),
+        tokens=progress.tokens,
+        skipped=progress.skipped,
+        tokens_per_second=speed,
+        seconds=progress.seconds,
     )
 
 
 def finish(trainer: Trainer, log: Log) -> None:
     """Average the last checkpoints, choose between average and best on the validation set."""
     run, spec = trainer.run, trainer.spec
-    scores = dict(run.scores)
+    scores = {**run.scores, "chosen": "best", "finished": trainer.progress.step}
     kept = run.checkpoints()[-spec.average :] if spec.average else []
     if len(kept) > 1:
-        tensors = average([files.read_tensors(path) for path in kept])
-        load_weights(trainer.model, tensors, kept[-1])
+        load_weights(trainer.model, average(kept), kept[-1])
         trainer.keep_weights("average", trainer.model)
-        result = validate(trainer.model, trainer.prepared, spec, trainer.device)
+        result = validate(trainer.model, trainer.prepared, trainer.config, trainer.device)
         scores["average"] = {"of": [path.stem for path in kept], **result.to_dict()}
-        if result.value(spec.metric) > (trainer.progress.best if trainer.progress.best is not None else -math.inf):
+        if trainer.progress.best is None or result.value(spec.metric) > trainer.progress.best:
             scores["chosen"] = "average"
         log.say(f"average of {len(kept)}  {result}")
     run.write_scores(scores)
     log.say(f"using {scores['chosen']} weights by default: {run.path}")
 
 
-def _give_up(run: Run, prepared: Prepared, update: Step, step: int) -> str:
-    """Save the batch that cannot be learned from, as ids and as text; returns what to tell the user."""
-    src, tgt = prepared.tokenizers.src, prepared.tokenizers.tgt
+def _skipped(trainer: Trainer, log: Log, update: Step) -> None:
+    """Tell of an update that was left out; after too many in a row save the batch, as ids and as text, and give up."""
+    progress, path = trainer.progress, trainer.run.path / "bad-batch.json"
+    log.say(f"step {progress.step}: the loss is not finite, update skipped ({progress.skipped} in all)")
+    if progress.skipped_in_a_row < MOST_SKIPPED:
+        return
+    src, tgt = trainer.prepared.tokenizers.src, trainer.prepared.tokenizers.tgt
     rows = [
         {"source": src.decode(s), "target": tgt.decode(t), "source_ids": s, "target_ids": t}
         for batch in update.micros
         for s, t in zip(batch.source.tolist(), batch.labels.tolist(), strict=True)
     ]
-    path = run.path / "bad-batch.json"
-    files.write_text(path, json.dumps({"step": step, "rows": rows}, ensure_ascii=False, indent=1) + "\n")
-    return (
-        f"the loss was not finite in {MOST_SKIPPED} updates in a row, up to step {step}: look at {path}; "
+    bad = {"step": progress.step, "rows": rows}
+    files.write_text(path, json.dumps(bad, ensure_ascii=False, indent=1) + "\n")
+    raise QkvError(
+        f"the loss was not finite in {MOST_SKIPPED} updates in a row, up to step {progress.step}: look at {path}; "
         f"a lower train.learning_rate, a longer train.warmup, train.clip=1 or train.precision=fp32 may help"
     )
 

@@ -20,7 +20,8 @@ def learning_rate(step: int, spec: config.Train, d_model: int) -> float:
     """
     warmup = max(1, spec.warmup)
     if spec.schedule == "paper":
-        return spec.learning_rate / math.sqrt(d_model) * min(1 / math.sqrt(step), step / warmup**1.5)
+        rate: float = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        return spec.learning_rate * rate
     if step < warmup:
         return spec.learning_rate * step / warmup
     left = max(0.0, (spec.steps - step) / max(1, spec.steps - warmup))

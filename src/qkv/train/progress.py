@@ -1,4 +1,4 @@
-"""Progress bars on a terminal; silence elsewhere."""
+"""What is said while work goes on: lines for people on standard error, and progress bars where that is a terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 Report = Callable[[str, int, int | None], None]
+
+
+def say(text: str) -> None:
+    """A line for people; standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from qkv.train.loss import smoothed_loss
 
 @dataclass(frozen=True)
 class Validation:
-    """Scores on the validation set; `better` compares by the metric that the config names."""
+    """Scores on the validation set."""
 
     loss: float  # −log p for each token, not smoothed
     bleu: float | None
@@ -32,11 +33,18 @@ class Validation:
         return math.exp(min(self.loss, 50.0))
 
     def value(self, metric: str) -> float:
-        """The metric as a number of which more is better."""
-        return self.bleu if metric == "bleu" and self.bleu is not None else -self.loss
+        """The metric as a finite number of which more is better."""
+        value = self.bleu if metric == "bleu" and self.bleu is not None else -self.loss
+        return value if math.isfinite(value) else -sys.float_info.max
 
     def to_dict(self) -> dict[str, Any]:
-        return {"loss": self.loss, "perplexity": self.perplexity, "bleu": self.bleu}
+        """Plain values; a loss that is not finite, which JSON cannot hold, is None."""
+        finite = math.isfinite(self.loss)
+        return {
+            "loss": self.loss if finite else None,
+            "perplexity": self.perplexity if finite else None,
+            "bleu": self.bleu,
+        }
 
     def __str__(self) -> str:
         text = f"loss {self.loss:.4f}  perplexity {self.perplexity:.2f}"
@@ -44,14 +52,14 @@ class Validation:
 
 
 @torch.inference_mode()
-def validate(model: Transformer, prepared: Prepared, spec: config.Train, device: torch.device) -> Validation:
+def validate(model: Transformer, prepared: Prepared, spec: config.Config, device: torch.device) -> Validation:
     """Measure the model as it stands; dropout is off while this runs."""
     training = model.training
     model.eval()
     loss = _loss(model, prepared, device)
     bleu, sample = None, ""
-    if spec.metric == "bleu":
-        bleu, sample = _bleu(model, prepared, device)
+    if spec.train.metric == "bleu":
+        bleu, sample = _bleu(model, prepared, spec.data.tgt_lang, device)
     model.train(training)
     return Validation(loss, bleu, sample)
 
@@ -71,10 +79,10 @@ def _loss(model: Transformer, prepared: Prepared, device: torch.device) -> float
     return total / tokens
 
 
-def _bleu(model: Transformer, prepared: Prepared, device: torch.device) -> tuple[float, str]:
+def _bleu(model: Transformer, prepared: Prepared, tgt_lang: str, device: torch.device) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
     found = search_all(model, sources, config.Decode(beam=1), tokenizers, device=device)
-    texts = [tokenizers.tgt.decode(hypotheses[0].tokens) for hypotheses in found]
+    texts = [tokenizers.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in found]
     references = prepared.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
-    return metrics.bleu(texts, references), texts[0]
+    return metrics.bleu(texts, references, tgt_lang=tgt_lang), texts[0]

@@ -1,0 +1,416 @@
+"""Resume: stopped at any moment and continued, a run ends with the same bits as one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Call, sentences, tiny_config, write_pairs
+
+import qkv
+from qkv import config, files
+from qkv.run import Run
+
+STEPS, EVERY = 24, 6
+
+# Forks children from a process that has loaded everything and trained nothing, so that each costs only its training.
+# A child runs the command line and does something to itself at the n-th call of one function.
+FORKER = """
+import json, os, signal, sys
+from pathlib import Path
+from qkv import cli, files
+from qkv.data.job import Job
+from qkv.run import Run
+from qkv.train import begin, log, loop
+
+PLACES = {
+    "sync": (files, "_sync"),
+    "step": (loop.Trainer, "step"),
+    "log": (log.Log, "write"),
+    "learn": (Job, "learn"),
+    "create": (Run, "create"),
+}
+
+def sabotage(place, at, number):
+    owner, name = PLACES[place]
+    real, calls = getattr(owner, name), []
+
+    def wrapped(*arguments, **options):
+        calls.append(0)
+        if len(calls) == at:
+            if place == "sync" and arguments[0].is_file():
+                os.truncate(arguments[0], arguments[0].stat().st_size // 2)
+            os.kill(os.getpid(), number)
+        return real(*arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+def run(job):
+    os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.argv = ["qkv", *job["argv"]]
+    sabotage(job["place"], job["at"], job["signal"])
+    try:
+        cli.main()
+    except SystemExit as end:
+        sys.stderr.flush()
+        os._exit(end.code)
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        run(json.loads(line))
+        os._exit(99)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Stop = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def stop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stop]:
+    """Run a command that meets a signal on the way: `stop(argv, place, at, signal)` → exit code, standard error."""
+    stderr = tmp_path_factory.mktemp("stop") / "stderr"
+    with subprocess.Popen([sys.executable, "-c", FORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forker:
+        assert forker.stdin and forker.stdout
+        to, back = forker.stdin, forker.stdout
+
+        def job(argv: list[object], place: str, at: int, number: int) -> tuple[int, str]:
+            work = {"argv": [str(each) for each in argv], "place": place, "at": at, "signal": number}
+            to.write(json.dumps({**work, "stderr": str(stderr)}).encode() + b"\n")
+            to.flush()
+            return int(back.readline()), stderr.read_text(encoding="utf-8")
+
+        yield job
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config file with everything that is random or remembered: dropout, BPE-dropout, accumulation, EMA, average."""
+    folder = tmp_path_factory.mktemp("recipe")
+    src, tgt = write_pairs(folder, sentences(150))
+    settings = tiny_config(
+        src,
+        tgt,
+        steps=STEPS,
+        validate_every=EVERY,
+        log_every=2,
+        tokens_per_step=256,
+        micro_tokens=128,
+        ema=0.9,
+        schedule="constant",
+        metric="loss",
+    ).replace(
+        tokenizer={"dropout": 0.2},
+        model={"d_model": 16, "d_ff": 32, "dropout": 0.2, "attention_dropout": 0.1},
+    )
+    path = folder / "recipe.toml"
+    path.write_text(config.dumps(settings), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All that a run without any interruption leaves behind."""
+    return contents(qkv.train(config.load(recipe), tmp_path_factory.mktemp("unbroken") / "run").path)
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """Everything in a run folder that training decides, times aside, by path."""
+    found: dict[str, Any] = {}
+    for path in sorted(run.rglob("*")):
+        name = str(path.relative_to(run))
+        if path.is_dir() or name.startswith("store") or name in ("run.json", "card.md"):
+            continue
+        if path.suffix == ".safetensors":
+            found[name] = files.read_tensors(path)
+        elif path.suffix == ".jsonl":
+            found[name] = [timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        elif path.suffix == ".json":
+            found[name] = timeless(json.loads(path.read_text(encoding="utf-8")))
+        else:
+            found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def timeless(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in ("seconds", "tokens_per_second")}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        if name.endswith(".safetensors"):
+            assert list(value) == list(theirs[name]), name
+            for tensor in value:
+                assert torch.equal(value[tensor], theirs[name][tensor]), f"{name}: {tensor}"
+        else:
+            assert value == theirs[name], name
+
+
+def test_an_unbroken_run_leaves_all_that_is_compared(unbroken: dict[str, Any]) -> None:
+    steps = [f"weights/step-{STEPS - EVERY:07d}.safetensors", f"weights/step-{STEPS:07d}.safetensors"]
+    state = [f"state/step-{STEPS:07d}/{name}.safetensors" for name in ("ema", "optimizer", "weights")]
+    assert {*steps, *state, "weights/best.safetensors", "weights/average.safetensors"} <= set(unbroken)
+    assert {"scores.json", "log.jsonl", "config.toml", "tokenizer.json"} <= set(unbroken)
+    last = unbroken[f"state/step-{STEPS:07d}/ema.safetensors"]
+    assert any(not torch.equal(last[name], unbroken[state[-1]][name]) for name in last)
+    assert len([line for line in unbroken["log.jsonl"] if line["event"] == "train"]) == STEPS // 2
+
+
+def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+    assert_same(contents(qkv.train(config.load(recipe), tmp_path / "run").path), unbroken)
+
+
+# Every write to disk ends in `sync`, first of the file (which is left half written), then of its folder: these are
+# moments in the middle of the first files of a checkpoint, between them, and anywhere later.
+MOMENTS = sorted({*range(8, 24), *random.Random(7).sample(range(24, 75), 5)})
+
+
+@pytest.mark.parametrize("at", [*MOMENTS[::3], MOMENTS[-1]])
+def test_killed_while_writing(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path, at: int) -> None:
+    run = tmp_path / "run"
+    code, _ = stop(["train", recipe, "--run", run], "sync", at, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+
+
+@pytest.mark.parametrize("at", [1, EVERY, EVERY + 1, 3 * EVERY + 2])
+def test_killed_between_checkpoints(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path, at: int
+) -> None:
+    run = tmp_path / "run"
+    code, _ = stop(["train", recipe, "--run", run], "step", at, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "at"),
+    [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, EVERY), (signal.SIGINT, 130, STEPS), (signal.SIGTERM, 143, 1)],
+)
+def test_asked_to_stop(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path, number: int, code: int, at: int
+) -> None:
+    """At a step in between, at one that is validated, at the last one, at the first one: saved, and told how to go on."""
+    run = tmp_path / "run"
+    ended, err = stop(["train", recipe, "--run", run], "step", at, number)
+    assert ended == code
+    assert "Traceback" not in err
+    *_, last = err.splitlines()
+    assert last == f"qkv: stopped at step {at} and saved: go on with `qkv train --resume --run {run}`"
+    assert [path.name for path in (run / "state").iterdir()] == [f"step-{at:07d}"]
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+
+
+def test_stopped_again_and_again(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stop(["train", recipe, "--run", run], "step", 4, signal.SIGINT)
+    for place, at, number in [
+        ("log", 2, signal.SIGTERM),
+        ("sync", 5, signal.SIGKILL),
+        ("step", 3, signal.SIGINT),
+        ("step", 7, signal.SIGKILL),
+    ]:
+        code, _ = stop(["train", "--resume", "--run", run], place, at, number)
+        assert code
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+
+
+@pytest.mark.slow
+def test_killed_from_outside_at_a_random_moment(recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "qkv", "train", str(recipe), "--run", str(run)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(qkv.__file__).parents[1])}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        while not (run / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(random.random() / 4)
+        process.kill()
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+
+
+def test_a_half_written_state_is_ignored_and_cleared_away(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    stop(["train", recipe, "--run", run], "step", EVERY + 2, signal.SIGKILL)
+    half = run / "state" / f".step-{2 * EVERY:07d}.tmp"
+    half.mkdir()
+    (half / "weights.safetensors").write_bytes(b"half")
+    (run / "weights" / ".best.safetensors.1.tmp").write_bytes(b"half")
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"event": "train", "step": 8, "lo')  # and a line of the log cut
+    assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_the_text_may_be_gone(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+    src, tgt = write_pairs(tmp_path, sentences(150))
+    changed = config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}]})
+    own = tmp_path / "own.toml"
+    own.write_text(config.dumps(changed), encoding="utf-8")
+    run = tmp_path / "run"
+    stop(["train", own, "--run", run], "step", EVERY + 2, signal.SIGKILL)
+    Path(src).unlink()
+    Path(tgt).write_text("another text\n")
+    ours = contents(qkv.train(run=run, resume=True).path)
+    assert_same({**ours, "config.toml": unbroken["config.toml"]}, unbroken)
+
+
+def test_another_text_is_refused(stop: Stop, recipe: Path, call: Call, tmp_path: Path) -> None:
+    src, tgt = write_pairs(tmp_path, sentences(150))
+    own = tmp_path / "own.toml"
+    store = tmp_path / "store"
+    changed = config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}], "store": str(store)})
+    own.write_text(config.dumps(changed), encoding="utf-8")
+    run = tmp_path / "run"
+    stop(["train", own, "--run", run], "step", EVERY + 2, signal.SIGKILL)
+    write_pairs(tmp_path, [(s + " indeed", t + " davvero") for s, t in sentences(150, seed=9)])
+    done = call("train", "--resume", "--run", run)
+    assert (done.code, "is not what it was" in done.error) == (1, True)
+
+
+# ---- what a resumed run may change -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halfway(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of half the steps."""
+    half = config.load(recipe).replace(train={"steps": STEPS // 2})
+    return qkv.train(half, tmp_path_factory.mktemp("halfway") / "run").path
+
+
+def copy(run: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(run, to / "copy"))
+
+
+def stamps(run: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_more_steps_go_on_from_a_finished_run(halfway: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+    run = qkv.train(run=copy(halfway, tmp_path), resume=True, settings=[f"train.steps={STEPS}"])
+    assert_same(contents(run.path), unbroken)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(halfway: Path, call: Call) -> None:
+    before = stamps(halfway)
+    done = call("train", "--resume", "--run", halfway)
+    assert done.code == 0
+    assert f"is finished, at step {STEPS // 2}" in done.err
+    assert stamps(halfway) == before
+
+
+def test_a_run_that_lacks_only_its_end_gets_it(halfway: Path, tmp_path: Path) -> None:
+    run = copy(halfway, tmp_path)
+    whole = contents(run)
+    (run / "weights" / "average.safetensors").unlink()
+    best = {key: value for key, value in Run(run).scores.items() if key in ("best", "metric")}
+    Run(run).write_scores({**best, "chosen": "best"})  # as it was before the average was made
+    assert_same(contents(qkv.train(run=run, resume=True).path), whole)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.d_ff=64", "model.dropout=0", "tokenizer.vocab=300", "data.max_length=16", "train.seed=2", "train.metric=bleu"],
+)
+def test_what_the_weights_depend_on_is_refused(halfway: Path, call: Call, setting: str) -> None:
+    before = stamps(halfway)
+    done = call("train", "--resume", "--run", halfway, "--set", "train.steps=40", "--set", setting)
+    assert done.code == 2
+    assert f"cannot change {setting.partition('=')[0]}:" in done.error
+    assert stamps(halfway) == before
+
+
+def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> None:
+    plain = config.load(recipe).replace(train={"ema": 0.0, "steps": EVERY})
+    run = qkv.train(plain, tmp_path / "run")
+    weights = files.read_tensors(run.path / f"state/step-{EVERY:07d}/weights.safetensors")
+    qkv.train(run=run.path, resume=True, settings=["train.ema=0.999999", f"train.steps={EVERY + 1}"])
+    ema = files.read_tensors(run.path / f"state/step-{EVERY + 1:07d}/ema.safetensors")
+    new = files.read_tensors(run.path / f"state/step-{EVERY + 1:07d}/weights.safetensors")
+    for name, weight in weights.items():
+        # A young average moves fast: by 1 − (1 + step) / (10 + step) of the way to the new weights.
+        torch.testing.assert_close(ema[name], weight + (new[name] - weight) * (1 - (EVERY + 2) / (EVERY + 11)))
+
+
+def test_fewer_steps_than_are_done_end_it_well(stop: Stop, recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stop(["train", recipe, "--run", run], "step", 4, signal.SIGINT)  # before anything was validated
+    qkv.train(run=run, resume=True, settings=["train.steps=2"])
+    assert Run.open(run).scores["best"]["step"] == 4
+    assert qkv.load(run).translate("One.").pieces == 1
+
+
+# ---- before there is anything to resume ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_while_preparing(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], call: Call, tmp_path: Path, number: int, code: int
+) -> None:
+    run = tmp_path / "run"
+    ended, err = stop(["train", recipe, "--run", run], "learn", 1, number)
+    assert (ended, "Traceback" in err) == (code, False)
+    if number == signal.SIGINT:
+        assert err.splitlines()[-1].startswith("qkv: interrupted while preparing the text")
+    assert not run.exists()
+    assert call("train", "--resume", "--run", run).code == 2
+    assert call("train", recipe, "--run", run).code == 0
+    assert_same(contents(run), unbroken)
+
+
+@pytest.mark.parametrize("place", ["learn", "create"])
+def test_killed_before_the_recipe_was_settled(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], call: Call, tmp_path: Path, place: str
+) -> None:
+    run = tmp_path / "run"
+    code, _ = stop(["train", recipe, "--run", run], place, 1, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    again = call("train", "--resume", "--run", run)
+    assert (again.code, "give the whole command again, without --resume" in again.error) == (2, True)
+    assert call("train", recipe, "--run", run).code == 0
+    assert_same(contents(run), unbroken)
+    assert not list(run.glob(".preparing*"))
+
+
+def test_an_automatic_recipe_is_settled_once(stop: Stop, corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:
+    src, tgt = corpus
+    run = tmp_path / "run"
+    options = ["--set", "train.device=cpu", "--set", "model.d_model=16", "--set", "model.d_ff=16"]
+    stop(["train", "--src", src, "--tgt", tgt, "--run", run, *options], "step", 3, signal.SIGKILL)
+    settled = Run.open(run).config
+    assert (settled.train.schedule, settled.model.norm, settled.model.d_model) == ("cosine", "pre", 16)
+    done = call("train", "--resume", "--run", run, "--set", "train.steps=2")
+    assert (done.code, "auto:" in done.err) == (0, False)
+    assert config.difference(settled, Run.open(run).config) == [("train.steps", settled.train.steps, 2)]
+
+
+def test_resume_needs_a_run(call: Call, tmp_path: Path, recipe: Path) -> None:
+    for arguments, words in [
+        (["--resume"], "--resume needs --run"),
+        (["--resume", "--run", tmp_path / "none"], "no such run folder"),
+        ([recipe, "--resume", "--run", tmp_path], "takes what the run folder holds"),
+        (["--resume", "--run", tmp_path, "--minutes", "3"], "takes what the run folder holds"),
+    ]:
+        done = call("train", *arguments)
+        assert (done.code, words in done.error) == (2, True)
+
+
+def test_an_existing_run_is_not_overwritten(halfway: Path, recipe: Path, call: Call) -> None:
+    before = stamps(halfway)
+    done = call("train", recipe, "--run", halfway)
+    assert (done.code, "holds a run already: add --resume" in done.error) == (2, True)
+    assert stamps(halfway) == before

@@ -1,0 +1,361 @@
+"""Search: tables worked by hand, exhaustive enumeration in a small world, scores re-derived by forced decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkv import config
+from qkv.data.loader import collate
+from qkv.decode.score import token_logprobs
+from qkv.decode.search import Hypothesis, length_penalty, search
+from qkv.errors import QkvError
+from qkv.models import Transformer
+from qkv.text import Tokenizer, Tokenizers
+
+PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
+Prefix = tuple[int, ...]
+Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, what was written) → probabilities of all tokens
+
+
+@dataclasses.dataclass
+class Rows:
+    """The state of a table: which sentence each row is, and what it has written."""
+
+    sentences: list[int]
+    written: list[Prefix]
+
+    def select(self, rows: torch.Tensor) -> Rows:
+        return Rows([self.sentences[r] for r in rows], [self.written[r] for r in rows])
+
+
+class TableModel:
+    """A model that looks its probabilities up; a source is one token, the number of the sentence."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.steps = 0
+
+    def encode(self, source: torch.Tensor, lengths: torch.Tensor) -> list[int]:
+        return source[:, 0].tolist()  # type: ignore[no-any-return]
+
+    def start(self, memory: list[int], beam: int = 1) -> Rows:
+        return Rows([sentence for sentence in memory for _ in range(beam)], [()] * (len(memory) * beam))
+
+    def step(self, tokens: torch.Tensor, state: Rows) -> tuple[torch.Tensor, Rows]:
+        assert tokens.shape == (len(state.sentences), 1)
+        self.steps += 1
+        state.written = [(*before, new) for before, new in zip(state.written, tokens[:, 0].tolist(), strict=True)]
+        rows = [self.table(s, w[1:]) for s, w in zip(state.sentences, state.written, strict=True)]
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(np.array(rows)))[:, None].float(), state
+
+
+def find(
+    table: Table, longest: int | list[int], spec: config.Decode, *, n_best: int = 1, sentences: int = 1
+) -> list[list[Hypothesis]]:
+    limits = torch.tensor([longest] * sentences if isinstance(longest, int) else longest)
+    numbers = torch.arange(len(limits))[:, None]
+    ones = torch.ones(len(limits), dtype=torch.long)
+    model = TableModel(table)
+    return search(model, numbers, ones, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best, longest=limits)
+
+
+def by_hand(entries: dict[str, dict[str, float]]) -> Table:
+    """A table for the tokens a and b; $ is </s>."""
+    order = ["", "", "$", "a", "b"]
+
+    def table(_sentence: int, prefix: Prefix) -> np.ndarray[Any, Any]:
+        given_ = entries.get("".join(order[t] for t in prefix), {"$": 1.0})
+        return np.array([given_.get(name, 0.0) if name else 0.0 for name in order])
+
+    return table
+
+
+def random_table(seed: int, words: int, sharpness: float = 0.7) -> Table:
+    """Other probabilities after every prefix; <pad> and <s> have some, too."""
+
+    @cache
+    def table(sentence: int, prefix: Prefix) -> np.ndarray[Any, Any]:
+        random = np.random.default_rng((seed, sentence, len(prefix), *prefix))
+        return random.dirichlet([sharpness] * (3 + words)) * 0.99 + 0.01 / (3 + words)
+
+    return table
+
+
+def ranked(hypotheses: list[tuple[Prefix, float]], longest: int, spec: config.Decode) -> list[Hypothesis]:
+    found = [Hypothesis(list(w), p, p / length_penalty(len(w) + 1, spec), len(w) == longest) for w, p in hypotheses]
+    return sorted(found, key=lambda h: -h.score)
+
+
+def everything(table: Table, words: int, longest: int, spec: config.Decode) -> list[Hypothesis]:
+    """Every sequence of words up to the longest, with </s> behind it."""
+    hypotheses = []
+    for length in range(longest + 1):
+        for written in product(range(3, 3 + words), repeat=length):
+            followed = [(written[:i], t) for i, t in enumerate((*written, EOS))]
+            hypotheses.append((written, sum(math.log(table(0, before)[t]) for before, t in followed)))
+    return ranked(hypotheses, longest, spec)
+
+
+def without_stopping(table: Table, longest: int, spec: config.Decode, beam: int) -> list[Hypothesis]:
+    """Beam search for one sentence in plain Python, to the longest length whatever has been found."""
+    living: list[tuple[Prefix, float]] = [((), 0.0)]
+    finished: list[tuple[Prefix, float]] = []
+    for length in range(longest + 1):
+        continuations = []
+        for written, total in living:
+            for t, p in enumerate(table(0, written)):
+                if t not in (PAD, BOS) and p > 0 and (length < longest or t == EOS):
+                    continuations.append((written, t, total + math.log(p)))
+        continuations.sort(key=lambda c: -c[2])
+        finished += [(written, total) for written, t, total in continuations[:beam] if t == EOS]
+        living = [((*written, t), total) for written, t, total in continuations if t != EOS][:beam]
+    return ranked(finished, longest, spec)
+
+
+def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    assert [h.score for h in found] == pytest.approx([h.score for h in expected], abs=1e-5)
+    for ours, theirs, following in zip(found, expected, [*expected[1:], None], strict=True):
+        if following is None or theirs.score - following.score > 1e-5:  # equals may stand in either order
+            assert (ours.tokens, ours.truncated) == (theirs.tokens, theirs.truncated)
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+specs = st.builds(
+    config.Decode,
+    length_penalty=st.sampled_from(["gnmt", "average", "none"]),
+    alpha=st.sampled_from([0.0, 0.6, 1.0, 2.5]),
+)
+
+# ---- by hand ---------------------------------------------------------------------------------------------------------
+
+# Greedy takes a (0.5 > 0.4) and then </s> (0.4 > 0.3): 0.5 · 0.4 = 0.20. Beam 2 keeps b as well, and b </s> has
+# 0.4 · 0.9 = 0.36. After it the best living one is "a a" or "a b" with 0.5 · 0.3 = 0.15: nothing can overtake.
+GARDEN_PATH = by_hand(
+    {"": {"a": 0.5, "b": 0.4, "$": 0.1}, "a": {"a": 0.3, "b": 0.3, "$": 0.4}, "b": {"a": 0.05, "b": 0.05, "$": 0.9}}
+)
+
+
+def test_greedy_is_led_astray_and_a_beam_of_two_is_not() -> None:
+    spec = config.Decode(beam=1, length_penalty="none")
+    ((greedy,),) = find(GARDEN_PATH, 5, spec)
+    assert greedy.tokens == [A]
+    assert greedy.logprob == greedy.score == pytest.approx(math.log(0.20))
+    ((best,),) = find(GARDEN_PATH, 5, dataclasses.replace(spec, beam=2))
+    assert best.tokens == [B]
+    assert best.logprob == pytest.approx(math.log(0.36))
+    # All that ends, by probability: b 0.36, a 0.2, then a a and a b 0.15 (</s> is certain after two), "" 0.1.
+    (found,) = find(GARDEN_PATH, 5, dataclasses.replace(spec, beam=6), n_best=5)
+    assert [h.logprob for h in found] == pytest.approx([math.log(p) for p in (0.36, 0.2, 0.15, 0.15, 0.1)], abs=1e-6)
+    assert [found[0].tokens, found[1].tokens, found[4].tokens] == [[B], [A], []]
+    assert sorted([found[2].tokens, found[3].tokens]) == [[A, A], [A, B]]
+
+
+# "a" has 0.5 in 2 tokens (</s> counts), "b a a" has 0.45 · 0.95 · 0.95 = 0.406 in 4.
+#   none:             ln 0.5 = -0.693                     > ln 0.406 = -0.901
+#   gnmt, alpha 0.6:  -0.693 / (7/6)^0.6 = -0.632         > -0.901 / (9/6)^0.6 = -0.707
+#   gnmt, alpha 2:    -0.693 / (7/6)^2   = -0.509         < -0.901 / (9/6)^2   = -0.401
+#   average:          -0.693 / 2 = -0.347                 < -0.901 / 4 = -0.225
+LONG_OR_SHORT = by_hand(
+    {"": {"a": 0.5, "b": 0.45, "$": 0.05}, "b": {"a": 0.95, "$": 0.05}, "ba": {"a": 0.95, "$": 0.05}}
+)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "alpha", "tokens", "score"),
+    [
+        ("none", 0.6, [A], -0.693147),
+        ("gnmt", 0.6, [A], -0.631916),
+        ("gnmt", 2.0, [B, A, A], -0.400487),
+        ("average", 0.6, [B, A, A], -0.225274),
+    ],
+)
+def test_length_penalties_choose_between_long_and_short(
+    penalty: str, alpha: float, tokens: list[int], score: float
+) -> None:
+    ((best,),) = find(LONG_OR_SHORT, 6, config.Decode(beam=3, length_penalty=penalty, alpha=alpha))
+    assert best.tokens == tokens
+    assert best.score == pytest.approx(score, abs=1e-5)
+
+
+def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
+    # In LONG_OR_SHORT "a" is found in the second step. Under "none" the rest, at most 0.45 · 0.95, cannot reach 0.5;
+    # under "average" with 6 tokens allowed it can: ln 0.4275 / 7 > ln 0.5 / 2.
+    steps = {}
+    for penalty in ("none", "average"):
+        model = TableModel(LONG_OR_SHORT)
+        limit, one = torch.tensor([6]), torch.tensor([[0]])
+        spec = config.Decode(beam=2, length_penalty=penalty)
+        search(model, one, torch.tensor([1]), spec, bos=BOS, eos=EOS, pad=PAD, longest=limit)
+        steps[penalty] = model.steps
+    assert steps == {"none": 2, "average": 4}
+
+
+# ---- a small world ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.sampled_from([(3, 0), (3, 1), (3, 3), (3, 5), (4, 2), (4, 4), (1, 5)]), specs)
+def test_a_wide_beam_is_exhaustive(seed: int, world: tuple[int, int], spec: config.Decode) -> None:
+    words, longest = world
+    table = random_table(seed, words)
+    every = everything(table, words, longest, spec)
+    # Wide enough for all continuations of all prefixes one token short of the limit.
+    wide = dataclasses.replace(spec, beam=words**longest * 2)
+    for n_best in (1, 4):
+        (found,) = find(table, longest, wide, n_best=n_best)
+        assert_same(found, every[:n_best])
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 5),
+    st.integers(0, 7),
+    st.integers(2, 5),
+    st.integers(1, 5),
+    specs,
+    st.booleans(),
+)
+def test_stopping_early_loses_nothing(
+    seed: int, words: int, longest: int, beam: int, n_best: int, spec: config.Decode, sharp: bool
+) -> None:
+    """A vocabulary smaller than the beam, too: 1 word and 5 hypotheses."""
+    table = random_table(seed, words, sharpness=0.2 if sharp else 1.0)
+    (found,) = find(table, longest, dataclasses.replace(spec, beam=beam), n_best=n_best)
+    assert_same(found, without_stopping(table, longest, spec, max(beam, n_best))[:n_best])
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 7), specs)
+def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: config.Decode) -> None:
+    table = random_table(seed, words)
+    written: Prefix = ()
+    total = 0.0
+    while True:
+        may = range(2, 3 + words) if len(written) < longest else [EOS]
+        likeliest = max(may, key=lambda t: table(0, written)[t])
+        total += math.log(table(0, written)[likeliest])
+        if likeliest == EOS:
+            break
+        written = (*written, likeliest)
+    ((found,),) = find(table, longest, dataclasses.replace(spec, beam=1))
+    assert_same([found], ranked([(written, total)], longest, spec))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 4), specs)
+def test_a_sentence_is_found_the_same_among_others(
+    seed: int, limits: list[int], beam: int, spec: config.Decode
+) -> None:
+    """Sentences of different limits end and leave at different steps; those that stay do not notice."""
+    table = random_table(seed, 3, sharpness=0.4)
+    spec = dataclasses.replace(spec, beam=beam)
+    together = find(table, limits, spec, n_best=beam)
+    for number, limit in enumerate(limits):
+        (alone,) = find(lambda _, prefix, n=number: table(n, prefix), limit, spec, n_best=beam)
+        assert alone == together[number]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8), specs)
+def test_what_is_found_is_ordered_distinct_ended_and_within_the_limit(
+    seed: int, words: int, longest: int, n_best: int, spec: config.Decode
+) -> None:
+    table = random_table(seed, words, sharpness=0.3)
+    for found in find(table, longest, dataclasses.replace(spec, beam=2), n_best=n_best, sentences=3):
+        assert 1 <= len(found) <= n_best
+        assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+        assert len({tuple(h.tokens) for h in found}) == len(found)
+        for h in found:
+            assert len(h.tokens) <= longest
+            assert h.truncated == (len(h.tokens) == longest)
+            assert set(h.tokens) <= set(range(3, 3 + words))
+            assert h.score == pytest.approx(h.logprob / length_penalty(len(h.tokens) + 1, spec))
+
+
+def test_a_tempting_pad_or_start_is_never_written() -> None:
+    def table(_sentence: int, _prefix: Prefix) -> np.ndarray[Any, Any]:
+        return np.array([0.5, 0.4, 0.02, 0.05, 0.03])
+
+    for beam in (1, 3):
+        ((best,),) = find(table, 4, config.Decode(beam=beam, length_penalty="average"))
+        assert best.tokens == [A, A, A, A]
+        assert best.truncated
+        assert best.logprob == pytest.approx(4 * math.log(0.05) + math.log(0.02))  # not renormalised
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_broken_weights_are_reported(beam: int) -> None:
+    def table(sentence: int, _prefix: Prefix) -> np.ndarray[Any, Any]:
+        return np.full(5, math.nan) if sentence == 1 else np.full(5, 0.2)
+
+    with pytest.raises(QkvError, match="not numbers"):
+        find(table, 4, config.Decode(beam=beam), sentences=2)
+
+
+# ---- a Transformer ---------------------------------------------------------------------------------------------------
+
+VOCAB = 12  # so few that </s> comes often
+
+
+@cache
+def transformer() -> Transformer:
+    torch.manual_seed(0)
+    spec = config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, tie="none")
+    model = Transformer(spec, VOCAB, VOCAB).eval()
+    for name, p in model.named_parameters():  # far from its beginnings, so that sentences differ and end
+        torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.5)
+    return model
+
+
+def sources(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    lengths = torch.randint(1, 9, (count,))
+    source = torch.randint(3, VOCAB, (count, 9))
+    source[torch.arange(9) >= lengths[:, None]] = PAD
+    source[torch.arange(count), lengths - 1] = EOS
+    return source, lengths
+
+
+@pytest.mark.parametrize(("beam", "n_best"), [(1, 1), (2, 1), (4, 4), (5, 3), (3, 6)])
+@pytest.mark.parametrize("penalty", ["gnmt", "average", "none"])
+def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty: str) -> None:
+    source, lengths = sources(12)
+    spec = config.Decode(beam=beam, length_penalty=penalty, extra_length=7)
+    found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
+    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    truncated = set()
+    for row, hypotheses in enumerate(found):
+        assert len(hypotheses) == n_best
+        given_ = source[row, : lengths[row] - 1].numpy()
+        batch = collate([given_] * n_best, [np.array(h.tokens, np.int64) for h in hypotheses], either)
+        for h, logprobs in zip(hypotheses, token_logprobs(transformer(), batch, PAD), strict=True):
+            assert len(logprobs) == len(h.tokens) + 1
+            assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
+            assert h.score == pytest.approx(sum(logprobs) / length_penalty(len(logprobs), spec), abs=1e-4)
+            assert h.truncated == (len(h.tokens) == int(lengths[row]) - 1 + 7)  # the paper's limit: input + extra
+            truncated.add(h.truncated)
+    if beam > 1:
+        assert truncated == {True, False}  # both happen here, or this shows little
+
+
+def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:
+    source, lengths = sources(24)
+    spec = config.Decode(length_penalty="none", extra_length=5)
+    totals = []
+    for beam in (1, 2, 8):
+        found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), bos=BOS, eos=EOS, pad=PAD)
+        totals.append(sum(h[0].logprob for h in found))
+    assert totals == sorted(totals)
