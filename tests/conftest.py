@@ -1,4 +1,4 @@
-"""What all tests share: a small language that is learned in seconds, one model of it, and the command line in-process."""
+"""What all tests share: a small language learned in seconds, one model of it, and the command line in-process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# One thread: the models are tiny, and several tests may run side by side. Subprocesses inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 from hypothesis import settings
 
 from qkv import config
+
+# For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+SRC = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
 
 # No deadline: a test never asserts a time. Derandomised: a failure on one machine is a failure on all.
 settings.register_profile("qkv", deadline=None, derandomize=True)
@@ -125,20 +127,21 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     def run(*arguments: object, input: bytes = b"") -> Done:
         from qkv.cli import main
 
-        out, err = io.BytesIO(), io.BytesIO()
-        monkeypatch.setattr(sys, "argv", ["qkv", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(input)))
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
-        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err))
+        stdin, stdout, stderr = (io.TextIOWrapper(io.BytesIO(data)) for data in (input, b"", b""))
         before = signal.getsignal(signal.SIGTERM)
-        try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["qkv", *map(str, arguments)])
+            patch.setattr(sys, "stdin", stdin)
+            patch.setattr(sys, "stdout", stdout)
+            patch.setattr(sys, "stderr", stderr)
             with pytest.raises(SystemExit) as end:
                 main()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            monkeypatch.undo()
-        return Done(int(end.value.code or 0), out.getvalue().decode(), err.getvalue().decode())
+        signal.signal(signal.SIGTERM, before)
+        return Done(int(end.value.code or 0), _written(stdout), _written(stderr))
 
     return run
+
+
+def _written(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,11 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
         assert other != first
         assert other not in others[:i]
         assert sorted(str(sorted(u)) for u in other) != sorted(str(sorted(u)) for u in first)  # other company, too
+    same_sentences = [
+        flat(plan(np.arange(2000), src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
+        for seed, epoch in [(1, 0), (1, 1), (2, 0)]
+    ]
+    assert all(one != other for one, other in combinations(same_sentences, 2))  # in another order
 
 
 def test_updates_fill_their_budget() -> None:

@@ -19,7 +19,15 @@ from safetensors.torch import load_file, save_file
 from qkv import config, presets
 from qkv.decode.search import length_penalty
 from qkv.errors import UsageError
-from qkv.models import MultiHeadAttention, Transformer, attend, attention_mask, attention_weights, parameter_count
+from qkv.models import (
+    MultiHeadAttention,
+    Transformer,
+    attend,
+    attention_mask,
+    attention_weights,
+    parameter_count,
+    record,
+)
 from qkv.models import attention as attention_module
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, sinusoids
 from qkv.train import loss as loss_module
@@ -78,6 +86,9 @@ def test_equation_1(queries: int, keys: int, d_k: int, d_v: int, masked: bool, s
     mask = torch.rand(2, 1, queries, keys) < 0.5
     mask[..., 0] = True  # whoever asks may look somewhere
     ours = array(attend(q, k, v, mask if masked else None))
+    with record():
+        written_out = array(attend(q, k, v, mask if masked else None))
+    np.testing.assert_allclose(written_out, ours, atol=1e-5)
     for b in range(2):
         for h in range(3):
             may = mask[b, 0].numpy() if masked else None
@@ -472,13 +483,16 @@ def test_the_other_dropouts_are_options(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(seen) == sorted(expected)
 
 
-def test_residual_drops_the_sublayer_and_not_the_stream() -> None:
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_residual_drops_the_sublayer_and_not_the_stream(norm: str) -> None:
     torch.manual_seed(0)
+    residual = Residual(1000, norm, 0.5)
+    residual.norm = torch.nn.Identity()  # type: ignore[assignment]
     x = torch.full((1, 1000), 5.0)
-    out = Residual(1000, "pre", 0.5).train()(x, torch.ones_like) - x
+    out = residual.train()(x, torch.ones_like) - x
     assert set(out.unique().tolist()) == {0.0, 2.0}  # dropped, or scaled by 1 / (1 − p)
     assert 400 < int((out == 0).sum()) < 600
-    assert torch.equal(Residual(1000, "pre", 0.5).eval()(x, torch.ones_like) - x, torch.ones_like(x))
+    assert torch.equal(residual.eval()(x, torch.ones_like) - x, torch.ones_like(x))
 
 
 # ---- 6.1: the length penalty -----------------------------------------------------------------------------------------

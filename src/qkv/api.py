@@ -17,6 +17,7 @@ from qkv.decode.search import Hypothesis
 from qkv.device import choose_device
 from qkv.errors import UsageError
 from qkv.evaluate import metrics
+from qkv.explain.record import AttentionMap, attention_map
 from qkv.run import Run
 from qkv.text.split import Pieces, split
 from qkv.train.begin import train
@@ -172,6 +173,19 @@ class Translator:
         targets = [tgt.encode(line) for line in target]
         logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device)
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
+
+    def attention(self, source: str, target: str | None = None, *, tag: str = "") -> AttentionMap:
+        """The weights of every layer and head while the model writes its translation, or the given one."""
+        ids = self._prefix(tag) + self.tokenizers.src.encode(source)
+        limit = self.config.data.max_length
+        if not source.strip() or len(ids) > limit:
+            raise UsageError(f"a map is made of one sentence of 1 to {limit} tokens, this has {len(ids)}")
+        if target is None:
+            found = search_all(self.model, [ids], self.config.decode, self.tokenizers, device=self.device)
+            written = found[0][0].tokens
+        else:
+            written = self.tokenizers.tgt.encode(target)
+        return attention_map(self.model, self.tokenizers, source, ids, written, self.device)
 
     def _decode_options(self, **changed: Any) -> configs.Decode:
         given = {name: value for name, value in changed.items() if value is not None}

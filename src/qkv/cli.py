@@ -171,11 +171,13 @@ def translate(
     """Translate text: as many lines out as in."""
     from qkv.api import CHUNK, load
     from qkv.data.lines import read_lines
+    from qkv.train.progress import counter
 
     translator = load(run, weights=weights, device=device)
     typed = file == "-" and sys.stdin.isatty()  # someone types: answer line by line
     lines = _typed_lines(on_bad.value) if typed else read_lines(file, on_bad.value)
-    with _writer(output) as write, _progress("translating", shown=not typed) as advance:
+    shown = not typed and (output != "-" or not sys.stdout.isatty())  # a bar and the text would mix
+    with _writer(output) as write, counter("translating", shown=shown) as advance:
         found = translator.stream(
             lines,
             chunk=1 if typed else CHUNK,
@@ -254,12 +256,13 @@ def evaluate(
     from qkv import api
     from qkv.evaluate import metrics
     from qkv.run import Run
+    from qkv.train.progress import counter
 
     sources, references = _test_set(run, source, reference)
 
     def measure(folder: Path, chosen: str) -> tuple[metrics.Scores, list[str]]:
         translator = api.load(folder, weights=chosen, device=device)
-        with _progress("translating", len(sources)) as advance:
+        with counter("translating", len(sources)) as advance:
             scores, found = api.evaluate(
                 translator,
                 sources,
@@ -286,6 +289,26 @@ def evaluate(
         report |= {"against": {"run": str(against), **other.to_dict()}, "comparison": comparison.to_dict()}
         lines += ["", f"a: {run}", f"b: {against}", str(comparison)]
     print(json.dumps(report, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+@app.command()
+def explain(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(help="One source sentence.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its translation; the model's own by default.", show_default=False)
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A page (.html) or data (.json).")] = Path("map.html"),
+    tag: Tag = "",
+    weights: Weights = "",
+    device: Device = "auto",
+) -> None:
+    """Draw what every head attends to while a sentence is translated."""
+    from qkv.api import load
+
+    found = load(run, weights=weights, device=device).attention(text, target, tag=tag)
+    found.save(output)
+    print(f"{found.translation}\n{output}: {len(found.weights)} attention layers", file=sys.stderr)
 
 
 @app.command()
@@ -412,23 +435,6 @@ def _writer(output: str) -> Iterator[Callable[[str], object]]:
     with part.open("w", encoding="utf-8", newline="\n") as out:
         yield lambda line: print(line, file=out)
     part.replace(path)
-
-
-@contextmanager
-def _progress(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A function that is told of finished lines and shows them."""
-    from qkv.train.progress import bars
-
-    done = 0
-    with bars() as report:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if shown:
-                report(stage, done, total)
-
-        yield advance
 
 
 def _command() -> str:

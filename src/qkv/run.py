@@ -64,6 +64,7 @@ class Run:
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
         }
+        path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
         run.write_config(config)
         files.write_text(run.marker, json.dumps(made, indent=2) + "\n")

@@ -136,7 +136,7 @@ def _beam(
         at_limit = length >= longest
         mask = at_limit.repeat_interleave(beam) if length >= shortest_limit else None
         log_probs, state = step(tokens[:, :, -1].reshape(-1, 1), state, mask)
-        total = (alive.reshape(-1, 1) + log_probs).reshape(len(alive), -1)  # (sentences, beam × vocab)
+        total = log_probs.add_(alive.reshape(-1, 1)).reshape(len(alive), -1)  # (sentences, beam × vocab)
         # At most `beam` continuations end, so twice as many hold `beam` that do not.
         ranked, which = total.topk(2 * beam, dim=-1)
         parent, token = which // log_probs.shape[1], which % log_probs.shape[1]

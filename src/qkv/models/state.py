@@ -5,7 +5,9 @@ Every model offers the same four calls, and the search knows nothing else:
     memory         = model.encode(source, lengths)
     state          = model.start(memory, beam)      beam rows for each sentence
     logits, state  = model.step(tokens, state)      tokens (rows, n): one new token, or a whole prefix
-    state          = state.select(rows)             reorder rows, or let whole sentences leave
+    state          = state.select(rows)             reorder or repeat rows, let whole sentences leave
+
+A state that was stepped or selected from is used up: its memory may have become the new one's.
 """
 
 from __future__ import annotations
@@ -52,34 +54,29 @@ class Cache:
     """Keys and values of the tokens so far in one layer: (rows, heads, capacity, width), filled from the left."""
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.kept: list[Tensor] = []  # keys, values
+        self.spare: list[Tensor] = []  # as large, for `select` to write to: fresh memory costs more than the copy
 
     def append(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Store k and v behind the `length` positions already held; return all of them."""
         end = length + k.shape[2]
-        self.keys = _room(self.keys, k, length, end)
-        self.values = _room(self.values, v, length, end)
-        self.keys[:, :, length:end] = k
-        self.values[:, :, length:end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        if not self.kept or end > self.kept[0].shape[2]:
+            larger = [new.new_empty(*new.shape[:2], end + SPARE, new.shape[3]) for new in (k, v)]
+            for buffer, old in zip(larger, self.kept, strict=False):
+                buffer[:, :, :length] = old[:, :, :length]
+            self.kept, self.spare = larger, []
+        keys, values = self.kept
+        keys[:, :, length:end], values[:, :, length:end] = k, v
+        return keys[:, :, :end], values[:, :, :end]
 
-    def select(self, rows: Tensor) -> Cache:
-        chosen = Cache()
-        if self.keys is not None and self.values is not None:
-            chosen.keys, chosen.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
-        return chosen
-
-
-def _room(buffer: Tensor | None, new: Tensor, length: int, end: int) -> Tensor:
-    """The buffer, or a copy with room for some more when `end` positions do not fit; selecting copies that room too."""
-    if buffer is not None and end <= buffer.shape[2]:
-        return buffer
-    rows, heads, _, width = new.shape
-    larger = new.new_empty(rows, heads, end + SPARE, width)
-    if buffer is not None:
-        larger[:, :, :length] = buffer[:, :, :length]
-    return larger
+    def select(self, rows: Tensor) -> None:
+        """Hold these rows from now on."""
+        if not self.spare or len(self.spare[0]) < len(rows):
+            self.spare = [old.new_empty(len(rows), *old.shape[1:]) for old in self.kept]
+        chosen = [buffer[: len(rows)] for buffer in self.spare]
+        for buffer, old in zip(chosen, self.kept, strict=True):
+            torch.index_select(old, 0, rows, out=buffer)
+        self.kept, self.spare = chosen, self.kept
 
 
 @dataclass
@@ -93,10 +90,10 @@ class TransformerState:
     length: int = 0
 
     def select(self, rows: Tensor) -> TransformerState:
-        memory, mask = self.memory, self.mask
         sentences = rows[:: self.beam] // self.beam
-        if not torch.equal(sentences, torch.arange(len(mask), device=rows.device)):
-            memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in memory]
-            mask = mask.index_select(0, sentences)
-        caches = [cache.select(rows) for cache in self.caches]
-        return TransformerState(caches, memory, mask, self.beam, self.length)
+        if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
+            self.memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in self.memory]
+            self.mask = self.mask.index_select(0, sentences)
+        for cache in self.caches:
+            cache.select(rows)
+        return self

@@ -133,10 +133,7 @@ class Transformer(nn.Module):
         return TransformerState([Cache() for _ in self.decoder], projected, memory.mask, beam)
 
     def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
-        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them.
-
-        The state given is used up: the new tokens are written into its caches.
-        """
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         x = self.target(tokens, start=state.length)
         for layer, cache, memory in zip(self.decoder, state.caches, state.memory, strict=True):
             x = layer.step(x, cache, memory, state)

@@ -74,7 +74,7 @@ def _begin(
     if recipe is not None:
         config, reasons = recipe(config, prepared)
         config = configs.assign(config, settings)
-        for reason in reasons:
+        for reason in [*reasons, *(f"auto: but {setting}, as you say" for setting in settings)]:
             say(reason)
     return Run.create(folder, config, prepared.tokenizers, command), prepared
 

@@ -34,6 +34,7 @@ class Log:
             console=self.console,
             disable=not sys.stderr.isatty(),
             transient=True,
+            redirect_stdout=False,
         )
         self.task = self.bar.add_task("", total=steps, completed=after.step, state="")
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 Report = Callable[[str, int, int | None], None]
 
@@ -17,6 +27,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class _Speed(ProgressColumn):
+    """So many a second, once that is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
+
+
 @contextmanager
 def bars() -> Iterator[Report]:
     """A function `report(stage, done, total)` that keeps one bar for each stage it hears of."""
@@ -24,11 +41,13 @@ def bars() -> Iterator[Report]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.speed:,.0f}/s", table_column=None),
+        _Speed(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
         transient=True,
+        redirect_stdout=False,  # results go where the user sent them
+        redirect_stderr=False,
     )
     tasks: dict[str, TaskID] = {}
 
@@ -39,3 +58,21 @@ def bars() -> Iterator[Report]:
 
     with progress:
         yield report
+
+
+@contextmanager
+def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A function that is told how many more are done."""
+    done = 0
+    with bars() if shown else nullcontext(_ignore) as report:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            report(stage, done, total)
+
+        yield advance
+
+
+def _ignore(stage: str, done: int, total: int | None) -> None:
+    pass

@@ -1,0 +1,271 @@
+"""The Python surface: text in, text out, nothing lost; figures that can be derived again."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+import qkv
+from conftest import WORDS, sentences, tiny_config, write_pairs
+from qkv import api
+from qkv.api import Translation, Translator
+from qkv.decode.search import Hypothesis
+from qkv.errors import UsageError
+from qkv.text.split import split
+
+
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> Translator:
+    return qkv.load(tiny)
+
+
+def test_public_names_stay_what_they_are() -> None:
+    """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
+    code = (
+        "import qkv.train.loop, qkv.evaluate.metrics, qkv; qkv.load; print(qkv.train.__name__, qkv.evaluate.__name__)"
+    )
+    again = "import qkv; qkv.train; qkv.load; assert callable(qkv.train) and callable(qkv.evaluate)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "train evaluate\n", done.stderr
+    assert subprocess.run([sys.executable, "-c", again], check=False).returncode == 0
+
+
+def test_importing_waits_for_nothing() -> None:
+    code = """
+import sys, qkv
+assert "torch" not in sys.modules and "tokenizers" not in sys.modules
+qkv.presets.demo(); qkv.Config(); qkv.QkvError
+assert "torch" not in sys.modules and "tokenizers" not in sys.modules
+try:
+    qkv.trian
+except AttributeError as error:
+    assert "trian" in str(error)
+else:
+    sys.exit("a name that is not there")
+assert set(qkv.__all__) == set(dir(qkv))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- translate -------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_or_several(translator: Translator) -> None:
+    one = translator.translate("The big cat sees one dog.")
+    assert isinstance(one, Translation)
+    assert (str(one), one.pieces, one.truncated, one.alternatives) == ("Il grande gatto vede uno cane.", 1, False, [])
+    several = translator.translate(["Good day.", "", "The big cat sees one dog.", " \t\u3000 "])
+    assert [each.text for each in several] == ["Buono giorno.", "", "Il grande gatto vede uno cane.", ""]
+    assert [each.pieces for each in several] == [1, 0, 1, 0]
+    assert several[2].logprob == pytest.approx(one.logprob, abs=1e-4)
+    assert translator.translate([]) == []
+    assert translator.translate(("One.",))[0].text == "Uno."
+
+
+def test_what_a_translation_says_of_itself(translator: Translator) -> None:
+    found = translator.translate("One small house.", beam=3, n_best=3)
+    assert "".join(found.tokens).replace("▁", " ").strip() == found.text == "Uno piccolo casa."
+    assert len(found.alternatives) == 2
+    assert found.score >= found.alternatives[0].score >= found.alternatives[1].score
+    penalty = ((5 + len(found.tokens) + 1) / 6) ** 0.6
+    assert found.score == pytest.approx(found.logprob / penalty)
+    assert len({found.text, *(each.text for each in found.alternatives)}) >= 2
+    plain = found.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert list(plain) == ["text", "score", "logprob", "tokens", "alternatives", "truncated", "pieces"]
+
+
+def test_the_empty_translation_is_nobodys(translator: Translator) -> None:
+    translator.translate("").tokens.append("mine")
+    assert translator.translate("").tokens == []
+
+
+def test_options_reach_the_search(translator: Translator) -> None:
+    text = "The red dog runs and sees three big cat."
+    greedy, plain = translator.translate(text, beam=1), translator.translate(text, length_penalty="none")
+    assert plain.score == plain.logprob
+    assert greedy.text == translator.translate(text, beam=1, alpha=0.0).text
+    assert translator.translate(text, alpha=0.0).score == translator.translate(text, alpha=0.0).logprob
+    for wrong in ({"beam": 0}, {"n_best": 0}, {"length_penalty": "long"}, {"alpha": -1.0}):
+        with pytest.raises(UsageError):
+            translator.translate(text, **wrong)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="bean"):
+        translator.translate(text, bean=3)  # type: ignore[call-overload]
+
+
+def test_long_text_is_translated_in_pieces_and_nothing_is_cut(translator: Translator) -> None:
+    """Sentences that the model knows, ten times as long as it can read at once."""
+    pairs = sentences(60, seed=5)
+    source = " ".join(text for text, _ in pairs)
+    longest = translator.config.data.max_length
+    assert len(translator.tokenizers.src.encode(source)) > 5 * longest
+    found = translator.translate(source)
+    pieces = split(source, lambda piece: len(translator.tokenizers.src.encode(piece)) <= longest)
+    assert found.pieces == len(pieces) > 5
+    alone = translator.translate(list(pieces))
+    assert found.text == " ".join(each.text for each in alone)
+    assert found.tokens == [token for each in alone for token in each.tokens]
+    assert found.logprob == pytest.approx(sum(each.logprob for each in alone), abs=1e-3)
+    assert found.score == pytest.approx(sum(each.score for each in alone), abs=1e-3)
+
+
+def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:
+    found = translator.translate("  Good day.\n\nOne cat.\r\nTwo dog.")
+    assert (found.text, found.pieces) == ("Buono giorno.\n\nUno gatto.\r\nDue cane.", 3)
+
+
+@pytest.mark.parametrize(
+    ("language", "joined"),
+    [("it", "α。 β! γ"), ("zh", "α。β!γ"), ("zh-CN", "α。β!γ"), ("ja", "α。β!γ"), ("", "α。 β! γ")],
+)
+def test_pieces_are_glued_as_the_language_is_written(tiny: Path, language: str, joined: str) -> None:
+    """One piece ends in 。 with no space after it, the next in a mark and a space; a language may know no spaces."""
+    translator = qkv.load(tiny)
+    translator.config = translator.config.replace(data={"tgt_lang": language})
+    tgt = translator.tokenizers.tgt
+    pieces = split("甲。B! C", lambda piece: len(piece) <= 2)
+    assert pieces.separators == ("", "", " ", "")
+    found = [[Hypothesis(tgt.encode(text), -1.0, -0.5, False)] for text in ("α。", "β!", "γ")]
+    assert translator._translation(pieces, found).text == joined
+
+
+def test_any_text_is_answered(translator: Translator) -> None:
+    odd = ["🙂 \u200d e\u0301", "\x00", "a" * 500, "\ufeffOne.", "   One.  ", "。" * 40, "\u2028\u2029"]
+    found = translator.translate(odd, beam=1)
+    assert len(found) == len(odd)
+    assert all("\n" not in each.text for each in found)
+    assert found[4].text == "Uno."
+    with pytest.raises(UsageError, match="half of a character"):
+        translator.translate("\ud800")
+
+
+def test_progress_counts_every_text_once(translator: Translator) -> None:
+    told: list[int] = []
+    lines = ["One cat.", "", " ".join(text for text, _ in sentences(30, seed=4)), "Two dog."]
+    translator.translate(lines, progress=told.append)
+    assert sum(told) == len(lines)
+
+
+def test_stream_reads_no_further_than_it_must(translator: Translator) -> None:
+    taken: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for text, _ in sentences(9, seed=3):
+            taken.append(text)
+            yield text
+
+    stream = translator.stream(lines(), chunk=4, beam=1)
+    assert next(stream).text
+    assert len(taken) == 4
+    rest = list(stream)
+    assert len(taken) == 9
+    assert [each.text for each in rest] == [each.text for each in translator.translate(taken[1:], beam=1)]
+    assert api.CHUNK >= 1000  # enough lines to sort by length
+
+
+# ---- score -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_forced_decoding_gives_the_reported_logprob(translator: Translator, beam: int) -> None:
+    sources = [text for text, _ in sentences(20, seed=6)]
+    found = translator.translate(sources, beam=beam)
+    scored = translator.score(sources, [each.text for each in found])
+    compared = 0
+    for ours, theirs in zip(found, scored, strict=True):
+        if theirs.tokens == [*ours.tokens, "</s>"]:  # a model may spell a text in other pieces than the tokenizer
+            compared += 1
+            assert theirs.logprob == pytest.approx(ours.logprob, abs=1e-3)
+            assert sum(theirs.token_logprobs) == pytest.approx(theirs.logprob)
+            assert theirs.perplexity == pytest.approx(math.exp(-theirs.logprob / len(theirs.tokens)))
+    assert compared >= 18
+
+
+def test_the_likely_scores_above_the_unlikely(translator: Translator) -> None:
+    right, wrong = translator.score(["One cat.", "One cat."], ["Uno gatto.", "Rosso casa corre."])
+    assert right.logprob > wrong.logprob + 3
+    assert translator.score("One cat.", "Uno gatto.").logprob == pytest.approx(right.logprob, abs=1e-4)
+    assert translator.score("One cat.", "").tokens == ["</s>"]
+    assert translator.score([], []) == []
+    with pytest.raises(UsageError, match="2 sources but 1 targets"):
+        translator.score(["a", "b"], ["c"])
+    with pytest.raises(UsageError, match="two texts, or two lists"):
+        translator.score("a", ["c"])  # type: ignore[call-overload]
+
+
+# ---- language tags ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    """One source language and two targets: the small language, and the source itself in capitals."""
+    folder = tmp_path_factory.mktemp("tagged")
+    pairs = [(" ".join(text[:-1].lower().split()[:3]), "") for text, _ in sentences(700, seed=8)]
+    italian = write_pairs(folder, [(s, " ".join(WORDS[word] for word in s.split())) for s, _ in pairs], "it")
+    capital = write_pairs(folder, [(s, s.upper()) for s, _ in pairs], "up")
+    corpora = [
+        {"src": italian[0], "tgt": italian[1], "tag": "it"},
+        {"src": capital[0], "tgt": capital[1], "tag": "up"},
+    ]
+    spec = tiny_config("", "", metric="loss", average=0, steps=150).replace(data={"train": corpora})
+    return qkv.load(qkv.train(spec, folder / "run"))
+
+
+def test_a_tag_chooses_the_language(tagged: Translator) -> None:
+    assert tagged.translate("two dog", tag="it").text == "due cane"
+    assert tagged.translate("two dog", tag="up").text == "TWO DOG"
+    ours, theirs = (tagged.score("two dog", "due cane", tag=tag).logprob for tag in ("it", "up"))
+    assert ours > theirs + 2
+
+
+def test_a_tag_that_is_missing_or_unknown_is_refused(tagged: Translator, translator: Translator) -> None:
+    with pytest.raises(UsageError, match=r"one of them.*it, up"):
+        tagged.translate("two dog")
+    with pytest.raises(UsageError, match="known tags: it, up"):
+        tagged.translate("two dog", tag="de")
+    with pytest.raises(UsageError, match="known tags: none"):
+        translator.translate("two dog", tag="de")
+
+
+# ---- evaluate and load -----------------------------------------------------------------------------------------------
+
+
+def test_evaluate_is_sacrebleu_of_the_translations(translator: Translator) -> None:
+    source, reference = zip(*sentences(30, seed=11), strict=True)
+    scores, found = qkv.evaluate(translator, source, reference, beam=1)
+    texts = [each.text for each in found]
+    assert texts == [each.text for each in translator.translate(source, beam=1)]
+    assert scores.bleu.value == pytest.approx(sacrebleu.corpus_bleu(texts, [list(reference)]).score)
+    assert scores.lines == 30
+    with pytest.raises(UsageError, match="30 source lines but 29"):
+        qkv.evaluate(translator, source, reference[1:])
+
+
+def test_weights_are_chosen_by_name(tiny: Path) -> None:
+    logprobs = {
+        name: qkv.load(tiny, weights=name).score("One cat.", "Uno gatto.").logprob
+        for name in ("", "best", "average", "last", "100", "200")
+    }
+    assert logprobs["last"] == logprobs["200"] != logprobs["100"] != logprobs["average"]
+    assert logprobs[""] == logprobs[qkv.Run.open(tiny).scores["chosen"]]
+    with pytest.raises(UsageError, match="there are average, best, step-0000100, step-0000200"):
+        qkv.load(tiny, weights="worst")
+    with pytest.raises(UsageError, match="cannot be used"):
+        qkv.load(tiny, device="abacus")
+
+
+def test_a_run_can_be_moved(tiny: Path, tmp_path: Path) -> None:
+    import shutil
+
+    moved = shutil.copytree(tiny, tmp_path / "moved")
+    shutil.rmtree(moved / "store")
+    shutil.rmtree(moved / "state")
+    assert qkv.load(moved).translate("One cat.").text == "Uno gatto."

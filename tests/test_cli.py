@@ -1,0 +1,306 @@
+"""The command line: N lines in, N lines out, and every verb on one small model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+import qkv
+from conftest import Call, sentences, write_pairs
+from qkv.config import difference, from_dict
+from qkv.run import Run
+
+COMMAND = [sys.executable, "-m", "qkv"]
+
+
+@pytest.fixture(scope="module")
+def test_set(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return write_pairs(tmp_path_factory.mktemp("test"), sentences(25, seed=21), "test")
+
+
+# ---- translate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (b"", []),
+        (b"One cat.\n", ["Uno gatto."]),
+        (b"One cat.", ["Uno gatto."]),
+        (b"One cat.\r\nTwo dog.\r\n", ["Uno gatto.", "Due cane."]),
+        (b"\n\nOne cat.\n   \n\n", ["", "", "Uno gatto.", "", ""]),
+        (b"\n", [""]),
+        (b"\xef\xbb\xbfOne cat.\n", ["Uno gatto."]),
+        ("One\u2028cat.\nTwo dog.\x85\n".encode(), [..., ...]),  # only a newline ends a line
+    ],
+    ids=["nothing", "one", "no newline at the end", "CRLF", "empty and blank", "one empty", "BOM", "other line ends"],
+)
+def test_as_many_lines_out_as_in(tiny: Path, call: Call, text: bytes, lines: list[object]) -> None:
+    done = call("translate", tiny, input=text)
+    assert (done.code, done.err) == (0, "")
+    found = done.out.split("\n")
+    assert found.pop() == ""
+    assert len(found) == len(lines)
+    assert all(ours == theirs for ours, theirs in zip(found, lines, strict=True) if theirs is not ...)
+
+
+def test_files_and_streams_are_the_same(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
+    source = Path(test_set[0]).read_bytes()
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(source))
+    expected = call("translate", tiny, test_set[0]).out
+    assert expected.count("\n") == 25
+    assert call("translate", tiny, "-", input=source).out == expected
+    assert call("translate", tiny, input=source).out == expected
+    assert call("translate", tiny, tmp_path / "packed.gz").out == expected
+    done = call("translate", tiny, test_set[0], "-o", tmp_path / "new" / "out.txt")
+    assert (done.code, "No such file" in done.error) == (1, True)
+    done = call("translate", tiny, test_set[0], "-o", tmp_path / "out.txt")
+    assert (done.code, done.out) == (0, "")
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt", "packed.gz"]
+
+
+def test_output_over_the_input_loses_nothing(tiny: Path, call: Call, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("One cat.\nTwo dog.\n")
+    assert call("translate", tiny, text, "-o", text).code == 0
+    assert text.read_text() == "Uno gatto.\nDue cane.\n"
+    text.write_bytes(b"One cat.\n\xff\n")
+    assert call("translate", tiny, text, "-o", text).code == 1
+    assert text.read_bytes() == b"One cat.\n\xff\n"
+
+
+def test_json_lines(tiny: Path, call: Call) -> None:
+    done = call("translate", tiny, "--json", "--n-best", "2", input=b"One cat.\n\nThe red house.\n")
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    fields = ["line", "text", "score", "logprob", "tokens", "alternatives", "truncated", "pieces"]
+    assert [list(row) for row in rows] == [fields] * 3
+    assert [row["line"] for row in rows] == [1, 2, 3]
+    assert [row["text"] for row in rows] == ["Uno gatto.", "", "Il rosso casa."]
+    assert [len(row["alternatives"]) for row in rows] == [1, 0, 1]
+    assert set(rows[0]["alternatives"][0]) == {"text", "score", "logprob"}
+    translated = qkv.load(tiny).translate("One cat.", n_best=2)
+    assert rows[0]["score"] == pytest.approx(translated.score, abs=1e-4)
+
+
+def test_n_best_rows(tiny: Path, call: Call) -> None:
+    done = call("translate", tiny, "--n-best", "3", input=b"One cat.\n\nTwo dog.\n")
+    rows = [line.split("\t") for line in done.out.splitlines()]
+    assert [row[:2] for row in rows] == [[n, r] for n, ranks in (("1", "123"), ("2", "1"), ("3", "123")) for r in ranks]
+    assert rows[0][3] == "Uno gatto."
+    assert rows[3][2:] == ["0.0000", ""]
+    assert float(rows[0][2]) >= float(rows[1][2]) >= float(rows[2][2])
+
+
+def test_options_reach_the_translator(tiny: Path, call: Call) -> None:
+    def score(*options: str) -> tuple[float, float]:
+        row = json.loads(call("translate", tiny, "--json", *options, input=b"One small red cat sees two dog.\n").out)
+        return row["score"], row["logprob"]
+
+    assert score("--length-penalty", "none")[0] == score("--length-penalty", "none")[1]
+    assert score("--alpha", "0")[0] == score("--alpha", "0")[1]
+    assert score("--weights", "100") != score("--weights", "200")
+    assert score("--beam", "1")[1] <= score("--beam", "8", "--alpha", "0")[1] + 1e-4
+
+
+def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
+    """Someone types a line and sees its translation before typing the next; no progress bar gets in the way."""
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "translate", str(tiny)]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as talk, closing(ours):
+        os.close(theirs)
+        assert talk.stdout
+        for typed, answer in [(b"One cat.\n", b"Uno gatto.\n"), (b"\n", b"\n"), (b"Two dog.\n", b"Due cane.\n")]:
+            os.write(ours, typed)
+            assert select.select([talk.stdout], [], [], 60)[0], "no answer"
+            assert talk.stdout.readline() == answer
+        os.write(ours, b"\x04")  # Ctrl-D
+        assert talk.wait(60) == 0
+        assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # the echo of the terminal, and nothing else
+
+
+def test_progress_bars_live_on_a_terminal(tiny: Path, test_set: tuple[str, str]) -> None:
+    """The bar goes to the terminal, the result where it was sent."""
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "evaluate", str(tiny), *test_set, "-o", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs) as process, closing(ours):
+        os.close(theirs)
+        assert process.stdout
+        lines = process.stdout.read().decode().splitlines()
+        assert process.wait(60) == 0
+        shown = os.read(ours, 1 << 16)
+    assert [line.partition(" = ")[0] for line in lines[25:]] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
+    assert b"translating" in shown
+    assert b"25/25" in shown
+    assert b"BLEU" not in shown
+
+
+@contextmanager
+def closing(descriptor: int) -> Iterator[None]:
+    """Hang up in the end, so that a process on the other side does not wait for ever."""
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def test_a_reader_that_leaves_is_no_accident(tiny: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many"
+    many.write_text("One.\n" * 30_000)
+    line = f'"{sys.executable}" -m qkv translate "{tiny}" "{many}" --beam 1 | head -n 2'
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("Uno.\nUno.\n", "")
+
+
+# ---- score, evaluate, average ----------------------------------------------------------------------------------------
+
+
+def test_score(tiny: Path, call: Call, test_set: tuple[str, str]) -> None:
+    plain = [line.split("\t") for line in call("score", tiny, *test_set).out.splitlines()]
+    rows = [json.loads(line) for line in call("score", tiny, *test_set, "--json").out.splitlines()]
+    assert len(plain) == len(rows) == 25
+    for (logprob, perplexity), row in zip(plain, rows, strict=True):
+        assert float(logprob) == pytest.approx(row["logprob"], abs=1e-3)
+        assert float(perplexity) == pytest.approx(row["perplexity"], rel=1e-3)
+        assert sum(row["token_logprobs"]) == pytest.approx(row["logprob"])
+        assert len(row["tokens"]) == len(row["token_logprobs"])
+        assert row["tokens"][-1] == "</s>"
+
+
+def test_evaluate(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
+    done = call("evaluate", tiny, *test_set, "--json", "-o", tmp_path / "out")
+    report = json.loads(done.out)
+    texts = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert texts == call("translate", tiny, test_set[0]).out.splitlines()
+    reference = Path(test_set[1]).read_text(encoding="utf-8").splitlines()
+    assert report["bleu"]["value"] == pytest.approx(sacrebleu.corpus_bleu(texts, [reference]).score)
+    assert report["lines"] == 25
+    assert "version:" in report["bleu"]["signature"]
+    shown = call("evaluate", tiny, *test_set).out.splitlines()
+    assert [line.split(" = ")[0] for line in shown] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
+
+
+def test_a_run_does_not_differ_from_itself(tiny: Path, call: Call, test_set: tuple[str, str]) -> None:
+    report = json.loads(call("evaluate", tiny, *test_set, "--against", tiny, "--json").out)
+    assert [report["comparison"][name]["p"] for name in ("bleu", "chrf")] == [1.0, 1.0]
+    shown = call("evaluate", tiny, *test_set, "--against", tiny).out
+    assert shown.count("(not significant)") == 2
+    assert f"b: {tiny}" in shown
+    worse = call("evaluate", tiny, *test_set, "--against", tiny, "--weights", "100").out
+    assert "b - a = +" in worse
+
+
+def test_without_files_the_held_out_pairs_are_used(tiny: Path, call: Call) -> None:
+    report = json.loads(call("evaluate", tiny, "--json", "--beam", "1").out)
+    assert report["lines"] == len((tiny / "store" / "valid.src.txt").read_text(encoding="utf-8").splitlines())
+    chosen = Run.open(tiny).scores
+    assert report["bleu"]["value"] == pytest.approx(chosen[chosen["chosen"]]["bleu"], rel=1e-6)
+
+
+def test_average(tiny: Path, call: Call, tmp_path: Path) -> None:
+    import shutil
+
+    run = shutil.copytree(tiny, tmp_path / "run")
+    before = (run / "scores.json").read_bytes()
+    done = call("average", run, "--name", "both")
+    assert done.out == f"{run}/weights/both.safetensors: average of step-0000100, step-0000200\n"
+    assert (run / "scores.json").read_bytes() == before
+
+    def logprob(name: str) -> float:
+        return float(
+            json.loads(call("translate", run, "--json", "--weights", name, input=b"One cat.\n").out)["logprob"]
+        )
+
+    assert logprob("both") == logprob("average")  # which training made of the same two
+    for arguments, words in [
+        (["--name", "best"], "cannot name an average"),
+        (["--name", "average"], "cannot name an average"),
+        (["--name", "../best"], "cannot name an average"),
+        (["--last", "3"], "keeps 2 checkpoints, 3 are needed"),
+        (["--last", "1"], "at least 2"),
+    ]:
+        wrong = call("average", run, *arguments)
+        assert (wrong.code, words in wrong.error) == (2, True)
+
+
+# ---- config, doctor, help --------------------------------------------------------------------------------------------
+
+
+def test_config_round_trip(tiny: Path, call: Call, tmp_path: Path) -> None:
+    shown = call("config", tiny).out
+    (tmp_path / "f.toml").write_text(shown, encoding="utf-8")
+    assert call("config", tmp_path / "f.toml").out == shown
+    assert not difference(from_dict(tomllib.loads(shown)), Run.open(tiny).config)
+    assert call("config", tiny, tmp_path / "f.toml").out == ""
+
+
+def test_config_shows_where_two_differ(call: Call) -> None:
+    rows = [line.split("\t") for line in call("config", "paper_base", "paper_big").out.splitlines()]
+    assert ["model.d_model", "512", "1024"] in rows
+    assert "model.encoder_layers" not in [row[0] for row in rows]
+    changed = call("config", "paper_base", "paper_base", "--set", "model.heads=4").out
+    assert changed == "model.heads\t4\t8\n"
+
+
+def test_doctor(call: Call) -> None:
+    done = call("doctor")
+    assert done.code == 0, done.out
+    assert done.out.count("  ok  ") == 4
+    assert f"qkv {qkv.__version__}" in done.out
+    assert "all is well" in done.out
+
+
+@pytest.mark.parametrize(
+    "verb", ["train", "translate", "score", "evaluate", "average", "config", "doctor", "lab", "lab speed"]
+)
+def test_every_verb_explains_itself(verb: str, call: Call) -> None:
+    done = call(*verb.split(), "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "Usage: " in done.out
+    if verb not in ("doctor", "lab"):
+        assert "Options:" in done.out
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+from qkv.cli import main
+sys.argv = ["qkv", "--help"]
+try:
+    main()
+finally:
+    heavy = {"torch", "numpy", "tokenizers", "sacrebleu", "safetensors"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "translate" in done.stdout
+
+
+def test_no_verb_shows_the_verbs(call: Call) -> None:
+    done = call()
+    assert (done.code, done.err) == (2, "")
+    assert "evaluate" in done.out
+    assert call("--version").out == f"qkv {qkv.__version__}\n"
+
+
+def test_the_command_is_kept(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    sets = ["train.steps=1", "model.d_model=8", "model.d_ff=8", "model.heads=2", "train.device=cpu"]
+    arguments = ["--src", corpus[0], "--tgt", corpus[1], "--run", run, *(x for s in sets for x in ("--set", s))]
+    assert call("train", *arguments, "--minutes", "1").code == 0
+    command = Run.open(run).about["command"]
+    assert command.startswith(f"qkv train --src {corpus[0]} --tgt {corpus[1]} --run '{run}' --set train.steps=1")
+    assert f"`{command}`" in (run / "card.md").read_text(encoding="utf-8")

@@ -1,0 +1,79 @@
+"""The README's commands are run, on small files of the names it uses; its map names what is there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import qkv
+from qkv import cli, config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SMALL = ["--set", "train.steps=4", "--set", "train.tensorboard=false"]
+SMALLER = ["--set", "tokenizer.vocab=300", "--set", "model.d_model=16", "--set", "model.d_ff=16", "--set", "model.heads=2"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    animals = {"cat": "Katze", "dog": "Hund", "bird": "Vogel", "horse": "Pferd", "fish": "Fisch", "bee": "Biene"}
+    verbs = {"sees": "sieht", "hears": "hört", "likes": "mag", "finds": "findet"}
+    pairs = [(f"A {a} {v} a {b}.", f"{x} {w} {y}.") for a, x in animals.items() for v, w in verbs.items() for b, y in animals.items()]
+    for name, side in (("en", 0), ("de", 1)):
+        (tmp_path / f"train.{name}").write_text("".join(pair[side] + "\n" for pair in pairs), encoding="utf-8")
+        (tmp_path / f"test.{name}").write_text("".join(pair[side] + "\n" for pair in pairs[::30]), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_run(folder: Path) -> None:
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("qkv ")]
+    assert len(commands) >= 8
+    for command in commands:
+        words, _, target = command.partition(" > ")
+        arguments = shlex.split(words)[1:]
+        if arguments[0] == "train":
+            arguments += SMALL + (SMALLER if "base.toml" in arguments else [])
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            cli.app(arguments, standalone_mode=False)
+        if target:
+            (folder / target).write_text(out.getvalue(), encoding="utf-8")
+    assert (folder / "map.html").exists()
+
+
+def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = config.Config(
+        data=config.Data(train=(config.Corpus(src="train.en", tgt="train.de"),)),
+        tokenizer=config.Tokenizer(vocab=300),
+        model=config.Transformer(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1),
+        train=config.Train(steps=4, tokens_per_step=1024, tensorboard=False, name="demo"),
+    )
+    monkeypatch.setattr(qkv.presets, "demo", lambda: small)
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert (folder / "map.html").exists()
+
+
+def test_the_map_names_what_is_there() -> None:
+    (code_map,) = [block for block in blocks("") if block.startswith("src/qkv/")]
+    package = ROOT / "src" / "qkv"
+    for module in package.glob("*.py"):
+        if not module.name.startswith("__"):
+            assert module.name in code_map, f"{module.name} is missing from the README's map"
+    for folder in (path for path in package.iterdir() if (path / "__init__.py").exists()):
+        assert f"{folder.name}/" in code_map, f"{folder.name}/ is missing from the README's map"
+        named = re.search(rf"^  {folder.name}/ (.*(?:\n {{19}}.*)*)", code_map, re.MULTILINE)
+        assert named is not None
+        for module in folder.glob("*.py"):
+            if not module.name.startswith("__"):
+                assert module.stem in named[1], f"{folder.name}/{module.name} is missing from the README's map"

@@ -1,0 +1,456 @@
+"""Training: it learns, keeps what it should, says what happened, and a bad batch does not ruin it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+
+import qkv
+from conftest import Call, Done, sentences, tiny_config, write_pairs
+from qkv import auto, config, files
+from qkv.data.loader import Batch, Step
+from qkv.data.store import Prepared
+from qkv.run import Run
+from qkv.train import begin, loop, optim
+from qkv.train.average import average, average_last
+from qkv.train.checkpoint import Progress
+from qkv.train.log import Log
+from qkv.train.loop import Trainer
+from qkv.train.validate import Validation, validate
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """150 pairs of the small language."""
+    return write_pairs(tmp_path_factory.mktemp("small"), sentences(150))
+
+
+def settings(files: tuple[str, str], **train: object) -> config.Config:
+    """A model for looking at what training does, not at what it learns."""
+    values = {"steps": 8, "validate_every": 2, "log_every": 1, "tokens_per_step": 256, "metric": "loss"}
+    return tiny_config(*files, **(values | train)).replace(model={"d_model": 16, "d_ff": 32})
+
+
+@pytest.fixture
+def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
+    """A model before its first step, of the tests' config with some options changed."""
+
+    def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
+        spec = settings(small, **train).replace(model=model or {})
+        run, prepared = begin._begin(tmp_path / str(len(list(tmp_path.iterdir()))), spec, None, [], "")
+        return Trainer(run, prepared)
+
+    return make
+
+
+def updates(trainer: Trainer, count: int) -> list[Step]:
+    steps = trainer.updates.starting(trainer.progress.position)
+    return [next(steps) for _ in range(count)]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def entries(run: Path, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+# ---- learns ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["copy", "reverse"])
+def test_learns(task: str, tmp_path: Path) -> None:
+    """Random strings through text files and the public API alone: 99 % of unseen ones right."""
+    pick = random.Random(3)
+    strings = list({" ".join(pick.choices("abcdefgh", k=pick.randint(2, 6))) for _ in range(9000)})
+    pairs = [(text, text if task == "copy" else text[::-1]) for text in sorted(strings)]
+    pick.shuffle(pairs)
+    test, train = pairs[:300], pairs[300:]
+    src, tgt = write_pairs(tmp_path, train)
+    spec = tiny_config(src, tgt, steps=500, validate_every=250, metric="loss", average=0, learning_rate=4e-3)
+    run = qkv.train(spec.replace(tokenizer={"kind": "char"}, model={"d_ff": 256, "heads": 4}), tmp_path / "run")
+    found = qkv.load(run).translate([source for source, _ in test], beam=1)
+    right = sum(each.text == target for each, (_, target) in zip(found, test, strict=True))
+    assert right >= 0.99 * len(test)
+
+
+def test_the_small_language_is_learned(tiny: Path) -> None:
+    unseen = sentences(50, seed=2)
+    found = qkv.load(tiny).translate([source for source, _ in unseen])
+    assert sum(each.text == target for each, (_, target) in zip(found, unseen, strict=True)) >= 45
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_does_not_change_the_step(trainer: Callable[..., Trainer]) -> None:
+    """The same sentences as one micro-batch or as many: the same loss, gradient norm and new weights."""
+    whole, parts = trainer(), trainer()
+    update = updates(whole, 1)[0]
+    batch = update.micros[0]
+    pieces = [_rows(batch, slice(0, 1)), _rows(batch, slice(1, 3)), _rows(batch, slice(3, None))]
+    assert all(len(piece.source) for piece in pieces)
+    together = whole.step(Step([batch], update.after))
+    assert together == pytest.approx(parts.step(Step(pieces, update.after)), rel=1e-5)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-4, atol=1e-6)
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    labels = batch.labels[rows]
+    return Batch(batch.source[rows], batch.lengths[rows], batch.target[rows], labels, int((labels != 0).sum()))
+
+
+def test_micro_tokens_bound_what_is_computed_at_once(trainer: Callable[..., Trainer]) -> None:
+    update = updates(trainer(tokens_per_step=512, micro_tokens=64), 1)[0]
+    assert len(update.micros) > 4
+    assert all(batch.source.numel() <= 64 and batch.labels.numel() <= 64 for batch in update.micros)
+    assert 256 < sum(batch.labels.numel() for batch in update.micros) <= 512
+
+
+@pytest.mark.parametrize("schedule", ["paper", "inverse_sqrt", "cosine", "linear", "constant"])
+def test_the_schedule_reaches_the_optimiser(trainer: Callable[..., Trainer], schedule: str) -> None:
+    made = trainer(schedule=schedule, warmup=2)
+    for number, update in enumerate(updates(made, 3), 1):
+        made.step(update)
+        rate = optim.learning_rate(number, made.spec, made.config.model.d_model)
+        assert [group["lr"] for group in made.optimizer.param_groups] == [rate]
+        assert made.learning_rate() == rate
+
+
+def test_adam_takes_the_first_step_that_it_should(trainer: Callable[..., Trainer]) -> None:
+    """After one step from zero moments, Adam has moved every weight that has a gradient by the learning rate."""
+    made = trainer(schedule="constant", warmup=0, learning_rate=1e-3, clip=0.0)
+    before = weights(made)
+    made.step(updates(made, 1)[0])
+    for name, weight in weights(made).items():
+        moved = (weight - before[name]).abs()
+        assert moved.max() <= 1e-3 * 1.001
+        assert (moved > 0.99e-3).float().mean() > 0.3, name  # the rest have no gradient, or next to none
+
+
+def test_clipping_limits_the_gradient(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(clip=0.01)
+    norms = []
+
+    def look() -> None:
+        norms.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in made.model.parameters() if p.grad is not None]))
+        )
+
+    monkeypatch.setattr(made.optimizer, "step", look)
+    outcome = made.step(updates(made, 1)[0])
+    assert outcome.norm > 0.1
+    assert norms == [pytest.approx(0.01, rel=1e-3)]
+
+
+def test_dropout_follows_the_step_number_alone(trainer: Callable[..., Trainer]) -> None:
+    a, b = trainer({"dropout": 0.5}), trainer({"dropout": 0.5})
+    update = updates(a, 1)[0]
+    torch.rand(17)  # whatever else was drawn before
+    first = a.step(update)
+    torch.rand(3)
+    assert first == b.step(update)
+    later = trainer({"dropout": 0.5})
+    later.progress.step = 6
+    assert later.step(update) != first
+
+
+def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
+    made, exact = trainer(precision="bf16", warmup=1), trainer(precision="fp32", warmup=1)
+    assert made.precision == torch.bfloat16
+    for ours, theirs in zip(updates(made, 8), updates(exact, 8), strict=True):
+        low, high = made.step(ours), exact.step(theirs)
+        assert low.finite
+        assert low.loss == pytest.approx(high.loss, rel=0.03)
+        assert low.loss != high.loss
+    assert all(p.dtype == torch.float32 for p in made.model.parameters())
+
+
+# ---- a loss that is not finite ---------------------------------------------------------------------------------------
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
+    """Make the loss NaN in the steps of which `bad` is true."""
+    real = loop.smoothed_loss
+    calls: list[int] = []
+
+    def loss(*arguments: Any, **options: Any) -> Any:
+        smoothed, nll = real(*arguments, **options)
+        calls.append(0)
+        return (smoothed * math.nan, nll) if bad(len(calls)) else (smoothed, nll)
+
+    monkeypatch.setattr(loop, "smoothed_loss", loss)
+
+
+def test_a_bad_step_is_skipped_and_counted(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(ema=0.5, micro_tokens=256)
+    first, second, third = updates(made, 3)
+    made.step(first)
+    before, moments = weights(made), [dict(state) for state in made.optimizer.state.values()]
+    counts = [int(state["step"]) for state in moments]
+    assert made.ema
+    average_before = [tensor.clone() for tensor in made.ema.weights]
+    with monkeypatch.context() as patch:
+        poison(patch, lambda call: True)
+        assert not made.step(second).finite
+    assert made.progress.step == 2
+    assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
+    assert all(map(torch.equal, made.ema.weights, average_before))
+    assert [int(state["step"]) for state in made.optimizer.state.values()] == counts
+    assert made.step(third).finite  # and no NaN is left in the gradients
+    assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 0)
+    assert not all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
+
+
+def test_some_bad_steps_do_not_stop_training(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda call: call % 2 == 0)
+    run = qkv.train(settings(small, steps=22, validate_every=22, micro_tokens=256), tmp_path / "run").path
+    last = entries(run, "train")[-1]
+    assert (last["step"], last["skipped"]) == (22, 11)
+    assert [line["loss"] is None for line in entries(run, "train")] == [False, True] * 11
+
+
+def test_ten_bad_steps_in_a_row_stop_it(
+    small: tuple[str, str], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda call: call > 5)
+    path = tmp_path / "bad.toml"
+    path.write_text(config.dumps(settings(small, steps=50, micro_tokens=256)), encoding="utf-8")
+    done = call("train", path, "--run", tmp_path / "run")
+    assert done.code == 1
+    assert "not finite in 10 updates in a row, up to step 15" in done.error
+    assert done.err.count("update skipped") == 10
+    bad = json.loads((tmp_path / "run" / "bad-batch.json").read_text(encoding="utf-8"))
+    assert bad["step"] == 15
+    known = dict(sentences(150))
+    assert bad["rows"]
+    assert all(known[row["source"]] == row["target"] for row in bad["rows"])
+    for name in ("best", "step-0000014"):  # what was kept is as good as before
+        kept = files.read_tensors(tmp_path / "run" / "weights" / f"{name}.safetensors")
+        assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
+
+
+def test_a_poisoned_weight_is_noticed(trainer: Callable[..., Trainer]) -> None:
+    made = trainer()
+    with torch.no_grad():
+        next(made.model.parameters()).fill_(math.inf)
+    assert not made.step(updates(made, 1)[0]).finite
+
+
+def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
+    nothing, poor = Validation(math.nan, None, ""), Validation(30.0, None, "")
+    assert nothing.value("loss") < poor.value("loss")
+    assert nothing.to_dict()["loss"] is None
+    assert Validation(1.0, 3.5, "").value("bleu") == 3.5
+    assert Validation(1.0, 3.5, "").value("loss") == -1.0
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Let the validations find these losses, one after another."""
+    results = iter(losses)
+    monkeypatch.setattr(loop, "validate", lambda *arguments: Validation(next(results), None, ""))
+
+
+def test_early_stopping(small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [3.0, 2.0, 2.5, 1.0, 1.1, 1.0, 99.0])
+    run = qkv.train(settings(small, steps=100, patience=2, average=0), tmp_path / "run")
+    assert [line["loss"] for line in entries(run.path, "valid")] == [3.0, 2.0, 2.5, 1.0, 1.1, 1.0]
+    assert run.scores["best"] == {"step": 8, "loss": 1.0, "perplexity": math.e, "bleu": None}
+    assert run.scores["finished"] == 12
+
+
+def test_the_best_weights_are_kept_and_used(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [3.0, 1.0, 2.0, 2.0, 5.0])
+    run = qkv.train(settings(small, average=3), tmp_path / "run")
+    assert [path.stem for path in run.checkpoints()] == ["step-0000004", "step-0000006", "step-0000008"]
+    best, fourth = (files.read_tensors(run.weights(name)) for name in ("best", "4"))
+    assert all(torch.equal(best[name], fourth[name]) for name in fourth)
+    assert run.scores["chosen"] == "best"
+    assert run.weights() == run.weights("best")
+    assert run.weights("last") == run.weights("8")
+
+
+def test_the_average_of_the_last_is_their_mean(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [3.0, 2.0, 1.5, 1.0, 0.5])
+    run = qkv.train(settings(small, average=3), tmp_path / "run")
+    assert run.scores["chosen"] == "average"
+    assert run.scores["average"]["of"] == ["step-0000004", "step-0000006", "step-0000008"]
+    kept = [files.read_tensors(run.weights(step)) for step in ("4", "6", "8")]
+    mean = files.read_tensors(run.weights())
+    for name, tensor in mean.items():
+        expected = np.mean([tensors[name].double().numpy() for tensors in kept], axis=0).astype(np.float32)
+        assert np.array_equal(tensor.numpy(), expected), name
+    assert "| average (used by default) | 0.5000 |" in (run.path / "card.md").read_text(encoding="utf-8")
+
+    path, chosen = average_last(run.path, 2)
+    assert [path.stem, *(each.stem for each in chosen)] == ["average_2", "step-0000006", "step-0000008"]
+    two = files.read_tensors(path)
+    assert all(torch.equal(two[name], value) for name, value in average(chosen).items())
+    assert all(torch.allclose(two[n], (kept[1][n] + kept[2][n]) / 2, atol=1e-7) for n in two)
+    assert run.weights("average_2") == path
+
+
+def test_validation_sees_the_moving_average(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def look(model: torch.nn.Module, *rest: Any) -> Validation:
+        seen.append(next(model.parameters()).detach().clone())
+        return Validation(1.0, None, "")
+
+    monkeypatch.setattr(loop, "validate", look)
+    run = qkv.train(settings(small, ema=0.9, steps=4, validate_every=4, average=0), tmp_path / "run").path
+    name = next(iter(dict(Run(run).model(torch.device("cpu")).named_parameters())))
+    state = run / "state" / "step-0000004"
+    ema, own = (files.read_tensors(state / f"{which}.safetensors")[name] for which in ("ema", "weights"))
+    assert torch.equal(seen[0], ema)
+    assert not torch.equal(own, ema)
+    assert torch.equal(files.read_tensors(run / "weights" / "best.safetensors")[name], ema)
+
+
+def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None:
+    """What the log says of the last step is what anyone gets who translates and scores with that step's weights."""
+    run = Run.open(tiny)
+    source, reference = (
+        (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
+    )
+    found = [each.text for each in qkv.load(run, weights="100").translate(source, beam=1)]
+    logged = next(line for line in entries(tiny, "valid") if line["step"] == 100)
+    assert logged["bleu"] == pytest.approx(sacrebleu.corpus_bleu(found, [reference]).score, rel=1e-5)
+    assert logged["bleu"] < 99  # or nothing much was compared
+    assert logged["sample"] == found[0]
+
+
+def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
+    run, prepared = Run.open(tiny), Prepared.open(tiny / "store")
+    translator = qkv.load(run)
+    source, reference = (path.read_text(encoding="utf-8").splitlines() for path in prepared.valid_text)
+    scored = translator.score(source, reference)
+    mean = -sum(each.logprob for each in scored) / sum(len(each.tokens) for each in scored)
+    result = validate(translator.model, prepared, run.config, torch.device("cpu"))
+    assert result.loss == pytest.approx(mean, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(mean), rel=1e-4)
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(0.5, 0.5), (1.0, 1.0), (1.25, 1.25)])
+def test_epochs_are_passes_over_the_text(small: tuple[str, str], tmp_path: Path, epochs: float, share: float) -> None:
+    run = qkv.train(settings(small, steps=1000, epochs=epochs, validate_every=1000), tmp_path / "run").path
+    prepared = Prepared.open(run / "store")
+    passed = entries(run, "train")[-1]["tokens"] / (int(prepared.train.tgt_lengths.sum()) + len(prepared.train))
+    assert passed == pytest.approx(share, abs=0.2)
+    assert len(entries(run, "valid")) == 1  # at the end, though no step in between was due
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_the_log_is_json_line_by_line(tiny: Path) -> None:
+    steps = [line["step"] for line in entries(tiny, "train")]
+    assert steps == list(range(20, 201, 20))
+    assert [line["step"] for line in entries(tiny, "valid")] == [100, 200]
+    first, last = entries(tiny, "train")[0], entries(tiny, "train")[-1]
+    assert last["loss"] < first["loss"]
+    assert last["nll"] < last["loss"]  # label smoothing costs
+    assert set(last) == {
+        *("event", "step", "epoch", "loss", "nll", "norm", "learning_rate"),
+        *("tokens", "skipped", "tokens_per_second", "seconds"),
+    }
+
+
+def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:
+    with Log(tmp_path / "log.jsonl", steps=10, after=Progress()) as log:
+        log.write("valid", 1, loss=math.inf, rate=1.23456789e-7, sample="a\u2028b\nc", bleu=None)
+    (line,) = (tmp_path / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+    values = {"event": "valid", "step": 1, "loss": None, "rate": 1.23457e-7, "sample": "a\u2028b\nc", "bleu": None}
+    assert json.loads(line) == values
+    with Log(tmp_path / "log.jsonl", steps=10, after=Progress(step=1, validated=1)):
+        pass
+    assert (tmp_path / "log.jsonl").read_text(encoding="utf-8") == line + "\n"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_events_are_written(tiny: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tiny / "tensorboard"))
+    events.Reload()
+    logged = {line["step"]: line["loss"] for line in entries(tiny, "train")}
+    shown = {each.step: each.value for each in events.Scalars("train/loss")}
+    assert shown == pytest.approx(logged, rel=1e-5)
+    assert {"valid/bleu", "valid/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
+
+
+def test_the_card_says_how_it_was_made(tiny: Path) -> None:
+    card = (tiny / "card.md").read_text(encoding="utf-8")
+    assert "en → it" in card
+    parameters = sum(p.numel() for p in Run.open(tiny).model(torch.device("cpu")).parameters())
+    assert f"{parameters:,} parameters" in card
+    assert "1,500" in card  # pairs read
+    assert "(used by default)" in card
+
+
+# ---- the automatic recipe --------------------------------------------------------------------------------------------
+
+
+def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measured_rate", lambda device: 1e11)
+    prepared = Prepared.open(tiny / "store")
+    given = Run.open(tiny).config
+    short, reasons = auto.choose(given, prepared, minutes=0.5)
+    long, _ = auto.choose(given, prepared, minutes=500)
+    assert short.train.steps < long.train.steps
+    assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
+    assert f"{short.train.steps:,} steps" in " ".join(reasons)
+    assert all("\n" not in reason for reason in reasons)
+    tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
+    assert long.train.steps * long.train.tokens_per_step / tokens == pytest.approx(100, rel=0.02)
+    wide, _ = auto.choose(given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, 1)
+    assert wide.train.tokens_per_step > 5000
+
+
+def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Prepared.open(tiny / "store")
+    monkeypatch.setattr(auto, "SIZES", [(10.0, *auto.SIZES[0][1:]), *auto.SIZES[1:]])  # this text counts as larger
+    widths = {}
+    for rate in (1e7, 1e13):
+        monkeypatch.setattr(auto, "measured_rate", lambda device, rate=rate: rate)
+        chosen, reasons = auto.choose(Run.open(tiny).config, prepared, minutes=10)
+        widths[rate] = chosen.model.d_model
+        assert any("smaller" in reason for reason in reasons) == (rate == 1e7)
+    assert widths == {1e7: 128, 1e13: 256}
+
+
+def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:
+    src, tgt = corpus
+    sets = ["train.steps=1", "model.d_model=8", "model.d_ff=8", "model.heads=2", "train.device=cpu"]
+    done: Done = call(
+        *("train", "--src", src, "--tgt", tgt, "--run", tmp_path / "run"), *(x for s in sets for x in ("--set", s))
+    )
+    assert done.code == 0, done.err
+    assert "auto: but train.steps=1, as you say" in done.err
+    chosen = Run.open(tmp_path / "run").config
+    assert (chosen.train.steps, chosen.model.d_model, chosen.model.norm) == (1, 8, "pre")
