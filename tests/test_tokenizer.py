@@ -318,3 +318,12 @@ def test_torch_is_not_imported() -> None:
     code = "import sys, qkv.text, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word", "char"])
+def test_an_endless_word_teaches_no_more_than_its_beginning(kind: str) -> None:
+    """Learning from it whole would take hours; what is learned must be the same as from a part of it."""
+    spec = config.Tokenizer(kind=kind)
+    lines = ["one two three one two three"] * 3
+    endless, cut = ["ab" * 500_000], ["ab" * 128]
+    assert learn([*lines, *endless], lines, spec).fingerprint == learn([*lines, *cut], lines, spec).fingerprint

@@ -34,7 +34,7 @@ def demo() -> Config:
             src_lang="en",
             tgt_lang="it",
         ),
-        tokenizer=Tokenizer(vocab=4000),
+        tokenizer=Tokenizer(vocab=2000),
         # Hardly a sentence is seen three times, so there is nothing to overfit and dropout would only slow learning.
         model=Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
         # Many small updates learn more from the same tokens than a few large ones (benchmarks/NOTES.md).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from qkv.text.tokenizer import BYTE, PRINTABLE, SPECIALS, Tokenizer, Tokenizers,
 
 # With tokenizer.vocab = 0: this many tokens for corpora of at least so many pairs, or as many as the text supports.
 SIZES = ((1_000_000, 32_000), (150_000, 16_000), (20_000, 8_000), (5_000, 4_000), (0, 2_000))
+ENDLESS = re.compile(r"([^ ]{256})[^ ]+")  # learning takes time that grows with the square of a chunk's length
 SEEDS = 3  # candidates for each piece of a unigram vocabulary
 
 
@@ -65,7 +67,8 @@ def _learn(lines: Iterable[str], spec: config.Tokenizer, tags: Sequence[str], pa
 
 
 def _prepared(lines: Iterable[str]) -> Iterator[str]:
-    return (" " + unicodedata.normalize("NFC", line) for line in lines if line)
+    """Lines as the learners want them; of an endless chunk only the beginning teaches anything about words."""
+    return (ENDLESS.sub(r"\1", " " + unicodedata.normalize("NFC", line)) for line in lines if line)
 
 
 def _bpe(lines: Iterable[str], room: int, tags: Sequence[str]) -> Tokenizer:
