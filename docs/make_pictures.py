@@ -1,6 +1,6 @@
 """Draw docs/attention.svg from the demo run: what each word of the translation looks at.
 
-    python docs/make_pictures.py runs/demo
+python docs/make_pictures.py runs/demo
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def picture(run: str) -> str:
     width = LEFT + len(heads) * (len(columns) * CELL + GAP)
     height = TOP + len(rows) * CELL + 34
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" font-family="Arial">',
         f"<title>Cross-attention of layer {int(name.split('.')[1]) + 1}: {escape(found.text)} → "
         f"{escape(found.translation)}</title>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',

@@ -1,4 +1,4 @@
-"""Bad input: one clear line, the right exit code, no traceback, and nothing left behind that a second attempt trips over.
+"""Bad input: one clear line, the right exit code, no traceback, and nothing left that a second attempt trips over.
 
 Exit code 1 means that the work failed, 2 that the call was wrong.
 """
@@ -126,7 +126,7 @@ def test_lines_that_are_too_long_are_dropped_and_counted(pairs: tuple[Path, Path
 
 def test_text_that_is_all_filtered_out(pairs: tuple[Path, Path], train: Any) -> None:
     pairs[0].write_bytes(b"\n" * 150)
-    expect(train(), 1, "no pair is left")
+    expect(train(), 2, "0 usable pairs are too few")
     pairs[0].write_bytes(b"One cat.\n" * 150)
     pairs[1].write_bytes(b"Uno gatto.\n" * 150)
     expect(train(), 2, "too few to hold some out")
@@ -247,27 +247,24 @@ def test_a_bad_line_may_be_skipped_and_stays_a_line(tiny: Path, call: Call) -> N
 
 @pytest.mark.slow
 def test_a_line_of_a_million_characters_is_answered_in_pieces(tiny: Path, call: Call) -> None:
-    """Each piece is translated as it would be alone, and all of them come back, between the neighbours they had."""
-    known = [text for text, _ in sentences(400, seed=31)]
-    paragraph = " ".join(known)
-    endless = "x" * 20_000
-    line = f"{paragraph} {endless} {paragraph}"
-    long = (paragraph + " ") * (1_000_000 // len(paragraph) + 1)
-    assert len(long) > 1_000_000
-    text = f"One cat.\n{line}\nTwo dog.\n".encode()
-    done = call("translate", tiny, "--beam", "1", "--json", input=text)
+    """Words, and one endless token: cut without loss into pieces that fit, each translated as it would be alone."""
+    sentence = " ".join(text for text, _ in sentences(2000, seed=31))
+    line = f"{sentence} {'x' * 20_000} "
+    line += sentence * ((1_000_000 - len(line)) // len(sentence) + 1)
+    assert len(line) > 1_000_000
+    translator = qkv.load(tiny)
+    pieces = translator._pieces(line, 0)
+    assert "".join(a + b for a, b in zip(pieces.separators, (*pieces.pieces, ""), strict=True)) == line
+    longest = translator.config.data.max_length
+    assert all(len(translator.tokenizers.src.encode(piece)) <= longest for piece in pieces)
+    done = call("translate", tiny, "--beam", "1", "--json", input=f"One cat.\n{line}\nTwo dog.\n".encode())
     assert done.code == 0
     before, found, after = (json.loads(row) for row in done.out.splitlines())
     assert (before["text"], after["text"]) == ("Uno gatto.", "Due cane.")
-    translator = qkv.load(tiny)
-    alone = translator.translate(paragraph, beam=1)
-    assert found["text"].startswith(alone.text[:-200])
-    assert found["text"].endswith(alone.text[200:])
-    pieces = translator._pieces(long, 0)
-    whole = "".join(a + b for a, b in zip(pieces.separators, (*pieces.pieces, ""), strict=True))
-    assert whole == long
-    longest = translator.config.data.max_length
-    assert all(len(translator.tokenizers.src.encode(piece)) <= longest for piece in pieces)
+    assert found["pieces"] == len(pieces)
+    alone = [each.text for each in translator.translate(pieces.pieces, beam=1)]
+    assert all(alone)
+    assert found["text"] == pieces.join(alone)
 
 
 # ---- run folders -----------------------------------------------------------------------------------------------------
@@ -348,18 +345,20 @@ def test_a_damaged_state(copy: Path, call: Call) -> None:
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 
-# A child that may not write files larger than so many bytes: to it, the disk fills up in the middle of a file.
+# A process that may not write files larger than half of its next state: to it, the disk fills up in the middle of one.
 LIMITED = """
 import resource, sys
 from qkv import files
 from qkv.cli import main
-real, states = files.write_tensors, []
-def write(path, *rest):
-    states.append(path.parent.parent.name == "state")
-    if sum(states) == 3:  # the second state's weights: half of them fit
-        size = (path.parents[1] / "step-0000002" / path.name).stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-    real(path, *rest)
+
+real = files.write_tensors
+
+def write(path, tensors, *rest):
+    if path.parents[1].name == "state":
+        half = sum(tensor.nbytes for tensor in tensors.values()) // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (half, half))
+    real(path, tensors, *rest)
+
 files.write_tensors = write
 sys.argv = ["qkv", *sys.argv[1:]]
 main()
@@ -371,8 +370,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(train: Any, tmp_path: Path, 
     run, free = tmp_path / "run", tmp_path / "free"
     shutil.copytree(run, free)
     more = ["train", "--resume", "--run", str(run), "--set", "train.steps=6", "--set", "train.validate_every=2"]
-    limited = LIMITED.replace("== 3", "== 1")
-    done = subprocess.run([sys.executable, "-c", limited, *more], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", LIMITED, *more], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     *_, last = done.stderr.splitlines()
@@ -397,7 +395,7 @@ def test_a_file_that_cannot_be_written_is_as_before(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(qkv.QkvError, match="notes.txt: cannot be written: No space left on device"):
+    with pytest.raises(qkv.QkvError, match=r"notes\.txt: cannot be written: No space left on device"):
         files.write_text(path, "after")
     assert path.read_text() == "before"
     assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]

@@ -131,20 +131,18 @@ def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
         assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # the echo of the terminal, and nothing else
 
 
-def test_progress_bars_live_on_a_terminal(tiny: Path, test_set: tuple[str, str]) -> None:
+def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tuple[str, str]) -> None:
     """The bar goes to the terminal, the result where it was sent."""
     ours, theirs = pty.openpty()
-    command = [*COMMAND, "evaluate", str(tiny), *test_set, "-o", "-"]
+    command = [*COMMAND, "translate", str(tiny), test_set[0]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs) as process, closing(ours):
         os.close(theirs)
         assert process.stdout
-        lines = process.stdout.read().decode().splitlines()
+        assert process.stdout.read().decode() == call("translate", tiny, test_set[0]).out
         assert process.wait(60) == 0
         shown = os.read(ours, 1 << 16)
-    assert [line.partition(" = ")[0] for line in lines[25:]] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
     assert b"translating" in shown
-    assert b"25/25" in shown
-    assert b"BLEU" not in shown
+    assert b"25/?" in shown
 
 
 @contextmanager

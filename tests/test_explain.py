@@ -36,13 +36,18 @@ def found(tokenizers: Tokenizers) -> AttentionMap:
 def test_every_layer_and_head_is_there_and_sums_to_one(found: AttentionMap) -> None:
     assert set(found.weights) == {"encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"}
     source, target = len(found.source), len(found.written)
-    shapes = {"encoder": (2, source, source), "decoder.0.self": (2, target, target), "decoder.0.cross": (2, target, source)}
+    shapes = {
+        "encoder": (2, source, source),
+        "decoder.0.self": (2, target, target),
+        "decoder.0.cross": (2, target, source),
+    }
     for name, weights in found.weights.items():
         array = np.asarray(weights)
         assert array.shape == shapes.get(name, shapes["encoder"])
         np.testing.assert_allclose(array.sum(-1), 1.0, atol=5e-4 * source)
     assert np.triu(np.asarray(found.weights["decoder.0.self"])[0], 1).max() == 0.0
-    assert found.fed[0] == "<s>" and found.written[-1] == found.source[-1] == "</s>"
+    assert found.fed[0] == "<s>"
+    assert found.written[-1] == found.source[-1] == "</s>"
     assert found.fed[1:] == found.written[:-1]
     assert found.translation == TEXT[1]
 

@@ -16,18 +16,33 @@ from qkv import cli, config
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = ["--set", "train.steps=4", "--set", "train.tensorboard=false"]
-SMALLER = ["--set", "tokenizer.vocab=300", "--set", "model.d_model=16", "--set", "model.d_ff=16", "--set", "model.heads=2"]
+SMALLER = [
+    "--set",
+    "tokenizer.vocab=300",
+    "--set",
+    "model.d_model=16",
+    "--set",
+    "model.d_ff=16",
+    "--set",
+    "model.heads=2",
+]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     animals = {"cat": "Katze", "dog": "Hund", "bird": "Vogel", "horse": "Pferd", "fish": "Fisch", "bee": "Biene"}
     verbs = {"sees": "sieht", "hears": "hört", "likes": "mag", "finds": "findet"}
-    pairs = [(f"A {a} {v} a {b}.", f"{x} {w} {y}.") for a, x in animals.items() for v, w in verbs.items() for b, y in animals.items()]
+    pairs = [
+        (f"A {a} {v} a {b}.", f"{x} {w} {y}.")
+        for a, x in animals.items()
+        for v, w in verbs.items()
+        for b, y in animals.items()
+    ]
     for name, side in (("en", 0), ("de", 1)):
         (tmp_path / f"train.{name}").write_text("".join(pair[side] + "\n" for pair in pairs), encoding="utf-8")
         (tmp_path / f"test.{name}").write_text("".join(pair[side] + "\n" for pair in pairs[::30]), encoding="utf-8")

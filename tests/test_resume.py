@@ -360,6 +360,16 @@ def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> Non
         torch.testing.assert_close(ema[name], weight + (new[name] - weight) * (1 - (EVERY + 2) / (EVERY + 11)))
 
 
+def test_weights_of_steps_that_did_not_last_are_forgotten(stop: Stop, recipe: Path, tmp_path: Path) -> None:
+    """Killed with the weights of a step but not its state, and continued with other steps in view."""
+    run = tmp_path / "run"
+    stop(["train", recipe, "--run", run], "sync", 22, signal.SIGKILL)
+    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", f"step-{2 * EVERY:07d}"]
+    qkv.train(run=run, resume=True, settings=["train.validate_every=3", "train.steps=6"])
+    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", "step-0000006"]
+    assert Run(run).scores["average"]["of"] == [f"step-{EVERY:07d}", "step-0000006"]
+
+
 def test_fewer_steps_than_are_done_end_it_well(stop: Stop, recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     stop(["train", recipe, "--run", run], "step", 3, signal.SIGINT)  # before anything was validated
@@ -404,7 +414,7 @@ def test_an_automatic_recipe_is_settled_once(stop: Stop, corpus: tuple[str, str]
     src, tgt = corpus
     run = tmp_path / "run"
     options = ["--set", "train.device=cpu", "--set", "model.d_model=16", "--set", "model.d_ff=16"]
-    stop(["train", "--src", src, "--tgt", tgt, "--run", run, *options], "step", 3, signal.SIGKILL)
+    stop(["train", "--src", src, "--tgt", tgt, "--run", run, *options], "log", 1, signal.SIGKILL)
     settled = Run.open(run).config
     assert (settled.train.schedule, settled.model.norm, settled.model.d_model) == ("cosine", "pre", 16)
     done = call("train", "--resume", "--run", run, "--set", "train.steps=2")

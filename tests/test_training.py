@@ -21,10 +21,11 @@ from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared
 from qkv.run import Run
 from qkv.train import begin, loop, optim
+from qkv.train import trainer as trainer_module
 from qkv.train.average import average, average_last
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
-from qkv.train.loop import Trainer
+from qkv.train.trainer import Trainer
 from qkv.train.validate import Validation, validate
 
 
@@ -47,7 +48,7 @@ def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         spec = settings(small, **train).replace(model=model or {})
         run, prepared = begin._begin(tmp_path / str(len(list(tmp_path.iterdir()))), spec, None, [], "")
-        return Trainer(run, prepared)
+        return Trainer(run.config, prepared)
 
     return make
 
@@ -184,7 +185,7 @@ def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
     """Make the loss NaN in the steps of which `bad` is true."""
-    real = loop.smoothed_loss
+    real = trainer_module.smoothed_loss
     calls: list[int] = []
 
     def loss(*arguments: Any, **options: Any) -> Any:
@@ -192,7 +193,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
         calls.append(0)
         return (smoothed * math.nan, nll) if bad(len(calls)) else (smoothed, nll)
 
-    monkeypatch.setattr(loop, "smoothed_loss", loss)
+    monkeypatch.setattr(trainer_module, "smoothed_loss", loss)
 
 
 def test_a_bad_step_is_skipped_and_counted(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,17 +418,16 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 
 
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "measured_rate", lambda device: 1e11)
-    prepared = Prepared.open(tiny / "store")
-    given = Run.open(tiny).config
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / tokens)  # a pass takes a second
     short, reasons = auto.choose(given, prepared, minutes=0.5)
     long, _ = auto.choose(given, prepared, minutes=500)
-    assert short.train.steps < long.train.steps
+    passes = [each.train.steps * each.train.tokens_per_step / tokens for each in (short, long)]
+    assert passes == pytest.approx([30, 100], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
     assert all("\n" not in reason for reason in reasons)
-    tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
-    assert long.train.steps * long.train.tokens_per_step / tokens == pytest.approx(100, rel=0.02)
     wide, _ = auto.choose(given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, 1)
     assert wide.train.tokens_per_step > 5000
 
@@ -436,12 +436,12 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
     prepared = Prepared.open(tiny / "store")
     monkeypatch.setattr(auto, "SIZES", [(10.0, *auto.SIZES[0][1:]), *auto.SIZES[1:]])  # this text counts as larger
     widths = {}
-    for rate in (1e7, 1e13):
-        monkeypatch.setattr(auto, "measured_rate", lambda device, rate=rate: rate)
+    for seconds in (1e-6, 1.0):
+        monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared, seconds=seconds: seconds)
         chosen, reasons = auto.choose(Run.open(tiny).config, prepared, minutes=10)
-        widths[rate] = chosen.model.d_model
-        assert any("smaller" in reason for reason in reasons) == (rate == 1e7)
-    assert widths == {1e7: 128, 1e13: 256}
+        widths[seconds] = chosen.model.d_model
+        assert any("smaller" in reason for reason in reasons) == (seconds == 1.0)
+    assert widths == {1e-6: 256, 1.0: 128}
 
 
 def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:

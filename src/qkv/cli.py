@@ -56,6 +56,9 @@ Settings = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 
 
+INTERRUPTED = 128 + signal.SIGINT
+
+
 def main() -> None:
     """Run a verb. Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 128 + n stopped by signal n."""
     debug = "--debug" in sys.argv
@@ -67,6 +70,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False) or 0
         sys.stdout.flush()
+        if code == INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
     except BrokenPipeError:  # the reader of our output has gone: `qkv translate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
@@ -80,7 +85,7 @@ def _explain(error: BaseException, debug: bool) -> int:
     code: int | None = getattr(error, "exit_code", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        code, message = 128 + signal.SIGINT, "interrupted"
+        code, message = INTERRUPTED, "interrupted"
     elif isinstance(error, OSError):
         code, message = 1, f"{error.filename or 'input or output'}: {error.strerror or error}"
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -8,7 +8,7 @@ from qkv.config import Config, Corpus, Data, Tokenizer, Train, Transformer
 
 
 def paper_base() -> Config:
-    """The base model of the paper, trained as in its section 5 (Table 3, first row); give it corpora with --src, --tgt."""
+    """The base model of the paper, trained as in its section 5 (Table 3, first row); it wants --src and --tgt."""
     return Config(
         tokenizer=Tokenizer(vocab=37_000),
         model=Transformer(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,7 +125,16 @@ class Updates:
             epoch=epoch,
         )
 
-    def starting(self, position: Position) -> Iterator[Step]:
+    def describe(self, epoch: int) -> str:
+        """The plan of an epoch in words, with the share of it that is padding."""
+        plan = self.plan(epoch)
+        padding = batches.pad_share(plan, self.src_widths, self.tgt_widths)
+        return (
+            f"a pass over the text is {len(plan):,} updates of up to {self.tokens:,} tokens a side, "
+            f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
+        )
+
+    def starting(self, position: Position) -> Generator[Step, None, None]:
         """All steps from a position on, made by a thread that stays a little ahead."""
         return _ahead(self._steps(position), 4)
 
@@ -158,7 +167,7 @@ def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: 
     return np.concatenate([row[:tagged], np.asarray(cut, row.dtype)])
 
 
-def _ahead(steps: Iterator[Step], depth: int) -> Iterator[Step]:
+def _ahead(steps: Iterator[Step], depth: int) -> Generator[Step, None, None]:
     """Run an endless iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
     items: queue.Queue[Step | BaseException] = queue.Queue(depth)
     stop = threading.Event()

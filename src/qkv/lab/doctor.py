@@ -68,7 +68,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     sources = [row.tolist() for row in rows]
     found = [h[0] for h in search_all(model, sources, config.Decode(beam=2), tokenizers, device=device)]
     copied = [tokenizers.tgt.decode(h.tokens) for h in found]
-    results.append(("it writes what it learned", copied == text, f"{sum(a == b for a, b in zip(copied, text))} lines"))
+    results.append(("it writes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
     forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)
     gap = max(abs(sum(row) - h.logprob) for row, h in zip(forced, found, strict=True))
     results.append(("scores are re-derived by forced decoding", gap < 1e-3, f"largest difference {gap:.1e}"))

@@ -7,6 +7,7 @@ be compared before anything is timed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,8 @@ def _renamed(ours: Transformer) -> dict[str, Tensor]:
         if name.split(".")[0] in ("source", "target", "output")
     }
     norms = {"encoder": ("norm1", "norm2"), "decoder": ("norm1", "norm2", "norm3")}
-    for side, layers in (("encoder", ours.encoder), ("decoder", ours.decoder)):
+    sides: list[tuple[str, list[Any]]] = [("encoder", list(ours.encoder)), ("decoder", list(ours.decoder))]
+    for side, layers in sides:
         for i, layer in enumerate(layers):
             prefix = f"{side}.layers.{i}"
             attentions = {"self_attn": layer.attention}

@@ -112,7 +112,7 @@ def _train(
 
         def one(number: int) -> int:
             batch = batches[number % len(batches)]
-            loss(batch).backward()  # type: ignore[no-untyped-call]
+            loss(batch).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             return batch.tokens
@@ -144,12 +144,9 @@ def _decode(
 
         return one
 
-    for model_pair in [(ours, peer)]:
-        a, b = (
-            [h[0].tokens for h in search_all(m, sources[:64], spec, tokenizers, device=device)] for m in model_pair
-        )
-        if a != b:
-            raise QkvError(f"beam {beam}: our output and the peer's differ: the comparison would mean nothing")
+    a, b = ([h[0].tokens for h in search_all(m, sources[:64], spec, tokenizers, device=device)] for m in (ours, peer))
+    if a != b:
+        raise QkvError(f"beam {beam}: our output and the peer's differ: the comparison would mean nothing")
     return _take_turns(run(ours), run(peer), seconds)
 
 
