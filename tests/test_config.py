@@ -79,6 +79,7 @@ def configs(draw: st.DrawFn) -> Config:
     if tokenizer.kind != "bpe":
         tokenizer = dataclasses.replace(tokenizer, dropout=0.0)
     train = dataclasses.replace(train, tokens_per_step=train.tokens_per_step + data.max_length, micro_tokens=0)
+    train = dataclasses.replace(train, beta1=train.beta1 / 2, beta2=train.beta2 / 2, optimizer="adamw")
     return Config(data, tokenizer, model, train, decode)
 
 
@@ -254,3 +255,17 @@ def test_the_options_page_is_up_to_date() -> None:
     for path, spec, _ in config.options(Config()):
         assert f"| `{path.partition('.')[2]}` |" in made
         assert spec.metadata["help"] in made
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"micro_tokens": 30_000}, r"micro_tokens = 30000 is more than train\.tokens_per_step = 25000"),
+        ({"tokens_per_step": 256}, r"max_length = 256 leaves no room .* batch of 256 tokens"),
+        ({"beta2": 1.0}, r"beta1 and train\.beta2 must be below 1"),
+        ({"weight_decay": 0.1}, r'weight_decay is for train\.optimizer = "adamw"'),
+    ],
+)
+def test_training_options_that_do_not_go_together(train: dict[str, float], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Config().replace(train=train)

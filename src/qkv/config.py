@@ -105,7 +105,7 @@ class Train:
     steps: int = option(100_000, "optimiser updates", low=1)
     epochs: float = option(0.0, "stop after this many passes over the data; 0: no limit", low=0.0)
     tokens_per_step: int = option(25_000, "padded tokens a side in one update, over all devices", low=1)
-    micro_tokens: int = option(0, "padded tokens a side in one forward pass; 0: the whole update at once", low=0)
+    micro_tokens: int = option(0, "padded tokens a side in one pass; 0: as many as leave under 5 % padding", low=0)
     optimizer: str = option("adam", "adam, or adam with decoupled weight decay", choices=("adam", "adamw"))
     beta1: float = option(0.9, "Adam's decay of the first moment", low=0.0, high=1.0)
     beta2: float = option(0.98, "Adam's decay of the second moment", low=0.0, high=1.0)
@@ -186,16 +186,27 @@ def check(config: Config) -> None:
         raise UsageError(
             'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
         )
-    if config.data.max_length >= min(
-        config.train.tokens_per_step, config.train.micro_tokens or config.train.tokens_per_step
-    ):
-        raise UsageError(
-            f"data.max_length = {config.data.max_length} leaves no room for such a sentence in a batch of "
-            f"{config.train.micro_tokens or config.train.tokens_per_step} tokens: raise train.tokens_per_step and "
-            f"train.micro_tokens above it, or lower data.max_length"
-        )
+    _check_train(config)
     if config.tokenizer.dropout and config.tokenizer.kind != "bpe":
         raise UsageError(f'tokenizer.dropout needs tokenizer.kind = "bpe", not "{config.tokenizer.kind}"')
+
+
+def _check_train(config: Config) -> None:
+    train, longest = config.train, config.data.max_length
+    if train.micro_tokens > train.tokens_per_step:
+        raise UsageError(
+            f"train.micro_tokens = {train.micro_tokens} is more than train.tokens_per_step = {train.tokens_per_step}, "
+            f"which it divides: lower the first or raise the second"
+        )
+    if longest >= (batch := train.micro_tokens or train.tokens_per_step):
+        raise UsageError(
+            f"data.max_length = {longest} leaves no room for such a sentence in a batch of {batch} tokens: "
+            f"raise train.tokens_per_step and train.micro_tokens above it, or lower data.max_length"
+        )
+    if 1.0 in (train.beta1, train.beta2):
+        raise UsageError("train.beta1 and train.beta2 must be below 1: an average that never changes teaches nothing")
+    if train.weight_decay and train.optimizer == "adam":
+        raise UsageError('train.weight_decay is for train.optimizer = "adamw": set that, or leave it out')
 
 
 def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:
