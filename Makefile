@@ -21,8 +21,9 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/qkv train demo --run $(RUN)
-	$(BIN)/qkv evaluate $(RUN)
+	$(BIN)/qkv evaluate $(RUN) demo:test.en demo:test.it
 	printf '%s\n' "Your cat is a lovely cat." "I love you very much." | $(BIN)/qkv translate $(RUN)
+	$(BIN)/qkv explain $(RUN) "Your cat is a lovely cat." -o $(RUN)/attention.html
 
 # pytest comes last, so that its summary is the last line.
 test: lint

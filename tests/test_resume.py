@@ -221,6 +221,7 @@ def test_asked_to_stop(
     assert_same(contents(qkv.train(run=run, resume=True).path), unbroken)
 
 
+@pytest.mark.slow
 def test_stopped_again_and_again(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     stop(["train", recipe, "--run", run], "step", 3, signal.SIGINT)

@@ -314,6 +314,17 @@ def test_the_average_of_the_last_is_their_mean(
     assert run.weights("average_2") == path
 
 
+def test_weights_are_chosen_anew_when_training_goes_on(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [3.0, 2.5, 1.0, 2.6, 2.7, 2.9])  # the third and the last are of averages
+    run = qkv.train(settings(small, average=2, steps=4), tmp_path / "run")
+    assert run.scores["chosen"] == "average"
+    run = qkv.train(run=run.path, resume=True, settings=["train.steps=8"])
+    assert run.scores["chosen"] == "best"
+    assert [run.scores[name]["loss"] for name in ("best", "average")] == [2.5, 2.9]
+
+
 def test_validation_sees_the_moving_average(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

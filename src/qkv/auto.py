@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from contextlib import closing
 
@@ -15,6 +16,7 @@ from qkv.device import choose_device, describe
 from qkv.train.trainer import Trainer
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
+WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
 PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
 
 # Up to so many pairs: the model, and how many passes over the text are worth while. Small corpora want small models,
@@ -66,16 +68,17 @@ def seconds_a_token(config: Config, prepared: Prepared) -> float:
         small = max(1024, config.data.max_length + 1)
         config = config.replace(train={"tokens_per_step": min(small, config.train.tokens_per_step)})
     trainer = Trainer(config, prepared)
-    spent = written = 0.0
+    speeds: list[float] = []
     with closing(trainer.updates.starting(trainer.progress.position)) as steps:
-        trainer.step(next(steps))  # the first one warms up
-        while spent < 1.0:
+        for _ in range(WARM_UP[trainer.device.type]):
+            trainer.step(next(steps))
+        until = time.perf_counter() + 1.0
+        while time.perf_counter() < until or len(speeds) < 3:
             update = next(steps)
             start = time.perf_counter()
             trainer.step(update)
-            spent += time.perf_counter() - start
-            written += update.tokens
-    return spent / written
+            speeds.append((time.perf_counter() - start) / update.tokens)
+    return statistics.median(speeds)
 
 
 def _with(config: Config, model: Transformer, tokens_per_step: int) -> Config:

@@ -19,6 +19,8 @@ def choose_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f'device "{name}" cannot be used ({reason}): use auto or cpu') from None
+    # cuDNN's attention plans anew for every shape it meets, which takes longer than the attention of a whole epoch.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

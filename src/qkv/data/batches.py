@@ -16,6 +16,7 @@ Lengths = NDArray[np.integer]
 Update = list[Indices]  # the micro-batches of one optimiser step
 
 MOST_PADDING = 0.05
+LEAST = 512  # tokens in a micro-batch
 
 
 def visits(corpus: NDArray[np.integer], weights: tuple[float, ...], *, seed: int, epoch: int) -> Indices:
@@ -86,11 +87,11 @@ def pad_share(updates: list[Update], src: Lengths, tgt: Lengths) -> float:
 def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
     """The largest micro-batch, tokens / 2ᵏ, whose padding stays under 5 %: a small corpus needs smaller ones.
 
-    None is smaller than the longest sentence.
+    None is smaller than the longest sentence, nor than `LEAST`, where padding would cost less than the many passes.
     """
     indices = np.random.default_rng(0).permutation(len(src))[:sample]
     micro_tokens = tokens
-    while micro_tokens >= 2 * int(max(src.max(), tgt.max())):
+    while micro_tokens >= 2 * max(LEAST, int(src.max()), int(tgt.max())):
         updates = plan(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=0, epoch=0)
         if pad_share(updates, src, tgt) < MOST_PADDING:
             break
