@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.installed
-	$(BIN)/qkv train demo --run $(RUN)
+	if [ -e $(RUN)/run.json ]; then $(BIN)/qkv train --resume --run $(RUN); else $(BIN)/qkv train demo --run $(RUN); fi
 	$(BIN)/qkv evaluate $(RUN) demo:test.en demo:test.it
 	printf '%s\n' "Your cat is a lovely cat." "I love you very much." | $(BIN)/qkv translate $(RUN)
 	$(BIN)/qkv explain $(RUN) "Your cat is a lovely cat." -o $(RUN)/attention.html

@@ -215,6 +215,7 @@ def test_a_call_that_is_wrong(
         (["translate", "RUN", "good.txt", "-o", "no/such/folder"], 1, "No such file or directory"),
         (["score", "RUN", "good.txt", "one.txt"], 1, "good.txt has 2 lines but one.txt has 1"),
         (["evaluate", "RUN", "good.txt", "one.txt"], 1, "good.txt has 2 lines but one.txt has 1"),
+        (["score", "RUN", "long.txt", "good.txt"], 2, "line 2: "),
         (["evaluate", "RUN", "good.txt"], 2, "give REF too"),
         (["evaluate", "RUN", "empty.txt", "empty.txt"], 1, "no references"),
         (["evaluate", "RUN", "good.txt", "good.txt", "--against", "nowhere"], 2, "nowhere: no such run folder"),
@@ -235,6 +236,7 @@ def test_a_text_or_option_that_cannot_be_translated(
     Path("one.txt").write_text("Uno gatto.\n")
     Path("bad.txt").write_bytes(b"One cat.\n\xff\n")
     Path("empty.txt").write_bytes(b"")
+    Path("long.txt").write_text("One cat.\n" + "x" * 1_000_000 + "\n")
     done = call(*(tiny if each == "RUN" else each for each in arguments))
     assert done.code == code, done.err
     assert words in done.error
@@ -243,6 +245,22 @@ def test_a_text_or_option_that_cannot_be_translated(
 def test_a_bad_line_may_be_skipped_and_stays_a_line(tiny: Path, call: Call) -> None:
     done = call("translate", tiny, "--on-bad", "skip", input=b"One cat.\n\xff\nTwo dog.\n")
     assert (done.code, done.out) == (0, "Uno gatto.\n\nDue cane.\n")
+    assert done.err == "-: 1 lines were not UTF-8 and stay empty\n"
+
+
+def test_a_remedy_is_offered_only_where_there_is_one(tiny: Path, call: Call, tmp_path: Path) -> None:
+    text = tmp_path / "bad.txt"
+    text.write_bytes(b"caf\xe9\n")
+    assert call("translate", tiny, text).error.endswith('with --on-bad skip (data.on_bad = "skip")')
+    assert call("evaluate", tiny, text, text).error.endswith("convert the file")
+
+
+def test_a_translation_that_had_to_end_is_told(copy: Path, call: Call) -> None:
+    run = Run.open(copy)
+    run.write_config(run.config.replace(decode={"extra_length": 0}))
+    done = call("translate", copy, input=b"One\n\n")
+    assert (done.code, done.out.count("\n")) == (0, 2)
+    assert done.err == "-: 1 translations reached the longest length allowed (decode.extra_length)\n"
 
 
 @pytest.mark.slow

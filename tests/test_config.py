@@ -145,6 +145,8 @@ def test_what_is_left_out_has_its_default() -> None:
         ({"model": {"d_model": 9, "heads": 3}}, "sinusoidal positions need an even width"),
         ({"tokenizer": {"shared": False}}, 'set model.tie = "output"'),
         ({"tokenizer": {"kind": "char", "dropout": 0.1}}, 'tokenizer.dropout needs tokenizer.kind = "bpe"'),
+        ({"train": {"seed": 10**10}}, "train.seed = 10000000000: must be at most 1e+09"),
+        ({"model": {"positions": "learned", "max_positions": 307}}, "model.max_positions = 307: "),
         ({"data": {"max_length": 30_000}}, "leaves no room for such a sentence in a batch of 25000 tokens"),
     ],
 )

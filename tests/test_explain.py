@@ -16,7 +16,7 @@ from qkv.explain.record import AttentionMap, attention_map
 from qkv.models.transformer import build
 from qkv.text import Tokenizers, learn
 
-TEXT = ["the cat sees the dog", "the dog sees </script> the cat"]
+TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> the cat"]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,7 @@ def test_the_page_holds_the_data_and_asks_nobody_else(found: AttentionMap, tmp_p
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     assert json.loads(data[1]) == found.to_dict()
+    assert "<" not in data[1]  # nothing that a browser could take for markup
     assert not re.search(r"https?://|src=|@import|url\(", page.replace(data[1], ""))
     found.save(tmp_path / "map.json")
     assert json.loads((tmp_path / "map.json").read_text(encoding="utf-8")) == found.to_dict()

@@ -18,6 +18,7 @@ import torch
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config, files
+from qkv.errors import UsageError
 from qkv.run import Run
 
 STEPS, EVERY = 16, 4
@@ -33,7 +34,7 @@ from qkv.run import Run
 from qkv.train import begin, log, loop
 
 PLACES = {
-    "sync": (files, "_sync"),
+    "sync": (files, "sync"),
     "step": (loop.Trainer, "step"),
     "log": (log.Log, "write"),
     "learn": (Job, "learn"),
@@ -172,16 +173,17 @@ def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_
 
 
 # Every file is flushed by `sync`, and after its renaming the folder. A kill in the first leaves half a file. In order:
-# config and run.json (1 to 4), then at each validation the weights of the step, the best ones, the scores, and a state
-# of weights, optimiser, EMA and progress: two each, and one more for the state as a whole.
+# the tokenizers of store and run, config and run.json (1 to 8), then at each validation the weights of the step, the
+# best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for the state as a
+# whole.
 MOMENTS = {
-    "half of the first weights": 5,
-    "best without scores": 8,
-    "half of a state's weights": 11,
-    "half of an optimiser": 13,
-    "a state but for its name": 18,
-    "two whole states": 34,
-    "somewhere": random.Random(7).randrange(35, 64),
+    "half of the first weights": 9,
+    "best without scores": 12,
+    "half of a state's weights": 15,
+    "half of an optimiser": 17,
+    "a state but for its name": 22,
+    "two whole states": 38,
+    "somewhere": random.Random(7).randrange(39, 68),
 }
 
 
@@ -328,6 +330,20 @@ def test_a_run_that_lacks_only_its_end_gets_it(halfway: Path, tmp_path: Path) ->
     best = {key: value for key, value in Run(run).scores.items() if key in ("best", "metric")}
     Run(run).write_scores({**best, "chosen": "best"})  # as it was before the average was made
     assert_same(contents(qkv.train(run=run, resume=True).path), whole)
+
+
+def test_a_card_that_was_not_written_is_written(halfway: Path, tmp_path: Path) -> None:
+    run = copy(halfway, tmp_path)
+    (run / "card.md").unlink()
+    qkv.train(run=run, resume=True)
+    assert (run / "card.md").read_text(encoding="utf-8") == (halfway / "card.md").read_text(encoding="utf-8")
+
+
+def test_what_is_left_of_a_run_is_not_taken_for_its_beginning(halfway: Path, tmp_path: Path, recipe: Path) -> None:
+    run = copy(halfway, tmp_path)
+    (run / "run.json").unlink()
+    with pytest.raises(UsageError, match="holds what is left of a run"):
+        qkv.train(config.load(recipe), run)
 
 
 @pytest.mark.parametrize(

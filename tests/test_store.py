@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import platform
 import random
 import signal
 import subprocess
@@ -421,6 +422,16 @@ def test_a_killed_preparation_leaves_nothing_that_loads(tmp_path: Path, stage: s
             Prepared.open(folder)
     prepare(config.Data(train=(spec,)), CHARS, tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"], "what was left is swept up"
+
+
+def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: config.Data, tmp_path: Path) -> None:
+    mine = f".preparing-{platform.node()}"
+    names = {f"{mine}-{os.getpid()}-00", f"{mine}-9999-{2**22 + 1}-00", f"{mine}-x-00", ".preparing-"}
+    dead = f"{mine}-{2**22 + 1}-00"  # a number that no process of Linux has
+    for name in (*names, dead):
+        (tmp_path / name).mkdir()
+    prepare(split, CHARS, tmp_path / "store")
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"store", *names}
 
 
 def test_an_error_leaves_nothing(split: config.Data, tmp_path: Path) -> None:

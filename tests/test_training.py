@@ -431,10 +431,11 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
+    assert auto.tokens_a_pass(prepared.train) == tokens
     monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / tokens)  # a pass takes a second
     short, reasons = auto.choose(given, prepared, minutes=0.5)
     long, _ = auto.choose(given, prepared, minutes=500)
-    passes = [each.train.steps * each.train.tokens_per_step / tokens for each in (short, long)]
+    passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
     assert passes == pytest.approx([30, 100], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)

@@ -25,6 +25,7 @@ from qkv.train.begin import train
 __all__ = ["Scored", "Translation", "Translator", "evaluate", "load", "train"]
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
+LONGEST_SCORED = 8192  # tokens of a pair that is scored as a whole: memory grows with the square
 SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 
 
@@ -148,20 +149,30 @@ class Translator:
         return [self._translation(pieces, list(islice(found, len(pieces)))) for pieces in parts]
 
     @overload
-    def score(self, source: str, target: str, *, tag: str = "") -> Scored: ...  # type: ignore[overload-overlap]
+    def score(  # type: ignore[overload-overlap]
+        self, source: str, target: str, *, tag: str = "", progress: Callable[[int], None] = ...
+    ) -> Scored: ...
 
     @overload
-    def score(self, source: Sequence[str], target: Sequence[str], *, tag: str = "") -> list[Scored]: ...
+    def score(
+        self, source: Sequence[str], target: Sequence[str], *, tag: str = "", progress: Callable[[int], None] = ...
+    ) -> list[Scored]: ...
 
     def score(
-        self, source: str | Sequence[str], target: str | Sequence[str], *, tag: str = ""
+        self,
+        source: str | Sequence[str],
+        target: str | Sequence[str],
+        *,
+        tag: str = "",
+        progress: Callable[[int], None] = lambda done: None,
     ) -> Scored | list[Scored]:
         """Forced decoding: how likely the model finds the given translation of each source.
 
-        Both are taken as a whole, however long: which part of a target translates which part of a source is not known.
+        Both are taken as a whole: which part of a target translates which part of a source is not known. So a pair that
+        is endless is refused.
         """
         if isinstance(source, str) and isinstance(target, str):
-            (only,) = self.score([source], [target], tag=tag)
+            (only,) = self.score([source], [target], tag=tag, progress=progress)
             return only
         if isinstance(source, str) or isinstance(target, str):
             raise UsageError("one text and a list of texts cannot correspond: give two texts, or two lists")
@@ -171,7 +182,13 @@ class Translator:
         prefix = self._prefix(tag)
         sources = [prefix + src.encode(line) for line in source]
         targets = [tgt.encode(line) for line in target]
-        logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device)
+        for number, pair in enumerate(zip(sources, targets, strict=True), 1):
+            if (length := max(map(len, pair))) > LONGEST_SCORED:
+                raise UsageError(
+                    f"line {number}: {length:,} tokens: a pair is scored as a whole, at most {LONGEST_SCORED:,}: "
+                    f"split it into sentences"
+                )
+        logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device, progress=progress)
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
 
     def attention(self, source: str, target: str | None = None, *, tag: str = "") -> AttentionMap:

@@ -11,7 +11,8 @@ from contextlib import closing
 import numpy as np
 
 from qkv.config import Config, Transformer
-from qkv.data.store import Prepared
+from qkv.data.loader import Updates
+from qkv.data.store import Prepared, Store
 from qkv.device import choose_device, describe
 from qkv.train.trainer import Trainer
 
@@ -33,7 +34,7 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
     """A model and a length of training for this text on this device, and the reasons, a line each."""
     device = choose_device(config.train.device)
     pairs = len(prepared.train)
-    tokens = int(np.asarray(prepared.train.tgt_lengths).sum()) + pairs
+    tokens = tokens_a_pass(prepared.train)
     budget = 60 * (minutes or MINUTES.get(device.type, 30.0))
     reasons = [f"auto: {pairs:,} pairs, {tokens / 1e6:.2f} million target tokens, on {describe(device)}"]
     row = next(i for i, (limit, _, _) in enumerate(SIZES) if pairs <= limit)
@@ -49,9 +50,10 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
         )
         row -= 1
     affordable = budget / pass_seconds
-    steps = max(100, round(min(passes, affordable) * tokens / tried.train.tokens_per_step))
+    updates = updates_a_pass(tried, prepared)
+    steps = max(100, round(min(passes, affordable) * updates))
     chosen = _lasting(tried, steps)
-    made = steps * tried.train.tokens_per_step / tokens
+    made = steps / updates
     limit = f"{passes:g} are enough" if affordable >= passes else f"all that {budget / 60:g} min allow"
     reasons += [
         f"auto: {_shape(model)}, dropout {model.dropout} for a text of this size",
@@ -59,6 +61,21 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
         f"about {made * pass_seconds / 60:.0f} min by the first steps' speed; --minutes and --set change this",
     ]
     return chosen, reasons
+
+
+def tokens_a_pass(store: Store) -> int:
+    """Target tokens, </s> included, in one pass over all corpora with their weights."""
+    weights = np.asarray(store.weights)[store.corpus]
+    return max(1, round(float(weights @ (np.asarray(store.tgt_lengths) + 1.0))))
+
+
+def updates_a_pass(config: Config, prepared: Prepared) -> int:
+    """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
+    spec = config.train
+    updates = Updates(
+        prepared.train, prepared.tokenizers, tokens=spec.tokens_per_step, micro_tokens=spec.micro_tokens, seed=spec.seed
+    )
+    return len(updates.plan(0))
 
 
 def seconds_a_token(config: Config, prepared: Prepared) -> float:
@@ -70,7 +87,7 @@ def seconds_a_token(config: Config, prepared: Prepared) -> float:
     trainer = Trainer(config, prepared)
     speeds: list[float] = []
     with closing(trainer.updates.starting(trainer.progress.position)) as steps:
-        for _ in range(WARM_UP[trainer.device.type]):
+        for _ in range(WARM_UP.get(trainer.device.type, 10)):
             trainer.step(next(steps))
         until = time.perf_counter() + 1.0
         while time.perf_counter() < until or len(speeds) < 3:

@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +87,7 @@ def _explain(error: BaseException, debug: bool) -> int:
         code, message = INTERRUPTED, "interrupted"
     elif isinstance(error, OSError):
         code, message = 1, f"{error.filename or 'input or output'}: {error.strerror or error}"
-    elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    elif _out_of_memory(error):
         code, message = 1, "out of memory: lower train.micro_tokens, or decode.batch_tokens or --beam"
     if code is None:
         raise error
@@ -99,6 +98,12 @@ def _explain(error: BaseException, debug: bool) -> int:
     elif message:
         print(f"qkv: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether there was not enough memory; torch has a class for that on a GPU, and only words on a CPU."""
+    named = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return named or isinstance(error, MemoryError)
 
 
 def _version(wanted: bool) -> None:
@@ -175,14 +180,14 @@ def translate(
 ) -> None:
     """Translate text: as many lines out as in."""
     from qkv.api import CHUNK, load
-    from qkv.data.lines import read_lines
-    from qkv.train.progress import counter
+    from qkv.data.lines import Lines
+    from qkv.terminal import counter, say, writer
 
     translator = load(run, weights=weights, device=device)
     typed = file == "-" and sys.stdin.isatty()  # someone types: answer line by line
-    lines = _typed_lines(on_bad.value) if typed else read_lines(file, on_bad.value)
+    lines = Lines(file, on_bad.value)
     shown = not typed and (output != "-" or not sys.stdout.isatty())  # a bar and the text would mix
-    with _writer(output) as write, counter("translating", shown=shown) as advance:
+    with writer(output) as write, counter("translating", shown=shown) as advance:
         found = translator.stream(
             lines,
             chunk=1 if typed else CHUNK,
@@ -193,8 +198,14 @@ def translate(
             alpha=alpha,
             tag=tag,
         )
+        ended_early = 0
         for number, each in enumerate(found, 1):
             write(_shown(each, number, n_best, as_json))
+            ended_early += each.truncated
+    if ended_early:
+        say(f"{file}: {ended_early:,} translations reached the longest length allowed (decode.extra_length)")
+    if lines.bad:
+        say(f"{file}: {lines.bad:,} lines were not UTF-8 and stay empty")
 
 
 def _shown(found: Translation, number: int, n_best: int, as_json: bool) -> str:
@@ -220,11 +231,14 @@ def score(
     """Forced decoding: log-probability and perplexity of given translations, a line each."""
     from qkv.api import load
     from qkv.data.lines import read_lines
+    from qkv.terminal import counter
 
     translator = load(run, weights=weights, device=device)
-    sources, targets = list(read_lines(source)), list(read_lines(target))
+    sources, targets = read_lines(source), read_lines(target)
     _same_length(source, sources, target, targets)
-    for found in translator.score(sources, targets, tag=tag):
+    with counter("scoring", len(sources)) as advance:
+        scored = translator.score(sources, targets, tag=tag, progress=advance)
+    for found in scored:
         if as_json:
             print(json.dumps({**dataclasses.asdict(found), "perplexity": found.perplexity}, ensure_ascii=False))
         else:
@@ -261,7 +275,7 @@ def evaluate(
     from qkv import api
     from qkv.evaluate import metrics
     from qkv.run import Run
-    from qkv.train.progress import counter
+    from qkv.terminal import counter, writer
 
     sources, references = _test_set(run, source, reference)
 
@@ -282,7 +296,7 @@ def evaluate(
 
     scores, texts = measure(run, weights)
     if output:
-        with _writer(output) as write:
+        with writer(output) as write:
             for text in texts:
                 write(text)
     report: dict[str, Any] = {"run": str(run), **scores.to_dict()}
@@ -408,7 +422,7 @@ def _test_set(run: Path, source: str | None, reference: str | None) -> tuple[lis
         source, reference = str(store / "valid.src.txt"), str(store / "valid.tgt.txt")
         if not Path(source).exists():
             raise UsageError(f"{run} keeps no held-out pairs (no {source}): give SRC and REF")
-    sources, references = list(read_lines(source)), list(read_lines(reference))
+    sources, references = read_lines(source), read_lines(reference)
     _same_length(source, sources, reference, references)
     return sources, references
 
@@ -417,29 +431,6 @@ def _same_length(name: str, lines: Sequence[str], other: str, others: Sequence[s
     if len(lines) != len(others):
         counts = f"{name} has {len(lines):,} lines but {other} has {len(others):,}"
         raise QkvError(f"{counts}: they must correspond line by line")
-
-
-def _typed_lines(on_bad: str) -> Iterator[str]:
-    """Lines from a terminal, each as soon as it is typed."""
-    from qkv.data.corpus import decode_line
-
-    for number, line in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
-        yield decode_line(line.removesuffix(b"\n"), f"-, line {number}", on_bad) or ""
-
-
-@contextmanager
-def _writer(output: str) -> Iterator[Callable[[str], object]]:
-    """Write lines to standard output (-), or to a file, which is FILE.part until all of them are written."""
-    if output == "-":
-        interactive = sys.stdin.isatty()
-        yield lambda line: print(line, flush=interactive)
-        return
-    path = Path(output)
-    special = path.exists() and not path.is_file()  # a pipe or a device
-    part = path if special else path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as out:
-        yield lambda line: print(line, file=out)
-    part.replace(path)
 
 
 def _command() -> str:

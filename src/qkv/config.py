@@ -11,7 +11,6 @@ import difflib
 import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -125,11 +124,13 @@ class Train:
     precision: str = option("auto", "auto: bf16 on a GPU that has it, fp32 elsewhere", choices=("auto", "fp32", "bf16"))
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps …")
     validate_every: int = option(1000, "steps between validations and checkpoints", low=1)
-    metric: str = option("bleu", "what decides the best checkpoint", choices=("bleu", "loss"))
+    metric: str = option(
+        "bleu", "what decides the best checkpoint; with loss no BLEU is computed", choices=("bleu", "loss")
+    )
     patience: int = option(0, "stop after this many validations without a better metric; 0: never", low=0)
     log_every: int = option(50, "steps between lines of the log", low=1)
     tensorboard: bool = option(True, "also write TensorBoard events")
-    seed: int = option(1, "everything random follows from it", low=0)
+    seed: int = option(1, "everything random follows from it", low=0, high=10**9)
     name: str = option("model", "the run folder is runs/NAME unless another is given")
 
 
@@ -182,6 +183,12 @@ def check(config: Config) -> None:
         )
     if model.positions == "sinusoidal" and model.d_model % 2:
         raise UsageError(f"model.d_model = {model.d_model}: sinusoidal positions need an even width")
+    longest = config.data.max_length + config.decode.extra_length + 2  # a tag or <s>, and </s>
+    if model.positions == "learned" and model.max_positions < longest:
+        raise UsageError(
+            f"model.max_positions = {model.max_positions}: data.max_length + decode.extra_length need {longest} "
+            f"learned positions: raise the first or lower one of these"
+        )
     if model.tie == "all" and not config.tokenizer.shared:
         raise UsageError(
             'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
@@ -344,7 +351,6 @@ def _model_class(values: Any) -> type[Any]:
 
 
 def _scalar(hint: Any, value: Any, path: str) -> Any:
-    assert not isinstance(hint, types.UnionType)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:

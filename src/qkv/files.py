@@ -40,12 +40,8 @@ def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise QkvError(f"{path}: truncated or not a safetensors file ({error}): restore it from a copy") from None
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries, so that a rename survives a power cut."""
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, so that they survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -63,9 +59,9 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         mode = temporary.stat().st_mode
         write(temporary)
         temporary.chmod(mode)  # safetensors would make it readable for nobody else
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise QkvError(f"{path}: cannot be written: {_reason(error)}; what was there before is untouched") from None
     finally:

@@ -39,14 +39,14 @@ def demo() -> Config:
         model=Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
         # Many small updates learn more from the same tokens than a few large ones (benchmarks/NOTES.md).
         train=Train(
-            steps=2800,
+            steps=3400,
             tokens_per_step=1024,
             schedule="cosine",
             learning_rate=2e-3,
             warmup=200,
             clip=1.0,
             average=0,
-            validate_every=700,
+            validate_every=850,
             name="demo",
         ),
     )

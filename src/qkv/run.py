@@ -7,6 +7,7 @@ tokenizer.json    text ↔ ids
 weights/          best, average and step-N .safetensors
 state/step-N/     what training continues from
 log.jsonl         one line for each logged step and each validation
+tensorboard/      the same as TensorBoard events
 scores.json       validation scores of the weights, and which are used by default
 card.md           the same for people
 store/            the tokenised training text

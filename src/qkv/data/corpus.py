@@ -143,7 +143,8 @@ def pieces(path: Path) -> Iterator[bytes]:
     """The content of a file, compressed or not, or of standard input, a piece at a time."""
     try:
         if path == Path("-"):
-            yield from iter(lambda: sys.stdin.buffer.read(PIECE), b"")
+            stdin = sys.stdin.buffer  # what is typed comes line by line
+            yield from iter(stdin.readline if stdin.isatty() else lambda: stdin.read(PIECE), b"")
         elif path.suffix == ".zst":
             yield from _zstd(path)
         else:
@@ -264,15 +265,19 @@ def _lines(file: Path, span: tuple[int, int], name: str, first: int, on_bad: str
 
 
 def decode_line(line: bytes, where: str, on_bad: str) -> str | None:
-    """A line as text, without its carriage return; one that is not UTF-8 is an error, or None with on_bad = "skip"."""
+    """A line as text, without its carriage return; one that is not UTF-8 is an error, or None with on_bad = "skip".
+
+    With on_bad = "" the user has no such choice, and the error offers none.
+    """
     try:
         return line.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
         if on_bad == "skip":
             return None
+        choice = ', or leave such lines out with --on-bad skip (data.on_bad = "skip")' if on_bad else ""
         raise QkvError(
             f"{where}: not UTF-8 (byte 0x{line[error.start]:02X} at position {error.start + 1}): "
-            f'convert the file, or set data.on_bad = "skip" to leave such lines out'
+            f"convert the file{choice}"
         ) from None
 
 

@@ -8,14 +8,32 @@ from collections.abc import Iterator
 from qkv.data.corpus import decode_line, find, pieces
 
 
-def read_lines(name: str, on_bad: str = "error") -> Iterator[str]:
-    """The lines of a file as they come; with on_bad = "skip", one that is not UTF-8 comes as an empty line."""
-    rest = b""
-    number = 0
-    for position, piece in enumerate(pieces(find(name, ""))):
-        *whole, rest = (rest + (piece if position else piece.removeprefix(BOM_UTF8))).split(b"\n")
-        for line in whole:
-            number += 1
-            yield decode_line(line, f"{name}, line {number}", on_bad) or ""
-    if rest:
-        yield decode_line(rest, f"{name}, line {number + 1}", on_bad) or ""
+class Lines:
+    """The lines of a file as they come; with on_bad = "skip", one that is not UTF-8 comes as an empty line.
+
+    `bad` counts those, so that the caller can tell of them.
+    """
+
+    def __init__(self, name: str, on_bad: str = "error") -> None:
+        self.name, self.on_bad = name, on_bad
+        self.number = self.bad = 0
+
+    def __iter__(self) -> Iterator[str]:
+        rest = b""
+        for position, piece in enumerate(pieces(find(self.name, ""))):
+            *whole, rest = (rest + (piece if position else piece.removeprefix(BOM_UTF8))).split(b"\n")
+            yield from map(self.decode, whole)
+        if rest:
+            yield self.decode(rest)
+
+    def decode(self, line: bytes) -> str:
+        """The next line as text."""
+        self.number += 1
+        text = decode_line(line, f"{self.name}, line {self.number}", self.on_bad)
+        self.bad += text is None
+        return text or ""
+
+
+def read_lines(name: str) -> list[str]:
+    """All lines of a file; one that is not UTF-8 is an error."""
+    return list(Lines(name, on_bad=""))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -309,11 +310,12 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
 def _draft(parent: Path) -> Iterator[Path]:
     """A folder to build in, beside where the result will be; removed unless it was renamed."""
     parent.mkdir(parents=True, exist_ok=True)
-    mine = f".preparing-{platform.node()}-"
-    for left in parent.glob(f"{mine}*"):
-        if not _alive(int(left.name.removeprefix(mine).partition("-")[0])):
+    mine = f".preparing-{platform.node()}"
+    for left in parent.glob(".preparing-*"):
+        made = re.fullmatch(rf"{re.escape(mine)}-(\d+)-[0-9a-f]+", left.name)  # another machine's are its own affair
+        if made and not _alive(int(made[1])):
             shutil.rmtree(left, ignore_errors=True)
-    draft = parent / f"{mine}{os.getpid()}-{secrets.token_hex(4)}"
+    draft = parent / f"{mine}-{os.getpid()}-{secrets.token_hex(4)}"
     draft.mkdir()
     try:
         yield draft

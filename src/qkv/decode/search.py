@@ -20,7 +20,7 @@ from qkv import config
 from qkv.errors import QkvError
 from qkv.models.state import StepModel
 
-Step = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Tensor, Any]]
+Step = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,16 @@ def search(
         longest = lengths - 1 + spec.extra_length
     forbidden = torch.tensor([pad, bos], device=source.device)
 
-    def step(tokens: Tensor, state: Any, at_limit: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-        """Logits of the next token (rows, vocab) and log Σ exp of them (rows,); their difference is log p.
-
-        What may not follow is then −∞: <pad> and <s> never, at the limit anything but </s>. The difference is left to
-        the caller, who needs it for a few tokens of the vocabulary only.
-        """
+    def step(tokens: Tensor, state: Any, at_limit: Tensor | None) -> tuple[Tensor, Any]:
+        """Log-probabilities of the next token (rows, vocab): never <pad> or <s>, and only </s> at the limit."""
         logits, state = model.step(tokens, state)
-        logits = logits[:, -1].float()
-        log_z = logits.logsumexp(-1)
-        logits.index_fill_(1, forbidden, -math.inf)
+        log_probs = logits[:, -1].float().log_softmax(-1)
+        log_probs.index_fill_(1, forbidden, -math.inf)
         if at_limit is not None:
-            last = logits[:, eos].clone()
-            logits[at_limit] = -math.inf
-            logits[:, eos] = last
-        return logits, log_z, state
+            last = log_probs[:, eos].clone()
+            log_probs[at_limit] = -math.inf
+            log_probs[:, eos] = last
+        return log_probs, state
 
     beam = max(spec.beam, n_best)
     state = model.start(model.encode(source, lengths), beam)
@@ -100,10 +95,9 @@ def _greedy(step: Step, state: Any, longest: Tensor, spec: config.Decode, bos: i
     for length in count():
         at_limit = [length >= limits[s] for s in sentences]
         mask = torch.tensor(at_limit, device=longest.device) if any(at_limit) else None
-        logits, log_z, state = step(tokens, state, mask)
-        best, token = logits.max(-1)
-        gains = (best - log_z).tolist()
-        for s, t, gained, truncated in zip(sentences, token.tolist(), gains, at_limit, strict=True):
+        log_probs, state = step(tokens, state, mask)
+        best, token = log_probs.max(-1)
+        for s, t, gained, truncated in zip(sentences, token.tolist(), best.tolist(), at_limit, strict=True):
             if found[s]:
                 continue  # it has ended, but not left
             logprob[s] += gained
@@ -141,11 +135,11 @@ def _beam(
     for length in count():
         at_limit = length >= longest
         mask = at_limit.repeat_interleave(beam) if length >= shortest_limit else None
-        logits, log_z, state = step(tokens[:, :, -1].reshape(-1, 1), state, mask)
-        total = logits.add_((alive.flatten() - log_z)[:, None]).reshape(len(alive), -1)  # (sentences, beam × vocab)
+        log_probs, state = step(tokens[:, :, -1].reshape(-1, 1), state, mask)
+        total = log_probs.add_(alive.reshape(-1, 1)).reshape(len(alive), -1)  # (sentences, beam × vocab)
         # At most `beam` continuations end, so twice as many hold `beam` that do not.
         ranked, which = total.topk(2 * beam, dim=-1)
-        parent, token = which // logits.shape[1], which % logits.shape[1]
+        parent, token = which // log_probs.shape[1], which % log_probs.shape[1]
         ends = token == eos
 
         final = ranked[:, :beam].masked_fill(~ends[:, :beam], -math.inf)

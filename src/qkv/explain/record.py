@@ -47,8 +47,8 @@ class AttentionMap:
         data = json.dumps(self.to_dict(), ensure_ascii=False)
         if path.suffix == ".html":
             template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-            # "</" would end the script element that holds the data; JSON may spell it so.
-            data = template.replace("/*data*/", data.replace("</", "<\\/"))
+            # "</script" or "<!--" would end or break the script element that holds the data; JSON may spell it so.
+            data = template.replace("/*data*/", data.replace("<", "\\u003c"))
         files.write_text(path, data)
 
 

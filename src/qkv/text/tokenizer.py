@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import os
 import random
 import struct
 import unicodedata
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
+from qkv import files
 from qkv.errors import QkvError, UsageError
 
 PAD, BOS, EOS = 0, 1, 2
@@ -260,17 +260,7 @@ class Tokenizers:
 
     def save(self, path: str | Path) -> None:
         """Write both to one JSON file, which is there whole or not at all."""
-        path = Path(path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(draft, "w", encoding="utf-8") as file:
-                file.write(self._dumps())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise QkvError(f"{path}: cannot write the tokenizer: {error.strerror}") from None
+        files.write_text(Path(path), self._dumps())
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizers:

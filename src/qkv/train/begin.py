@@ -13,9 +13,9 @@ from qkv.data.store import Prepared, prepare
 from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
 from qkv.run import Run
+from qkv.terminal import bars, say
 from qkv.train.card import card, parameters, vocabulary
 from qkv.train.loop import Interrupted, fit
-from qkv.train.progress import bars, say
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
 
@@ -49,8 +49,9 @@ def train(
         folder = Path(run) if run is not None else Path("runs") / config.train.name
         opened, prepared = _begin(folder, config, recipe, settings or [], command)
     say(_headline(opened.config, prepared))
-    if fit(opened, prepared):
-        files.write_text(opened.path / "card.md", card(opened, prepared))
+    page = opened.path / "card.md"
+    if fit(opened, prepared) or not page.exists():
+        files.write_text(page, card(opened, prepared))
     return opened
 
 
@@ -61,6 +62,10 @@ def _begin(
     if Run(folder).exists():
         raise UsageError(
             f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run"
+        )
+    if (folder / "state").exists():
+        raise UsageError(
+            f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
     config = configs.assign(config, settings)
     choose_device(config.train.device)  # refuses one that is not there before any work is done

@@ -59,7 +59,7 @@ def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.
             files.write_tensors(unfinished / "ema.safetensors", ema.tensors())
         _write_progress(unfinished, progress)
         unfinished.rename(folder)
-        files.sync_folder(folder.parent)
+        files.sync(folder.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

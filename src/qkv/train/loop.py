@@ -14,11 +14,11 @@ from qkv.data.loader import Step
 from qkv.data.store import Prepared
 from qkv.errors import QkvError
 from qkv.run import Run, load_weights
+from qkv.terminal import say
 from qkv.train import checkpoint
 from qkv.train.average import average
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
-from qkv.train.progress import say
 from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate
 
@@ -41,7 +41,8 @@ def fit(run: Run, prepared: Prepared) -> bool:
         trainer.progress = checkpoint.restore(state, trainer.model, trainer.optimizer, trainer.ema)
     progress, spec = trainer.progress, trainer.spec
     if trainer.done() and run.scores.get("finished") == progress.step:
-        say(f"{run.path} is finished, at step {progress.step:,}: to train on, raise its limit (--set train.steps=…)")
+        limits = "train.steps, train.epochs or train.patience"
+        say(f"{run.path} is finished, at step {progress.step:,}: to train on, raise its limit with --set ({limits})")
         return False
     checkpoint.clear_away(run, progress)
     with (

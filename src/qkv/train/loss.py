@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy (paper, section 5.4), as a sum over tokens; the loop divides once by the global count.
+"""Label-smoothed cross-entropy (paper, section 5.4), as a sum over tokens; the trainer divides once by the count.
 
 The fused path projects to the vocabulary in parts and takes their gradients at once, so that the logits of a whole
 batch never exist; the plain path is the definition. They are tested equal in value and gradient.

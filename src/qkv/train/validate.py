@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def validate(model: Transformer, prepared: Prepared, spec: config.Config, device
     loss = _loss(model, prepared, device)
     bleu, sample = None, ""
     if spec.train.metric == "bleu":
-        bleu, sample = _bleu(model, prepared, spec.data.tgt_lang, device)
+        bleu, sample = _bleu(model, prepared, spec, device)
     model.train(training)
     return Validation(loss, bleu, sample)
 
@@ -79,10 +80,11 @@ def _loss(model: Transformer, prepared: Prepared, device: torch.device) -> float
     return total / tokens
 
 
-def _bleu(model: Transformer, prepared: Prepared, tgt_lang: str, device: torch.device) -> tuple[float, str]:
+def _bleu(model: Transformer, prepared: Prepared, spec: config.Config, device: torch.device) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
-    found = search_all(model, sources, config.Decode(beam=1), tokenizers, device=device)
+    greedy = dataclasses.replace(spec.decode, beam=1)
+    found = search_all(model, sources, greedy, tokenizers, device=device)
     texts = [tokenizers.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in found]
     references = prepared.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
-    return metrics.bleu(texts, references, tgt_lang=tgt_lang), texts[0]
+    return metrics.bleu(texts, references, tgt_lang=spec.data.tgt_lang), texts[0]

@@ -1,10 +1,11 @@
-"""What is said while work goes on: lines for people on standard error, and progress bars where that is a terminal."""
+"""What people see: results on standard output, words on standard error, progress bars where that is a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -76,3 +77,19 @@ def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iter
 
 def _ignore(stage: str, done: int, total: int | None) -> None:
     pass
+
+
+@contextmanager
+def writer(output: str) -> Iterator[Callable[[str], object]]:
+    """Write lines to standard output (-), or to a file, which is FILE.part until all of them are written."""
+    if output == "-":
+        interactive = sys.stdin.isatty()
+        yield lambda line: print(line, flush=interactive)
+        return
+    path = Path(output)
+    special = path.exists() and not path.is_file()  # a pipe or a device
+    part = path if special else path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8", newline="\n") as out:
+        yield lambda line: print(line, file=out)
+    if not special:
+        part.replace(path)
