@@ -74,6 +74,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
     heads = draw(st.integers(1, 64))
     model = dataclasses.replace(model, heads=heads, d_model=2 * heads * draw(st.integers(1, 100)))
+    model = dataclasses.replace(model, max_positions=model.max_positions + data.max_length + decode.extra_length + 2)
     if not tokenizer.shared:
         model = dataclasses.replace(model, tie="output")
     if tokenizer.kind != "bpe":

@@ -380,7 +380,7 @@ def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> Non
 def test_weights_of_steps_that_did_not_last_are_forgotten(stop: Stop, recipe: Path, tmp_path: Path) -> None:
     """Killed with the weights of a step but not its state, and continued with other steps in view."""
     run = tmp_path / "run"
-    stop(["train", recipe, "--run", run], "sync", 22, signal.SIGKILL)
+    stop(["train", recipe, "--run", run], "sync", 26, signal.SIGKILL)
     assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", f"step-{2 * EVERY:07d}"]
     qkv.train(run=run, resume=True, settings=["train.validate_every=3", "train.steps=6"])
     assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", "step-0000006"]

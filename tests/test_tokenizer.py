@@ -305,8 +305,8 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         Tokenizers.load(path)
     with pytest.raises(UsageError, match="No such file"):
         Tokenizers.load(tmp_path / "missing.json")
-    with pytest.raises(QkvError, match="cannot write"):
-        learned("bpe").save(tmp_path / "missing" / "tokenizers.json")
+    with pytest.raises(QkvError, match=r"tokenizers\.json: cannot be written: (Not a directory|File exists)"):
+        learned("bpe").save(path / "tokenizers.json")  # a file is no folder
 
 
 def test_fingerprints_tell_vocabularies_apart() -> None:

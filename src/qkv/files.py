@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,8 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     except (OSError, SafetensorError) as error:
         raise QkvError(f"{path}: cannot be written: {_reason(error)}; what was there before is untouched") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed either
+            temporary.unlink()
 
 
 def _reason(error: Exception) -> str:
