@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,6 +287,7 @@ def test_another_text_is_refused(stop: Stop, recipe: Path, call: Call, tmp_path:
     run = tmp_path / "run"
     stop(["train", own, "--run", run], "step", EVERY + 2, signal.SIGKILL)
     write_pairs(tmp_path, [(s + " indeed", t + " davvero") for s, t in sentences(150, seed=9)])
+    shutil.rmtree(store)
     done = call("train", "--resume", "--run", run)
     assert (done.code, "is not what it was" in done.error) == (1, True)
 
@@ -301,8 +303,6 @@ def halfway(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy(run: Path, to: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(run, to / "copy"))
 
 
@@ -455,3 +455,27 @@ def test_an_existing_run_is_not_overwritten(halfway: Path, recipe: Path, call: C
     done = call("train", recipe, "--run", halfway)
     assert (done.code, "holds a run already: add --resume" in done.error) == (2, True)
     assert stamps(halfway) == before
+
+
+def test_a_shared_store_is_found_again_wherever_one_stands(
+    corpus: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `data.store`, a run goes on without the text files and from another working directory."""
+    monkeypatch.chdir(tmp_path)
+    copies = [shutil.copy(side, tmp_path) for side in corpus]
+    config = tiny_config(*copies, steps=4, validate_every=2).replace(data={"store": "shared"})
+    run = qkv.train(config, "run").path.resolve()
+    assert not (run / "store").exists()
+    for copy in copies:
+        Path(copy).unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    qkv.train(run=run, resume=True, settings=["train.steps=6"])
+    assert Run.open(run).scores["finished"] == 6
+
+
+def test_two_processes_do_not_train_in_one_folder(corpus: tuple[str, str], tmp_path: Path) -> None:
+    run = qkv.train(tiny_config(*corpus, steps=2, validate_every=2), tmp_path / "run")
+    with run.lock(), pytest.raises(UsageError, match="another process is training here"):
+        qkv.train(run=run.path, resume=True, settings=["train.steps=4"])
+    qkv.train(run=run.path, resume=True, settings=["train.steps=4"])

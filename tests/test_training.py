@@ -466,3 +466,14 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
     assert "auto: but train.steps=1, as you say" in done.err
     chosen = Run.open(tmp_path / "run").config
     assert (chosen.train.steps, chosen.model.d_model, chosen.model.norm) == (1, 8, "pre")
+
+
+def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -> None:
+    """With `train.epochs`, the last step is the one that ends the last pass, for the schedule and the bar too."""
+    made = trainer(epochs=2.0, steps=10_000, schedule="linear", warmup=0)
+    passes = sum(len(made.updates.plan(epoch)) for epoch in range(2))
+    assert made.spec.steps == passes
+    made.progress.step = passes
+    assert made.learning_rate() == 0.0
+    assert made.done()
+    assert trainer(epochs=2.0, steps=3).spec.steps == 3

@@ -17,10 +17,12 @@ store/            the tokenised training text
 from __future__ import annotations
 
 import difflib
+import fcntl
 import json
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -50,8 +52,13 @@ class Run:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: configs.Config, tokenizers: Tokenizers, command: str = "") -> Run:
-        """A new run folder, in which what will be trained is settled; `run.json` comes last and makes it one."""
+    def create(
+        cls, path: Path, config: configs.Config, tokenizers: Tokenizers, store: Path | None = None, command: str = ""
+    ) -> Run:
+        """A new run folder, in which what will be trained is settled; `run.json` comes last and makes it one.
+
+        `store` is where the tokenised text lies, if not in the folder itself.
+        """
         import torch
 
         from qkv import __version__
@@ -64,6 +71,7 @@ class Run:
             "python": platform.python_version(),
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
+            "store": "store" if store is None or store == path / "store" else str(store.resolve()),
         }
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
@@ -101,7 +109,18 @@ class Run:
 
     @property
     def store(self) -> Path:
-        return self.path / "store"
+        """The tokenised text: in the run folder, or where several runs share it."""
+        return self.path / (self.about.get("store", "store") if self.exists() else "store")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from training in this folder at the same time."""
+        with self.marker.open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
+            yield
 
     @property
     def log(self) -> Path:

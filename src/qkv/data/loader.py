@@ -188,7 +188,8 @@ def _ahead(steps: Iterator[Step], depth: int) -> Generator[Step, None, None]:
         except BaseException as error:
             put(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     try:
         while True:
             item = items.get()
@@ -197,3 +198,4 @@ def _ahead(steps: Iterator[Step], depth: int) -> Generator[Step, None, None]:
             yield item
     finally:
         stop.set()
+        thread.join()  # a thread inside torch while the interpreter ends would abort the process

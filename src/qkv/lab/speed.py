@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qkv import config, files
-from qkv.data.demo import splits
+from qkv.data.lines import Lines
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import by_length, search_all
 from qkv.device import choose_device, describe
@@ -76,8 +77,7 @@ def measure(what: str, *, seconds: float = 10.0, device: str = "auto", output: s
 
 
 def _text(spec: config.Config) -> tuple[list[list[int]], list[list[int]], Tokenizers]:
-    examples = splits()["train"][:SENTENCES]
-    sources, targets = [e.source for e in examples], [e.target for e in examples]
+    sources, targets = (list(islice(Lines(f"demo:train.{side}"), SENTENCES)) for side in ("en", "it"))
     tokenizers = learn(sources, targets, spec.tokenizer, ())
     return list(map(tokenizers.src.encode, sources)), list(map(tokenizers.tgt.encode, targets)), tokenizers
 

@@ -19,8 +19,8 @@ from qkv.train.loop import Interrupted, fit
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
 
-# What the weights, the text or the score of the best checkpoint depend on, and what a resumed run may change of it.
-SETTLED = ("data.", "tokenizer.", "model.", "train.seed", "train.metric")
+# What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
+SETTLED = ("data.", "tokenizer.", "model.", "train.seed", "train.metric", "train.tokens_per_step", "train.micro_tokens")
 FREE = ("data.workers",)
 
 
@@ -48,10 +48,11 @@ def train(
             raise UsageError("nothing to train on: give a preset, a config file, or --src and --tgt")
         folder = Path(run) if run is not None else Path("runs") / config.train.name
         opened, prepared = _begin(folder, config, recipe, settings or [], command)
-    say(_headline(opened.config, prepared))
-    page = opened.path / "card.md"
-    if fit(opened, prepared) or not page.exists():
-        files.write_text(page, card(opened, prepared))
+    with opened.lock():
+        say(_headline(opened.config, prepared))
+        page = opened.path / "card.md"
+        if fit(opened, prepared) or not page.exists():
+            files.write_text(page, card(opened, prepared))
     return opened
 
 
@@ -69,6 +70,8 @@ def _begin(
         )
     config = configs.assign(config, settings)
     choose_device(config.train.device)  # refuses one that is not there before any work is done
+    if any(corpus.text for corpus in config.data.train):
+        raise UsageError(f"model.kind = {config.model.kind} translates: give pairs (src and tgt), not plain text")
     try:
         prepared = _prepare(folder, config)
     except BaseException:
@@ -81,7 +84,7 @@ def _begin(
         config = configs.assign(config, settings)
         for reason in [*reasons, *(f"auto: but {setting}, as you say" for setting in settings)]:
             say(reason)
-    return Run.create(folder, config, prepared.tokenizers, command), prepared
+    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command), prepared
 
 
 def _reopen(folder: str | Path | None, settings: list[str]) -> tuple[Run, Prepared]:

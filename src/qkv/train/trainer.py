@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from qkv import config as configs
-from qkv.data.loader import Position, Step, Updates
+from qkv.data.loader import Step, Updates
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
 from qkv.models.transformer import Transformer, build
@@ -56,21 +57,19 @@ class Trainer:
             seed=spec.seed,
             device=self.device,
         )
-        self.last = self._last_position()
+        self.spec = dataclasses.replace(spec, steps=self._steps())
 
-    def _last_position(self) -> Position | None:
-        """Where `train.epochs` ends; half a pass is half the updates of it."""
+    def _steps(self) -> int:
+        """Updates until `train.steps` or `train.epochs` is reached; half a pass is half the updates of it."""
+        if not self.spec.epochs:
+            return self.spec.steps
         whole, part = divmod(self.spec.epochs, 1)
-        update = math.ceil(part * len(self.updates.plan(int(whole)))) if part else 0
-        return Position(int(whole), update) if self.spec.epochs else None
+        passes = sum(len(self.updates.plan(epoch)) for epoch in range(int(whole)))
+        return min(self.spec.steps, passes + math.ceil(part * len(self.updates.plan(int(whole)))))
 
     def done(self) -> bool:
         progress, spec = self.progress, self.spec
-        return (
-            progress.step >= spec.steps
-            or (self.last is not None and progress.position >= self.last)
-            or 0 < spec.patience <= progress.worse
-        )
+        return progress.step >= spec.steps or 0 < spec.patience <= progress.worse
 
     def step(self, update: Step) -> Outcome:
         """One update of the weights, left out when the loss is not finite.
