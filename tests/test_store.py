@@ -124,11 +124,6 @@ def test_stored_ids_are_the_encoded_lines(split: config.Data, tmp_path: Path) ->
         assert kept.src_lengths.tolist() == [len(both.src.encode(src)) for src, _ in pairs]
         assert kept.tgt_lengths.tolist() == [len(both.tgt.encode(tgt)) for _, tgt in pairs]
         assert [kept.src(i).tolist() for i in range(len(kept))] == [both.src.encode(src) for src, _ in pairs]
-        chosen = np.array([5, 0, 19, 5])
-        for side, row in (("src", kept.src), ("tgt", kept.tgt)):
-            flat, lengths = kept.gather(chosen, side)
-            assert flat.tolist() == np.concatenate([row(i) for i in chosen]).tolist()
-            assert lengths.tolist() == [len(row(i)) for i in chosen]
     assert prepared.train.src(0).dtype == np.uint16
 
 

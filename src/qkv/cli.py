@@ -324,10 +324,11 @@ def explain(
 ) -> None:
     """Draw what every head attends to while a sentence is translated."""
     from qkv.api import load
+    from qkv.terminal import say
 
     found = load(run, weights=weights, device=device).attention(text, target, tag=tag)
     found.save(output)
-    print(f"{found.translation}\n{output}: {len(found.weights)} attention layers", file=sys.stderr)
+    say(f"{found.translation}\n{output}: {len(found.weights)} attention layers")
 
 
 @app.command()

@@ -56,9 +56,6 @@ class Store:
     def __len__(self) -> int:
         return sum(self._counts)
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path, str]]:
-        return Store, (self.folder, self.part)
-
     def src(self, i: int) -> NDArray[Any]:
         """The source sentence i."""
         return self._row("src", i)
@@ -81,13 +78,6 @@ class Store:
     def corpus(self) -> NDArray[np.uint16]:
         """The number of the corpus that each pair comes from; `weights` has one weight for each."""
         return np.repeat(np.arange(len(self._counts), dtype=np.uint16), self._counts)
-
-    def gather(self, indices: NDArray[np.integer], side: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ids of many sentences end to end, and their lengths."""
-        lengths = self._side(side, self._lengths)[indices].astype(np.int64)
-        starts = self._ends[side][indices] - lengths
-        before = np.cumsum(lengths) - lengths
-        return self._ids[side][np.repeat(starts - before, lengths) + np.arange(lengths.sum())], lengths
 
     def _row(self, side: str, i: int) -> NDArray[Any]:
         end = int(self._side(side, self._ends)[i])
