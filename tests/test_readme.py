@@ -55,7 +55,7 @@ def test_the_commands_run(folder: Path) -> None:
     assert len(commands) >= 8
     for command in commands:
         words, _, target = command.partition(" > ")
-        arguments = shlex.split(words)[1:]
+        arguments = shlex.split(words, comments=True)[1:]
         if arguments[0] == "train":
             arguments += SMALL + (SMALLER if "base.toml" in arguments else [])
         out = io.StringIO()

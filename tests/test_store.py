@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
 import random
 import signal
@@ -378,13 +377,6 @@ def test_given_tokenizers_are_used(split: config.Data, tmp_path: Path) -> None:
     given = prepare(split, CHARS, tmp_path / "one").tokenizers
     prepared = prepare(split, config.Tokenizer(vocab=32_000), tmp_path / "two", tokenizers=given)
     assert prepared.tokenizers.fingerprint == given.fingerprint
-
-
-def test_a_store_can_be_sent_to_another_process(split: config.Data, tmp_path: Path) -> None:
-    kept = prepare(split, CHARS, tmp_path / "store").train
-    sent = pickle.dumps(kept)
-    assert len(sent) < 1_000
-    assert pickle.loads(sent).src(7).tolist() == kept.src(7).tolist()
 
 
 # ---- whole or not at all ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from qkv.train.trainer import Trainer
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
+FEWEST = 100  # steps
 PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
 
 # Up to so many pairs: the model, and how many passes over the text are worth while. Small corpora want small models,
@@ -30,8 +31,11 @@ SIZES: list[tuple[float, Transformer, float]] = [
 ]
 
 
-def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Config, list[str]]:
-    """A model and a length of training for this text on this device, and the reasons, a line each."""
+def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: int = 0) -> tuple[Config, list[str]]:
+    """A model and a length of training for this text on this device, and the reasons, a line each.
+
+    The length follows from `minutes` (0: a default for the device), unless `steps` says it.
+    """
     device = choose_device(config.train.device)
     pairs = len(prepared.train)
     tokens = tokens_a_pass(prepared.train)
@@ -51,14 +55,19 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0) -> tuple[Co
         row -= 1
     affordable = budget / pass_seconds
     updates = updates_a_pass(tried, prepared)
-    steps = max(100, round(min(passes, affordable) * updates))
+    allowed = round(min(passes, affordable) * updates)
+    limit = f"{passes:g} are enough" if affordable >= passes else f"all that {budget / 60:g} min allow"
+    if steps:
+        limit = "as you say"
+    elif allowed < FEWEST:
+        limit = f"fewer teach nothing, whatever the {budget / 60:g} min allowed"
+    steps = steps or max(FEWEST, allowed)
     chosen = _lasting(tried, steps)
     made = steps / updates
-    limit = f"{passes:g} are enough" if affordable >= passes else f"all that {budget / 60:g} min allow"
     reasons += [
         f"auto: {_shape(model)}, dropout {model.dropout} for a text of this size",
         f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({limit}): "
-        f"about {made * pass_seconds / 60:.0f} min by the first steps' speed; --minutes and --set change this",
+        f"about {_duration(made * pass_seconds)} by the first steps' speed; --minutes and --set change this",
     ]
     return chosen, reasons
 
@@ -119,6 +128,10 @@ def _tokens_per_step(tokens: int, device: str, longest: int) -> int:
 def _peak_rate(model: Transformer) -> float:
     """Narrow models bear larger steps: 2e-3 at d_model 128, 1e-3 at 512."""
     return round(1e-3 * math.sqrt(512 / model.d_model), 5)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _shape(model: Transformer) -> str:

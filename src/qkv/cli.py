@@ -22,6 +22,7 @@ from qkv.errors import QkvError, UsageError
 if TYPE_CHECKING:
     from qkv.api import Translation
     from qkv.config import Config
+    from qkv.data.store import Prepared
 
 
 class OnBad(StrEnum):
@@ -136,7 +137,7 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    minutes: Annotated[float, typer.Option(min=0, help="How long an automatic recipe may train; 0: by device.")] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0, help="Limit for an automatic recipe; 0: 30, or 60 on a GPU.")] = 0.0,
     on_bad: Annotated[
         str | None, typer.Option(help="A line that is not UTF-8: error, or skip the pair.", show_default=False)
     ] = None,
@@ -155,8 +156,12 @@ def train(
     if what and minutes:
         raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
     config = _with_corpora(find_config(what) if what else None, src or [], tgt or [], valid_src, valid_tgt)
-    recipe = None if what else lambda config, prepared: auto.choose(config, prepared, minutes)
-    begin(config, run, recipe=recipe, settings=changed, command=_command())
+    fixed = any(setting.partition("=")[0].strip() == "train.steps" for setting in changed)
+
+    def recipe(config: Config, prepared: Prepared) -> tuple[Config, list[str]]:
+        return auto.choose(config, prepared, minutes, steps=config.train.steps if fixed else 0)
+
+    begin(config, run, recipe=None if what else recipe, settings=changed, command=_command())
 
 
 @app.command()
@@ -184,6 +189,8 @@ def translate(
     from qkv.terminal import counter, say, writer
 
     translator = load(run, weights=weights, device=device)
+    if " " in file and not Path(file).exists():
+        raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
     typed = file == "-" and sys.stdin.isatty()  # someone types: answer line by line
     lines = Lines(file, on_bad.value)
     shown = not typed and (output != "-" or not sys.stdout.isatty())  # a bar and the text would mix

@@ -365,5 +365,5 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
 
 def _unknown(what: str, key: str, known: list[str], path: str) -> str:
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}"
+    hint = f"did you mean {path + '.' if path else ''}{nearest[0]}?" if nearest else f"known: {', '.join(known)}"
     return f"unknown {what} {path + '.' if path else ''}{key}: {hint}"

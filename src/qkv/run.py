@@ -165,7 +165,11 @@ class Run:
         path = self.path / "weights" / f"{name}.safetensors"
         if not path.exists():
             there = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))
-            hint = f"there are {there}" if there else "none are there yet: train it first"
+            hint = (
+                f"there are {there}"
+                if there
+                else f"none are there yet: go on with `qkv train --resume --run {self.path}`"
+            )
             raise UsageError(f"{self.path}: no weights named {name}: {hint}")
         return path
 
@@ -186,6 +190,8 @@ def find_config(name: str) -> configs.Config:
     if Path(name).is_dir():
         return Run.open(name).config
     if Path(name).exists():
+        if Path(name).suffix != ".toml":
+            raise UsageError(f"{name}: not a .toml file: a config is one, and text is given with --src and --tgt")
         return configs.load(name)
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"

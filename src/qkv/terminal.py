@@ -20,6 +20,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from qkv.errors import UsageError
+
 Report = Callable[[str, int, int | None], None]
 
 
@@ -89,7 +91,11 @@ def writer(output: str) -> Iterator[Callable[[str], object]]:
     path = Path(output)
     special = path.exists() and not path.is_file()  # a pipe or a device
     part = path if special else path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8", newline="\n") as out:
+    try:
+        out = part.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+    with out:
         yield lambda line: print(line, file=out)
     if not special:
         part.replace(path)

@@ -45,7 +45,7 @@ def train(
         opened, prepared = _reopen(run, settings or [])
     else:
         if config is None or not config.data.train:
-            raise UsageError("nothing to train on: give a preset, a config file, or --src and --tgt")
+            raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
         folder = Path(run) if run is not None else Path("runs") / config.train.name
         opened, prepared = _begin(folder, config, recipe, settings or [], command)
     with opened.lock():
