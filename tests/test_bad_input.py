@@ -139,7 +139,7 @@ def test_text_that_is_all_filtered_out(pairs: tuple[Path, Path], train: Any) -> 
     ("setting", "words"),
     [
         ("model.heads=3", "model.heads = 3 does not divide model.d_model = 16"),
-        ("model.head=2", "unknown option model.head: did you mean heads?"),
+        ("model.head=2", "unknown option model.head: did you mean model.heads?"),
         ("modle.heads=2", "unknown section modle: did you mean model?"),
         ("train.steps=many", "train.steps = 'many': expected a whole number"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
@@ -157,7 +157,7 @@ def test_an_option_that_cannot_be(train: Any, tmp_path: Path, setting: str, word
 def test_a_config_file_that_cannot_be(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     for text, words in [
-        ("[train]\nwarm_up = 3\n", "unknown option train.warm_up: did you mean warmup?"),
+        ("[train]\nwarm_up = 3\n", "unknown option train.warm_up: did you mean train.warmup?"),
         ("[train\n", "not valid TOML"),
         ("[model]\nheads = 7\n", "model.heads = 7 does not divide model.d_model = 512"),
         ('[model]\nkind = "rmm"\n', 'model.kind = "rmm"'),
@@ -212,7 +212,18 @@ def test_a_call_that_is_wrong(
         (["translate", "RUN", "good.txt", "--tag", "de"], 2, 'language tag "de" is not in the vocabulary'),
         (["translate", "RUN", "good.txt", "--weights", "worst"], 2, "no weights named worst"),
         (["translate", "RUN", "good.txt", "--on-bad", "cry"], 2, "--on-bad"),
-        (["translate", "RUN", "good.txt", "-o", "no/such/folder"], 1, "No such file or directory"),
+        (
+            ["translate", "RUN", "good.txt", "-o", "no/such/folder"],
+            2,
+            "folder: cannot be written: No such file",
+        ),
+        (["translate", "RUN", "I love you."], 2, "to translate a sentence, pipe it: echo … | qkv translate"),
+        (
+            ["train", "good.txt"],
+            2,
+            "good.txt: not a .toml file: a config is one, and text is given with --src",
+        ),
+        (["train", "paper_base"], 2, "name the text with --src and --tgt"),
         (["score", "RUN", "good.txt", "one.txt"], 1, "good.txt has 2 lines but one.txt has 1"),
         (["evaluate", "RUN", "good.txt", "one.txt"], 1, "good.txt has 2 lines but one.txt has 1"),
         (["score", "RUN", "long.txt", "good.txt"], 2, "line 2: "),

@@ -65,7 +65,7 @@ def test_files_and_streams_are_the_same(tiny: Path, call: Call, test_set: tuple[
     assert call("translate", tiny, input=source).out == expected
     assert call("translate", tiny, tmp_path / "packed.gz").out == expected
     done = call("translate", tiny, test_set[0], "-o", tmp_path / "new" / "out.txt")
-    assert (done.code, "No such file" in done.error) == (1, True)
+    assert (done.code, "No such file" in done.error) == (2, True)
     done = call("translate", tiny, test_set[0], "-o", tmp_path / "out.txt")
     assert (done.code, done.out) == (0, "")
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == expected

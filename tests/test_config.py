@@ -118,10 +118,10 @@ def test_what_is_left_out_has_its_default() -> None:
     ("tables", "message"),
     [
         ({"trian": {}}, "unknown section trian: did you mean train?"),
-        ({"train": {"step": 1}}, "unknown option train.step: did you mean steps?"),
-        ({"model": {"n_heads": 1}}, "unknown option model.n_heads: did you mean heads?"),
+        ({"train": {"step": 1}}, "unknown option train.step: did you mean train.steps?"),
+        ({"model": {"n_heads": 1}}, "unknown option model.n_heads: did you mean model.heads?"),
         ({"decode": {"zzzz": 1}}, "known: beam, length_penalty, alpha, extra_length, batch_tokens"),
-        ({"data": {"train": [{}, {"scr": "a"}]}}, "unknown option data.train[1].scr: did you mean src?"),
+        ({"data": {"train": [{}, {"scr": "a"}]}}, "unknown option data.train[1].scr: did you mean data.train[1].src?"),
         ({"train": 3}, "train: expected a table of options, got 3"),
         ({"data": {"train": ["a.en"]}}, "data.train[0]: expected a table of options, got 'a.en'"),
         ({"train": {"steps": "10"}}, "train.steps = '10': expected a whole number"),
@@ -179,7 +179,7 @@ def test_replace_and_the_constructor_check_too(section: str, key: str, value: An
         (None, "No such file or directory: give a config file, a preset or a run folder"),
         (b"\xff\xfe", "not a text file"),
         (b"[train\nsteps = 1", "not valid TOML"),
-        (b"[train]\nstep = 1", "unknown option train.step: did you mean steps?"),
+        (b"[train]\nstep = 1", "unknown option train.step: did you mean train.steps?"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -225,7 +225,7 @@ def test_assign(setting: str, path: str, expected: Any) -> None:
         ("steps=10", "write section.key=value"),
         ("train.steps", "write section.key=value"),
         ("trian.steps=1", "unknown section trian: did you mean train?"),
-        ("train.stepz=1", "unknown option train.stepz: did you mean steps?"),
+        ("train.stepz=1", "unknown option train.stepz: did you mean train.steps?"),
         ("train.steps=many", "train.steps = 'many': expected a whole number"),
         ("train.dropout=0.1", "unknown option train.dropout"),
     ],

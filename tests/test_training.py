@@ -477,3 +477,16 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
     assert made.learning_rate() == 0.0
     assert made.done()
     assert trainer(epochs=2.0, steps=3).spec.steps == 3
+
+
+def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
+    chosen, reasons = auto.choose(given, prepared, steps=60)
+    assert (chosen.train.steps, chosen.train.warmup) == (60, 20)
+    assert chosen.train.validate_every <= 60
+    assert "as you say" in " ".join(reasons)
+    floor, reasons = auto.choose(given, prepared, minutes=0.1)
+    assert floor.train.steps == auto.FEWEST
+    assert "fewer teach nothing" in " ".join(reasons)

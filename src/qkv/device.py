@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from qkv.errors import UsageError
@@ -32,9 +30,9 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, e.g. `cpu, 2 threads of 2 cores`."""
+    """The device in words, e.g. `cpu, threads: 2`."""
     if device.type == "cuda":
         return f"{device}, {torch.cuda.get_device_name(device)}"
     if device.type == "cpu":
-        return f"cpu, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+        return f"cpu, threads: {torch.get_num_threads()}"
     return str(device)

@@ -108,6 +108,9 @@ class Report:
             kept, held_out = (row["valid"], 0) if given else (row["train"], row["valid"])
             numbers = [row["read"], kept, held_out, *(row[fate.name.lower()] for fate in Fate if fate > Fate.VALID)]
             table.append([row["name"] + (" (valid)" if given else ""), *(f"{number:,}" for number in numbers)])
+        # A reason for which nothing was dropped needs no column.
+        shown = [i for i, column in enumerate(zip(*table, strict=True)) if i < 3 or set(column[1:]) != {"0"}]
+        table = [[row[i] for i in shown] for row in table]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         aligned = [
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
