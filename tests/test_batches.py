@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from qkv import config
 from qkv.data import batches
 from qkv.data.batches import Update, choose_micro_tokens, cut, pad_share, plan, share, visits
-from qkv.data.loader import Batch, Position, Step, Updates, collate
+from qkv.data.loader import Batch, Pairs, Position, Step, collate
 from qkv.errors import UsageError
 from qkv.text import Tokenizers, learn
 
@@ -222,9 +222,9 @@ class FakeStore:
         return np.array([len(row) for row in self.sides["tgt"]], np.uint32)
 
 
-def updates_of(**options: Any) -> Updates:
+def updates_of(**options: Any) -> Pairs:
     store = options.pop("store", None) or FakeStore()
-    return Updates(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
+    return Pairs(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
 
 
 def plain(step: Step) -> Any:
@@ -339,13 +339,13 @@ def test_the_thread_ends_with_its_reader() -> None:
 
 def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Batch] = []
-    make = Updates._batch
+    make = Pairs.batch
 
-    def counted(self: Updates, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+    def counted(self: Pairs, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
         made.append(make(self, micro, seed))
         return made[-1]
 
-    monkeypatch.setattr(Updates, "_batch", counted)
+    monkeypatch.setattr(Pairs, "batch", counted)
     steps = updates_of(micro_tokens=400).starting(Position(0, 0))  # a micro-batch an update
     next(steps)
     settled = -1

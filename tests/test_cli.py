@@ -13,12 +13,14 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
 
 import qkv
 from conftest import Call, sentences, write_pairs
+from qkv import api
 from qkv.config import difference, from_dict
 from qkv.run import Run
 
@@ -206,6 +208,30 @@ def test_a_run_does_not_differ_from_itself(tiny: Path, call: Call, test_set: tup
     assert "b - a = +" in worse
 
 
+def test_a_comparison_holds_what_each_run_has_alone(
+    tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path
+) -> None:
+    """--weights and --output belong to the run, not to the one it is compared with."""
+
+    def report(*options: object) -> dict[str, Any]:
+        return dict(json.loads(call("evaluate", tiny, *test_set, "--json", *options).out))
+
+    early, chosen = report("--weights", "100", "-o", tmp_path / "alone"), report()
+    assert early["bleu"] != chosen["bleu"]
+    both = report("--weights", "100", "-o", tmp_path / "both", "--against", tiny)
+    assert (tmp_path / "both").read_text() == (tmp_path / "alone").read_text()
+    assert both.pop("against") == chosen
+    compared = both.pop("comparison")
+    assert both == early
+    assert [compared["bleu"][side]["value"] for side in "ab"] == [early["bleu"]["value"], chosen["bleu"]["value"]]
+
+
+def test_runs_that_are_compared_translate_under_the_same_options(tiny: Path, test_set: tuple[str, str]) -> None:
+    sources, references = (Path(path).read_text(encoding="utf-8").splitlines() for path in test_set)
+    (_, ours), (_, theirs), _ = api.compare(tiny, tiny, sources, references, length_penalty="none")
+    assert all(found.score == found.logprob != 0 for found in ours + theirs)
+
+
 def test_without_files_the_held_out_pairs_are_used(tiny: Path, call: Call) -> None:
     report = json.loads(call("evaluate", tiny, "--json", "--beam", "1").out)
     assert report["lines"] == len((tiny / "store" / "valid.src.txt").read_text(encoding="utf-8").splitlines())
@@ -267,7 +293,8 @@ def test_doctor(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["train", "translate", "score", "evaluate", "average", "config", "doctor", "lab", "lab speed"]
+    "verb",
+    ["train", "translate", "complete", "fill", "score", "evaluate", "average", "config", "doctor", "lab", "lab speed"],
 )
 def test_every_verb_explains_itself(verb: str, call: Call) -> None:
     done = call(*verb.split(), "--help")
@@ -296,7 +323,17 @@ finally:
 def test_no_verb_shows_the_verbs(call: Call) -> None:
     done = call()
     assert (done.code, done.err) == (2, "")
-    assert "evaluate" in done.out
+    shown = [line.split()[0] for line in done.out.partition("Commands:\n")[2].splitlines() if line[2:3].strip()]
+    assert shown[:7] == [
+        "train",
+        "translate",
+        "complete",
+        "fill",
+        "score",
+        "evaluate",
+        "explain",
+    ]  # in the order of their use
+    assert shown[-1] == "lab"
     assert call("--version").out == f"qkv {qkv.__version__}\n"
 
 

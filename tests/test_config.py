@@ -21,25 +21,41 @@ from qkv.errors import UsageError
 OPTIONS = {
     "data": "train valid root store src_lang tgt_lang valid_size max_length max_ratio dedupe on_bad workers",
     "tokenizer": "kind vocab shared dropout sample",
-    "model": """kind d_model d_ff heads encoder_layers decoder_layers d_k d_v norm positions max_positions tie bias
-        dropout attention_dropout activation_dropout""",
+    "model": "",
     "train": """steps epochs tokens_per_step micro_tokens optimizer beta1 beta2 eps weight_decay schedule learning_rate
         warmup clip label_smoothing ema average precision device validate_every metric patience log_every tensorboard
         seed name""",
     "decode": "beam length_penalty alpha extra_length batch_tokens",
 }
+ATTENTIVE = """kind d_model d_ff heads d_k d_v attention window norm rms_norm activation positions max_positions bias
+    dropout attention_dropout activation_dropout"""
+KINDS = {
+    "transformer": f"{ATTENTIVE} encoder_layers decoder_layers tie",
+    "decoder": f"{ATTENTIVE} layers tie",
+    "encoder": f"{ATTENTIVE} layers tie masked",
+    "rnn": "kind cell d_model encoder_layers decoder_layers bidirectional attention input_feeding tie dropout",
+    "conv": "kind d_model encoder_layers decoder_layers kernel convolution positions max_positions tie dropout",
+}
 CORPUS = "src tgt text weight tag"
 
 
-def test_the_options_are_these_and_few() -> None:
-    expected = [f"{section}.{name}" for section, names in OPTIONS.items() for name in names.split()]
-    assert [path for path, _, _ in config.options(Config())] == expected
+def of_kind(kind: str) -> Config:
+    return Config(model=config.MODEL_KINDS[kind]())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_options_are_these_and_few(kind: str) -> None:
+    names = {**OPTIONS, "model": KINDS[kind]}
+    expected = [f"{section}.{name}" for section in OPTIONS for name in names[section].split()]
+    assert [path for path, _, _ in config.options(of_kind(kind))] == expected
+    assert list(config.MODEL_KINDS) == list(KINDS)
     assert [spec.name for spec in dataclasses.fields(Corpus)] == CORPUS.split()
-    assert len(expected) + len(CORPUS.split()) <= 70
+    assert len(expected) <= 70
 
 
-def test_every_option_says_what_it_means() -> None:
-    for path, spec, _ in config.options(Config()):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_says_what_it_means(kind: str) -> None:
+    for path, spec, _ in config.options(of_kind(kind)):
         assert len(spec.metadata["help"]) > 5, path
 
 
@@ -69,15 +85,22 @@ def values(cls: type[Any]) -> st.SearchStrategy[Any]:
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     """Valid configs: drawn freely, then made to agree where options depend on each other."""
+    kind = config.MODEL_KINDS[draw(st.sampled_from(list(KINDS)))]
     data, tokenizer, model, train, decode = (
-        draw(values(cls)) for cls in (config.Data, config.Tokenizer, config.Transformer, config.Train, config.Decode)
+        draw(values(cls)) for cls in (config.Data, config.Tokenizer, kind, config.Train, config.Decode)
     )
-    heads = draw(st.integers(1, 64))
-    model = dataclasses.replace(model, heads=heads, d_model=2 * heads * draw(st.integers(1, 100)))
-    model = dataclasses.replace(model, max_positions=model.max_positions + data.max_length + decode.extra_length + 2)
+    heads, width = draw(st.integers(1, 64)), draw(st.integers(1, 100))
+    model = dataclasses.replace(model, d_model=2 * heads * width)
+    if isinstance(model, config.Attentive):
+        model = dataclasses.replace(model, heads=heads, d_k=2 * model.d_k)
+    if isinstance(model, config.Convolutional):
+        model = dataclasses.replace(model, kernel=2 * model.kernel + 1)
+    if hasattr(model, "max_positions"):
+        longest = model.max_positions + data.max_length + decode.extra_length + 2
+        model = dataclasses.replace(model, max_positions=longest)
     if not tokenizer.shared:
         model = dataclasses.replace(model, tie="output")
-    if tokenizer.kind != "bpe":
+    if tokenizer.kind != "bpe" or not isinstance(model, config.Translating):
         tokenizer = dataclasses.replace(tokenizer, dropout=0.0)
     train = dataclasses.replace(train, tokens_per_step=train.tokens_per_step + data.max_length, micro_tokens=0)
     train = dataclasses.replace(train, beta1=train.beta1 / 2, beta2=train.beta2 / 2, optimizer="adamw")
@@ -141,6 +164,12 @@ def test_what_is_left_out_has_its_default() -> None:
         ({"model": {"norm": "pots"}}, 'model.norm = "pots": choose one of post, pre (nearest: post)'),
         ({"model": {"kind": "rmm"}}, 'model.kind = "rmm": choose one of'),
         ({"model": {"kind": ["rnn"]}}, "choose one of"),
+        ({"model": {"kind": "rnn", "heads": 4}}, "unknown option model.heads"),
+        ({"model": {"kind": "rnn", "d_model": 7}}, "half of it reads each way"),
+        ({"model": {"kind": "conv", "kernel": 4}}, "model.kernel = 4: it is centred on a position"),
+        ({"model": {"kind": "decoder", "positions": "learned", "max_positions": 255}}, "model.max_positions = 255: "),
+        ({"model": {"positions": "rotary", "d_k": 5, "d_v": 5}}, "rotary positions turn pairs"),
+        ({"model": {"kind": "decoder"}, "tokenizer": {"dropout": 0.1}}, "is for models that translate"),
         ({"model": {"heads": 7}}, "model.heads = 7 does not divide model.d_model = 512"),
         ({"model": {"heads": 7, "d_k": 8}}, "does not divide"),
         ({"model": {"d_model": 9, "heads": 3}}, "sinusoidal positions need an even width"),
@@ -240,6 +269,14 @@ def test_settings_apply_in_order_and_together() -> None:
     # Each alone would be refused: 6 heads do not divide 512.
     changed = config.assign(Config(), ["model.heads=6", "model.d_model=384", "train.steps=1", "train.steps=2"])
     assert (changed.model.heads, changed.model.d_model, changed.train.steps) == (6, 384, 2)
+
+
+def test_another_kind_of_model_begins_with_its_own_defaults() -> None:
+    changed = config.assign(Config(), ["model.cell=lstm", "model.kind=rnn"])  # in any order
+    assert changed.model == config.Recurrent(cell="lstm")
+    assert config.assign(changed, ["model.kind=rnn"]) == changed
+    with pytest.raises(UsageError, match="choose one of transformer, decoder"):
+        config.assign(Config(), ["model.kind=cnn"])
 
 
 def test_difference_lists_both_values() -> None:

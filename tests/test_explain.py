@@ -13,7 +13,7 @@ import torch
 from qkv import config
 from qkv.errors import UsageError
 from qkv.explain.record import AttentionMap, attention_map
-from qkv.models.transformer import build
+from qkv.models import build
 from qkv.text import Tokenizers, learn
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> the cat"]

@@ -11,13 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import config
-from qkv.models import MultiHeadAttention, Transformer, attend, attention_mask, attention_weights
+from qkv.models import (
+    DecoderOnly,
+    EncoderOnly,
+    MultiHeadAttention,
+    Transformer,
+    attend,
+    attention_mask,
+    attention_weights,
+    record,
+)
 
-KINDS = [(norm, positions) for norm in ("post", "pre") for positions in ("sinusoidal", "learned")]
+KINDS: list[dict[str, Any]] = [
+    {"norm": "post", "positions": "sinusoidal"},
+    {"norm": "pre", "positions": "sinusoidal"},
+    {"norm": "post", "positions": "learned"},
+    {"norm": "pre", "positions": "none", "rms_norm": True, "activation": "swiglu"},
+    {"norm": "pre", "positions": "rotary", "attention": "dot", "activation": "gelu"},
+    {"norm": "pre", "attention": "additive"},
+    {"norm": "pre", "attention": "general"},
+]
+NAMES = ["post", "pre", "learned", "none", "rotary", "additive", "general"]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=NAMES)
 SIZES: list[dict[str, Any]] = [
     {"d_model": 8, "d_ff": 16, "heads": 1, "encoder_layers": 1, "decoder_layers": 1},
     {"d_model": 16, "d_ff": 24, "heads": 4, "encoder_layers": 2, "decoder_layers": 3},
-    {"d_model": 12, "d_ff": 16, "heads": 2, "encoder_layers": 3, "decoder_layers": 2, "d_k": 5, "d_v": 3, "bias": True},
+    {"d_model": 12, "d_ff": 16, "heads": 2, "encoder_layers": 3, "decoder_layers": 2, "d_k": 6, "d_v": 3, "bias": True},
 ]
 
 
@@ -47,14 +66,14 @@ def influence(model: Transformer, source: torch.Tensor, lengths: torch.Tensor, t
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["small", "deep", "odd"])
-@pytest.mark.parametrize(("norm", "positions"), KINDS)
+@kinds
 @settings(max_examples=6)
 @given(target=st.integers(1, 7), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3), seed=st.integers(0, 999))
 def test_outputs_see_the_source_and_the_target_before_them(
-    norm: str, positions: str, size: dict[str, Any], target: int, lengths: list[int], seed: int
+    kind: dict[str, Any], size: dict[str, Any], target: int, lengths: list[int], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    model = Transformer(config.Transformer(norm=norm, positions=positions, max_positions=9, **size), 20, 20).eval()
+    model = Transformer(config.Transformer(max_positions=9, **kind, **size), 20, 20).eval()
     width = max(lengths) + seed % 2  # sometimes a column that is padding in every row
     source = torch.randint(3, 20, (len(lengths), width))
     by_target, by_source = influence(model, source, torch.tensor(lengths), torch.randint(3, 20, (len(lengths), target)))
@@ -64,10 +83,67 @@ def test_outputs_see_the_source_and_the_target_before_them(
     np.testing.assert_array_equal(by_source > 0, np.broadcast_to(real[:, None], by_source.shape))
 
 
-@pytest.mark.parametrize(("norm", "positions"), KINDS)
-def test_padding_cannot_be_seen_whatever_stands_there(norm: str, positions: str) -> None:
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("size", SIZES, ids=["small", "deep", "odd"])
+@kinds
+def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, Any], window: int) -> None:
+    """Restricted self-attention: each decoder layer reaches `window` positions back, and the source is seen whole."""
+    torch.manual_seed(window)
+    spec = config.Transformer(max_positions=20, window=window, **kind, **size)
+    lengths = torch.tensor([12, 3])
+    by_target, by_source = influence(
+        Transformer(spec, 20, 20).eval(), torch.randint(3, 20, (2, 12)), lengths, torch.randint(3, 20, (2, 12))
+    )
+    distance = np.arange(12)[:, None] - np.arange(12)
+    may_see = (distance >= 0) & (distance <= window * size["decoder_layers"])
+    np.testing.assert_array_equal(by_target > 0, np.broadcast_to(may_see, by_target.shape))
+    real = np.arange(12) < lengths.numpy()[:, None]
+    np.testing.assert_array_equal(by_source > 0, np.broadcast_to(real[:, None], by_source.shape))
+
+
+def reach(model: Any, embedding: torch.nn.Module, *inputs: torch.Tensor) -> Any:
+    """Which input positions each output position depends on: (outputs, inputs), for one row."""
+    kept: list[torch.Tensor] = []
+
+    def leaf(_module: Any, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        kept.append(output.detach().requires_grad_())
+        return kept[-1]
+
+    handle = embedding.register_forward_hook(leaf)
+    logits = model(*inputs)[0]
+    handle.remove()
+    weighted = logits @ torch.randn(logits.shape[-1])
+    seen = [torch.autograd.grad(each, kept[-1], retain_graph=True)[0][0].abs().sum(-1) for each in weighted]
+    return torch.stack(seen).numpy() > 0
+
+
+@pytest.mark.parametrize("window", [0, 2])
+@kinds
+def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: int) -> None:
+    torch.manual_seed(window)
+    spec = config.DecoderOnly(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
+    model = DecoderOnly(spec, 20).eval()
+    distance = np.arange(11)[:, None] - np.arange(11)
+    may_see = (distance >= 0) & (distance <= (2 * window or 11))
+    np.testing.assert_array_equal(reach(model, model.target, torch.randint(3, 20, (1, 11))), may_see)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+@kinds
+def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window: int) -> None:
+    torch.manual_seed(window)
+    spec = config.EncoderOnly(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
+    model = EncoderOnly(spec, 20).eval()
+    seen = reach(model, model.source, torch.randint(3, 20, (1, 12)), torch.tensor([9]))
+    distance = np.abs(np.arange(9)[:, None] - np.arange(12))
+    may_see = (distance <= (2 * window or 12)) & (np.arange(12) < 9)
+    np.testing.assert_array_equal(seen[:9], may_see)
+
+
+@kinds
+def test_padding_cannot_be_seen_whatever_stands_there(kind: dict[str, Any]) -> None:
     torch.manual_seed(4)
-    model = Transformer(config.Transformer(norm=norm, positions=positions, **SIZES[1]), 20, 20).eval()
+    model = Transformer(config.Transformer(**kind, **SIZES[1]), 20, 20).eval()
     source, target, lengths = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 5)), torch.tensor([4, 6])
     other = source.clone()
     other[0, 4:] = torch.tensor([0, 19])
@@ -96,7 +172,8 @@ def test_the_mask_is_its_definition(
     for b, i, j in np.ndindex(mask.shape[0], queries, keys):
         place = before + i  # the last query stands at the last key
         may = (not causal or j <= place) and (not window or abs(place - j) <= window)
-        assert bool(mask[b, 0, i, j]) == (may and (lengths is None or j < lengths[b]))
+        own = window and place == j  # a window never leaves a query without any key
+        assert bool(mask[b, 0, i, j]) == bool(own or (may and (lengths is None or j < lengths[b])))
 
 
 @settings(max_examples=25)
@@ -109,6 +186,39 @@ def test_a_windows_gradient_is_its_mask(length: int, window: int, causal: bool, 
     out = module(*module.project(x), mask) @ torch.randn(8)  # (1, length)
     seen = [torch.autograd.grad(out[0, i], x, retain_graph=True)[0].abs().sum(-1)[0] for i in range(length)]
     np.testing.assert_array_equal(torch.stack(seen).numpy() > 0, mask[0, 0].numpy())
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 40),
+    st.integers(0, 8),
+    st.booleans(),
+    st.sampled_from(["scaled", "dot", "general", "additive"]),
+    st.none() | st.integers(1, 40),
+    st.integers(0, 99),
+)
+def test_restricted_attention_is_attention_under_its_mask(
+    n: int, window: int, causal: bool, score: str, real: int | None, seed: int
+) -> None:
+    """In blocks, as one masked matrix, and written out: three ways to the same values and gradients."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, 3, n, 4, requires_grad=True) for _ in range(3))
+    weight = {"general": torch.randn(3, 4, 4), "additive": torch.randn(3, 4)}.get(score)
+    lengths = None if real is None else torch.tensor([min(real, n), n])
+    keys = None if lengths is None else attention_mask(1, n, lengths)
+    whole = attention_mask(n, n, lengths, causal=causal, window=window)
+    found = [
+        attend(q, k, v, keys, causal=causal, window=window, score=score, weight=weight),
+        attend(q, k, v, whole, score=score, weight=weight),
+    ]
+    with record():
+        found.append(attend(q, k, v, keys, causal=causal, window=window, score=score, weight=weight))
+    direction = torch.randn_like(found[0])
+    gradients = [torch.autograd.grad((each * direction).sum(), (q, k, v), retain_graph=True) for each in found]
+    for each, gradient in zip(found[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(each, found[0], atol=1e-5, rtol=1e-5)
+        for ours, theirs in zip(gradient, gradients[0], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=25)

@@ -242,34 +242,18 @@ def test_tying_needs_one_vocabulary() -> None:
 # ---- Table 3 ---------------------------------------------------------------------------------------------------------
 
 VOCAB = 37_000
-ROWS: dict[str, dict[str, Any]] = {
-    "base": {},
-    "A: 1 head": {"heads": 1},
-    "A: 4 heads": {"heads": 4},
-    "A: 16 heads": {"heads": 16},
-    "A: 32 heads": {"heads": 32},
-    "B: d_k 16": {"d_k": 16},
-    "B: d_k 32": {"d_k": 32},
-    "C: 2 layers": {"encoder_layers": 2, "decoder_layers": 2},
-    "C: 4 layers": {"encoder_layers": 4, "decoder_layers": 4},
-    "C: 8 layers": {"encoder_layers": 8, "decoder_layers": 8},
-    "C: d_model 256": {"d_model": 256, "d_k": 32, "d_v": 32},
-    "C: d_model 1024": {"d_model": 1024, "d_k": 128, "d_v": 128},
-    "C: d_ff 1024": {"d_ff": 1024},
-    "C: d_ff 4096": {"d_ff": 4096},
-    "D: no dropout": {"dropout": 0.0},
-    "D: dropout 0.2": {"dropout": 0.2},
-    "E: learned positions": {"positions": "learned"},
-    "big": {"d_model": 1024, "d_ff": 4096, "heads": 16, "dropout": 0.3},
-}
-# The paper's own column, in millions; its base model has 65.
-PRINTED = {"B: d_k 16": 58, "B: d_k 32": 60, "C: 2 layers": 36, "C: 4 layers": 50, "C: 8 layers": 80}
-PRINTED |= {"C: d_ff 1024": 53, "C: d_ff 4096": 90}
+ROWS = ["paper_base", *presets.TABLE_3, "paper_big"]
+# The paper's own column, in millions, where only the base's and the row's rounding stand between it and our counts.
+PRINTED = {"b_d_k_16": 58, "b_d_k_32": 60, "c_2_layers": 36, "c_4_layers": 50, "c_8_layers": 80}
+PRINTED |= {"c_d_model_256": 28, "c_d_ff_1024": 53, "c_d_ff_4096": 90}
 
 
 def counted(row: str) -> int:
+    name = row if row in ROWS else f"table3_{row}"
+    spec = presets.PRESETS[name]().model
+    assert isinstance(spec, config.Transformer)
     with torch.device("meta"):  # shapes without numbers
-        return parameter_count(Transformer(config.Transformer(**ROWS[row]), VOCAB, VOCAB))
+        return parameter_count(Transformer(spec, VOCAB, VOCAB))
 
 
 def formula(d_model: int = 512, d_ff: int = 2048, h: int = 8, N: int = 6, d_k: int = 64, d_v: int = 64) -> int:
@@ -282,43 +266,56 @@ def formula(d_model: int = 512, d_ff: int = 2048, h: int = 8, N: int = 6, d_k: i
     return VOCAB * d_model + N * (encoder + decoder)
 
 
+def test_table_3_has_all_rows() -> None:
+    letters = [name.split("_")[1] for name in presets.TABLE_3]
+    assert {letter: letters.count(letter) for letter in letters} == {"a": 4, "b": 2, "c": 7, "d": 4, "e": 1}
+
+
 def test_table_3_counts_follow_the_formula() -> None:
-    assert counted("base") == formula()
-    for row, h in [("A: 1 head", 1), ("A: 4 heads", 4), ("A: 16 heads", 16), ("A: 32 heads", 32)]:
-        assert counted(row) == counted("base") == formula(h=h, d_k=512 // h, d_v=512 // h)
-    assert counted("D: no dropout") == counted("D: dropout 0.2") == counted("base")
-    assert counted("B: d_k 16") == formula(d_k=16)
-    assert counted("B: d_k 32") == formula(d_k=32)
-    assert counted("C: d_model 256") == formula(d_model=256, d_k=32, d_v=32)
-    assert counted("C: d_model 1024") == formula(d_model=1024, d_k=128, d_v=128)
-    assert counted("big") == formula(d_model=1024, d_ff=4096, h=16)
+    base = counted("paper_base")
+    assert base == formula()
+    for row, h in [("a_1_head", 1), ("a_4_heads", 4), ("a_16_heads", 16), ("a_32_heads", 32)]:
+        assert counted(row) == base == formula(h=h, d_k=512 // h, d_v=512 // h)
+    for row in ("d_dropout_0", "d_dropout_0_2", "d_label_smoothing_0", "d_label_smoothing_0_2"):
+        assert counted(row) == base
+    assert counted("b_d_k_16") == formula(d_k=16)
+    assert counted("b_d_k_32") == formula(d_k=32)
+    assert counted("c_d_model_256") == formula(d_model=256, d_k=32, d_v=32)
+    assert counted("c_d_model_1024") == formula(d_model=1024, d_k=128, d_v=128)
+    assert counted("paper_big") == formula(d_model=1024, d_ff=4096, h=16)
 
 
 def test_table_3_differences_from_base() -> None:
-    base = counted("base")
+    base = counted("paper_base")
     # d_k shrinks W^Q and W^K of 18 attentions (6 in the encoder, 12 in the decoder), 8 heads each.
-    assert base - counted("B: d_k 16") == 18 * 8 * 2 * (64 - 16) * 512
-    assert base - counted("B: d_k 32") == 18 * 8 * 2 * (64 - 32) * 512
+    assert base - counted("b_d_k_16") == 18 * 8 * 2 * (64 - 16) * 512
+    assert base - counted("b_d_k_32") == 18 * 8 * 2 * (64 - 32) * 512
     # A layer of each stack: 3 attentions of 4 matrices 512 × 512, 2 feed-forwards, 5 norms.
     layer = 3 * 4 * 512**2 + 2 * (2 * 512 * 2048 + 2048 + 512) + 5 * 2 * 512
-    assert base - counted("C: 2 layers") == 4 * layer
-    assert base - counted("C: 4 layers") == 2 * layer
-    assert counted("C: 8 layers") - base == 2 * layer
+    assert base - counted("c_2_layers") == 4 * layer
+    assert base - counted("c_4_layers") == 2 * layer
+    assert counted("c_8_layers") - base == 2 * layer
     # An inner unit of the feed-forward: a column, a row and a bias, in 12 of them.
-    assert base - counted("C: d_ff 1024") == 12 * 1024 * (2 * 512 + 1)
-    assert counted("C: d_ff 4096") - base == 12 * 2048 * (2 * 512 + 1)
-    assert counted("E: learned positions") - base == 2 * 1024 * 512  # max_positions vectors a side
+    assert base - counted("c_d_ff_1024") == 12 * 1024 * (2 * 512 + 1)
+    assert counted("c_d_ff_4096") - base == 12 * 2048 * (2 * 512 + 1)
+    assert counted("e_learned") - base == 2 * 1024 * 512  # max_positions vectors a side
 
 
 @pytest.mark.parametrize("row", PRINTED)
 def test_table_3_agrees_with_the_printed_column(row: str) -> None:
     # Its vocabulary is only "about" 37,000, so what can be compared is a difference of two numbers rounded to millions.
-    assert (counted(row) - counted("base")) / 1e6 == pytest.approx(PRINTED[row] - 65, abs=1.0)
+    assert (counted(row) - counted("paper_base")) / 1e6 == pytest.approx(PRINTED[row] - 65, abs=1.0)
 
 
-def test_the_presets_are_the_rows() -> None:
-    assert presets.paper_base().model == config.Transformer(**ROWS["base"])
-    assert presets.paper_big().model == config.Transformer(**ROWS["big"])
+def test_rows_differ_from_the_base_in_nothing_else() -> None:
+    base = presets.paper_base()
+    assert (base.model, base.train.label_smoothing) == (config.Transformer(dropout=0.1), 0.1)
+    for name, change in presets.TABLE_3.items():
+        paths = {path for path, _, _ in config.difference(base, presets.PRESETS[name]())}
+        assert paths == {"train.name"} | {f"{part}.{key}" for part, keys in change.items() for key in keys}
+    big = presets.paper_big()
+    assert big.model == config.Transformer(d_model=1024, d_ff=4096, heads=16, dropout=0.3)
+    assert big.train.steps == 3 * base.train.steps == 300_000
 
 
 # ---- 5.3: the learning rate ------------------------------------------------------------------------------------------
@@ -449,10 +446,10 @@ def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tup
             seen.append((current[-1] if current else "", x.shape[-1], p))
         return plain(x, p, training, inplace)
 
-    def spy_fused(q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False) -> Any:
+    def spy_fused(q: Any, k: Any, v: Any, mask: Any = None, *, dropout_p: float = 0.0, **options: Any) -> Any:
         if dropout_p:
             seen.append((current[-1], k.shape[-2], dropout_p))
-        return fused(q, k, v, mask, dropout_p=dropout_p, is_causal=is_causal)
+        return fused(q, k, v, mask, dropout_p=dropout_p, **options)
 
     current: list[str] = []
     for module, name in names.items():

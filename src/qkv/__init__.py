@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import config, models, presets
-    from qkv.api import Translation, Translator, evaluate, load, train
+    from qkv.api import Completer, Filler, Translation, Translator, compare, evaluate, load, train
     from qkv.config import Config
     from qkv.errors import QkvError, UsageError
     from qkv.run import Run
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Completer": "qkv.api",
     "Config": "qkv.config",
+    "Filler": "qkv.api",
     "QkvError": "qkv.errors",
     "Run": "qkv.run",
     "Translation": "qkv.api",
     "Translator": "qkv.api",
     "UsageError": "qkv.errors",
+    "compare": "qkv.api",
     "config": "",
     "evaluate": "qkv.api",
     "load": "qkv.api",
@@ -35,12 +38,15 @@ _HOME = {
 }
 
 __all__ = [
+    "Completer",
     "Config",
+    "Filler",
     "QkvError",
     "Run",
     "Translation",
     "Translator",
     "UsageError",
+    "compare",
     "config",
     "evaluate",
     "load",

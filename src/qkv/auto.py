@@ -10,24 +10,35 @@ from contextlib import closing
 
 import numpy as np
 
-from qkv.config import Config, Transformer
-from qkv.data.loader import Updates
+from qkv.config import Attentive, Config, DecoderOnly, Model, Transformer, Translating
 from qkv.data.store import Prepared, Store
 from qkv.device import choose_device, describe
-from qkv.train.trainer import Trainer
+from qkv.train.card import shape, unit
+from qkv.train.trainer import Trainer, make_updates
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
 FEWEST = 100  # steps
+GIVEN = 30  # passes, for kinds of model whose size is left as it is
 PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
+
+Size = tuple[float, Model, float]
 
 # Up to so many pairs: the model, and how many passes over the text are worth while. Small corpora want small models,
 # much dropout and many passes; the last row is the paper's base. All pre-norm, which needs no tuning.
-SIZES: list[tuple[float, Transformer, float]] = [
+PAIRS: list[Size] = [
     (15_000, Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 100),
     (80_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 50),
     (500_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30),
     (float("inf"), Transformer(dropout=0.1), 15),
+]
+
+# The same for language models, by tokens of text; the second row is nanoGPT's model of a megabyte of Shakespeare.
+TOKENS: list[Size] = [
+    (300_000, DecoderOnly(d_model=128, d_ff=512, heads=4, layers=4, dropout=0.2), 40),
+    (3_000_000, DecoderOnly(d_model=384, d_ff=1536, heads=6, layers=6, dropout=0.2), 40),
+    (30_000_000, DecoderOnly(d_model=512, d_ff=2048, heads=8, layers=8, dropout=0.1), 15),
+    (float("inf"), DecoderOnly(d_model=768, d_ff=3072, heads=12, layers=12, dropout=0.0), 5),
 ]
 
 
@@ -37,19 +48,20 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     The length follows from `minutes` (0: a default for the device), unless `steps` says it.
     """
     device = choose_device(config.train.device)
-    pairs = len(prepared.train)
     tokens = tokens_a_pass(prepared.train)
     budget = 60 * (minutes or MINUTES.get(device.type, 30.0))
-    reasons = [f"auto: {pairs:,} pairs, {tokens / 1e6:.2f} million target tokens, on {describe(device)}"]
-    row = next(i for i, (limit, _, _) in enumerate(SIZES) if pairs <= limit)
+    of = "target tokens" if isinstance(config.model, Translating) else "tokens"
+    reasons = [f"auto: {len(prepared.train):,} {unit(config)}, {tokens / 1e6:.2f} million {of}, on {describe(device)}"]
+    sizes, amount = _sizes(config, prepared, tokens)
+    row = next(i for i, (limit, _, _) in enumerate(sizes) if amount <= limit)
     while True:
-        _, model, passes = SIZES[row]
+        _, model, passes = sizes[row]
         tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length))
         pass_seconds = seconds_a_token(tried, prepared) * tokens
         if pass_seconds * PASSES <= budget or row == 0:
             break
         reasons.append(
-            f"auto: {_shape(model)} needs {pass_seconds / 60:.1f} min for a pass and would not see the text "
+            f"auto: {shape(model)} needs {pass_seconds / 60:.1f} min for a pass and would not see the text "
             f"{PASSES} times in {budget / 60:g} min: something smaller"
         )
         row -= 1
@@ -65,7 +77,7 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     chosen = _lasting(tried, steps)
     made = steps / updates
     reasons += [
-        f"auto: {_shape(model)}, dropout {model.dropout} for a text of this size",
+        f"auto: {shape(model)}, dropout {model.dropout} for a text of this size",
         f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({limit}): "
         f"about {_duration(made * pass_seconds)} by the first steps' speed; --minutes and --set change this",
     ]
@@ -80,11 +92,7 @@ def tokens_a_pass(store: Store) -> int:
 
 def updates_a_pass(config: Config, prepared: Prepared) -> int:
     """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
-    spec = config.train
-    updates = Updates(
-        prepared.train, prepared.tokenizers, tokens=spec.tokens_per_step, micro_tokens=spec.micro_tokens, seed=spec.seed
-    )
-    return len(updates.plan(0))
+    return len(make_updates(config, prepared).plan(0))
 
 
 def seconds_a_token(config: Config, prepared: Prepared) -> float:
@@ -107,10 +115,26 @@ def seconds_a_token(config: Config, prepared: Prepared) -> float:
     return statistics.median(speeds)
 
 
-def _with(config: Config, model: Transformer, tokens_per_step: int) -> Config:
-    tie = model.tie if config.tokenizer.shared else "output"
+def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
+    """The models to choose from, and how much text there is to choose by; those of other kinds are as they are."""
+    if isinstance(config.model, Transformer):
+        return PAIRS, len(prepared.train)
+    if isinstance(config.model, DecoderOnly):
+        return TOKENS, tokens
+    return [(float("inf"), config.model, GIVEN)], len(prepared.train)
+
+
+def _with(config: Config, model: Model, tokens_per_step: int) -> Config:
+    if isinstance(model, Translating) and not config.tokenizer.shared:
+        model = dataclasses.replace(model, tie="output")
+    if isinstance(model, Attentive):
+        model = dataclasses.replace(model, norm="pre")
+    if isinstance(model, DecoderOnly):
+        model = dataclasses.replace(model, positions="rotary")
     train = {"tokens_per_step": tokens_per_step, "schedule": "cosine", "learning_rate": _peak_rate(model), "clip": 1.0}
-    return dataclasses.replace(config, model=dataclasses.replace(model, norm="pre", tie=tie)).replace(train=train)
+    if not isinstance(model, Translating):
+        train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
+    return dataclasses.replace(config, model=model).replace(train=train)
 
 
 def _lasting(config: Config, steps: int) -> Config:
@@ -125,14 +149,10 @@ def _tokens_per_step(tokens: int, device: str, longest: int) -> int:
     return max(longest + 1, min(limit, max(2048, 1 << round(math.log2(max(1, tokens / 200))))))
 
 
-def _peak_rate(model: Transformer) -> float:
+def _peak_rate(model: Model) -> float:
     """Narrow models bear larger steps: 2e-3 at d_model 128, 1e-3 at 512."""
     return round(1e-3 * math.sqrt(512 / model.d_model), 5)
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def _shape(model: Transformer) -> str:
-    return f"d_model {model.d_model}, {model.encoder_layers} + {model.decoder_layers} layers"

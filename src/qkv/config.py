@@ -18,15 +18,38 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qkv.errors import UsageError
+from qkv.kinds import (
+    MODEL_KINDS,
+    Attentive,
+    Convolutional,
+    DecoderOnly,
+    EncoderOnly,
+    Model,
+    Recurrent,
+    Transformer,
+    Translating,
+    option,
+)
+
+__all__ = [
+    "MODEL_KINDS",
+    "Attentive",
+    "Config",
+    "Convolutional",
+    "Corpus",
+    "Data",
+    "Decode",
+    "DecoderOnly",
+    "EncoderOnly",
+    "Model",
+    "Recurrent",
+    "Tokenizer",
+    "Train",
+    "Transformer",
+    "Translating",
+]
 
 T = TypeVar("T")
-
-
-def option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
-) -> Any:
-    """A dataclass field that knows its meaning and the values it may take."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,7 @@ class Data:
     src_lang: str = option("", "source language code, e.g. en")
     tgt_lang: str = option("", "target language code, e.g. de")
     valid_size: int = option(0, "pairs to hold out when no validation set is given; 0: chosen by corpus size", low=0)
-    max_length: int = option(256, "longest sentence kept for training, in tokens", low=1)
+    max_length: int = option(256, "longest sentence kept for training, in tokens; a language model's context", low=1)
     max_ratio: float = option(5.0, "largest ratio of token counts between the two sides; 0: no limit", low=0.0)
     dedupe: bool = option(True, "drop repeated sentence pairs")
     on_bad: str = option("error", "what to do with a line that is not UTF-8", choices=("error", "skip"))
@@ -67,34 +90,6 @@ class Tokenizer:
     shared: bool = option(True, "one vocabulary for both sides (the paper's choice) or one for each")
     dropout: float = option(0.0, "BPE-dropout: chance that a merge is left out while training", low=0.0, high=1.0)
     sample: int = option(200_000, "lines a side the vocabulary is learned from", low=1)
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """The paper's encoder-decoder (sections 3.1 to 3.5)."""
-
-    kind: str = option("transformer", "which model this is", choices=("transformer",))
-    d_model: int = option(512, "width of the residual stream", low=1)
-    d_ff: int = option(2048, "inner width of the feed-forward layers", low=1)
-    heads: int = option(8, "attention heads", low=1)
-    encoder_layers: int = option(6, "layers of the encoder stack", low=1)
-    decoder_layers: int = option(6, "layers of the decoder stack", low=1)
-    d_k: int = option(0, "width of a query or key in one head; 0: d_model / heads", low=0)
-    d_v: int = option(0, "width of a value in one head; 0: d_model / heads", low=0)
-    norm: str = option(
-        "post", "layer norm after the residual sum (paper) or before the sub-layer", choices=("post", "pre")
-    )
-    positions: str = option("sinusoidal", "position encodings", choices=("sinusoidal", "learned"))
-    max_positions: int = option(1024, "number of learned positions", low=1)
-    tie: str = option("all", "embeddings and output weights that are one matrix", choices=("all", "output", "none"))
-    bias: bool = option(False, "bias in the attention projections (the paper has none)")
-    dropout: float = option(0.1, "dropout on sub-layer outputs and embeddings (section 5.4)", low=0.0, high=1.0)
-    attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=1.0)
-    activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=1.0)
-
-
-Model = Transformer
-MODEL_KINDS: dict[str, type[Model]] = {"transformer": Transformer}
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,9 @@ class Train:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps …")
     validate_every: int = option(1000, "steps between validations and checkpoints", low=1)
     metric: str = option(
-        "bleu", "what decides the best checkpoint; with loss no BLEU is computed", choices=("bleu", "loss")
+        "bleu",
+        "what decides the best checkpoint; with loss no BLEU is computed, without a source there is none",
+        choices=("bleu", "loss"),
     )
     patience: int = option(0, "stop after this many validations without a better metric; 0: never", low=0)
     log_every: int = option(50, "steps between lines of the log", low=1)
@@ -175,27 +172,23 @@ def check(config: Config) -> None:
                     _check_value(f"{path}[{i}].{part.name}", part, getattr(corpus, part.name))
         else:
             _check_value(path, spec, value)
-    model = config.model
-    if model.d_model % model.heads and not (model.d_k and model.d_v):
-        raise UsageError(
-            f"model.heads = {model.heads} does not divide model.d_model = {model.d_model}: "
-            f"choose heads that divide it, or set model.d_k and model.d_v"
-        )
-    if model.positions == "sinusoidal" and model.d_model % 2:
-        raise UsageError(f"model.d_model = {model.d_model}: sinusoidal positions need an even width")
-    longest = config.data.max_length + config.decode.extra_length + 2  # a tag or <s>, and </s>
-    if model.positions == "learned" and model.max_positions < longest:
-        raise UsageError(
-            f"model.max_positions = {model.max_positions}: data.max_length + decode.extra_length need {longest} "
-            f"learned positions: raise the first or lower one of these"
-        )
-    if model.tie == "all" and not config.tokenizer.shared:
-        raise UsageError(
-            'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
-        )
+    _check_model(config)
     _check_train(config)
     if config.tokenizer.dropout and config.tokenizer.kind != "bpe":
         raise UsageError(f'tokenizer.dropout needs tokenizer.kind = "bpe", not "{config.tokenizer.kind}"')
+
+
+def _check_model(config: Config) -> None:
+    model, data = config.model, config.data
+    # A translation may grow past its source, with a tag or <s>, and </s>; a language model's context never grows.
+    longest = data.max_length if isinstance(model, DecoderOnly) else data.max_length + config.decode.extra_length + 2
+    model.check(longest)
+    if isinstance(model, Translating) and model.tie == "all" and not config.tokenizer.shared:
+        raise UsageError(
+            'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
+        )
+    if config.tokenizer.dropout and not isinstance(model, Translating):
+        raise UsageError(f'tokenizer.dropout is for models that translate, not for model.kind = "{model.kind}"')
 
 
 def _check_train(config: Config) -> None:
@@ -282,7 +275,8 @@ def dumps(config: Config) -> str:
 def assign(config: Config, assignments: list[str]) -> Config:
     """Apply `section.key=value` settings, as `--set` gives them; the value is TOML, or a bare string."""
     tree = to_dict(config)
-    for setting in assignments:
+    # A model of another kind has other options: it begins with their defaults.
+    for setting in sorted(assignments, key=lambda setting: setting.partition("=")[0].strip() != "model.kind"):
         path, equals, text = setting.partition("=")
         section, dot, key = path.strip().partition(".")
         if not (equals and dot and key):
@@ -295,6 +289,8 @@ def assign(config: Config, assignments: list[str]) -> Config:
             raise UsageError(_unknown("section", section, list(tree), ""))
         if isinstance(tree[section].get(key), str) and not isinstance(value, str):
             value = text.strip()  # data.store=2026 is a name here, whatever else it might be
+        if path.strip() == "model.kind" and value != tree["model"]["kind"]:
+            tree["model"] = dataclasses.asdict(_model_class({"kind": value})())
         tree[section][key] = value
     return from_dict(tree)
 

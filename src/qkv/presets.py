@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
-from qkv.config import Config, Corpus, Data, Tokenizer, Train, Transformer
+from qkv.config import (
+    Config,
+    Convolutional,
+    Corpus,
+    Data,
+    DecoderOnly,
+    EncoderOnly,
+    Model,
+    Recurrent,
+    Tokenizer,
+    Train,
+    Transformer,
+)
+
+# ---- the paper -------------------------------------------------------------------------------------------------------
 
 
 def paper_base() -> Config:
@@ -17,12 +33,70 @@ def paper_base() -> Config:
 
 
 def paper_big() -> Config:
-    """The big model of the paper (Table 3, last row); for English-French the paper lowers dropout to 0.1."""
+    """The big model of the paper (Table 3, last row); for English-French the paper lowers dropout to 0.1.
+
+    It wants --src and --tgt.
+    """
     return Config(
         tokenizer=Tokenizer(vocab=37_000),
         model=Transformer(d_model=1024, d_ff=4096, heads=16, dropout=0.3),
         train=Train(steps=300_000, warmup=4000, tokens_per_step=25_000, average=20, name="paper_big"),
     )
+
+
+# Table 3, rows (A) to (E): what each changes of the base model. Unless named, d_k and d_v are d_model / heads.
+TABLE_3: dict[str, dict[str, dict[str, Any]]] = {
+    "table3_a_1_head": {"model": {"heads": 1}},
+    "table3_a_4_heads": {"model": {"heads": 4}},
+    "table3_a_16_heads": {"model": {"heads": 16}},
+    "table3_a_32_heads": {"model": {"heads": 32}},
+    "table3_b_d_k_16": {"model": {"d_k": 16}},
+    "table3_b_d_k_32": {"model": {"d_k": 32}},
+    "table3_c_2_layers": {"model": {"encoder_layers": 2, "decoder_layers": 2}},
+    "table3_c_4_layers": {"model": {"encoder_layers": 4, "decoder_layers": 4}},
+    "table3_c_8_layers": {"model": {"encoder_layers": 8, "decoder_layers": 8}},
+    "table3_c_d_model_256": {"model": {"d_model": 256}},
+    "table3_c_d_model_1024": {"model": {"d_model": 1024}},
+    "table3_c_d_ff_1024": {"model": {"d_ff": 1024}},
+    "table3_c_d_ff_4096": {"model": {"d_ff": 4096}},
+    "table3_d_dropout_0": {"model": {"dropout": 0.0}},
+    "table3_d_dropout_0_2": {"model": {"dropout": 0.2}},
+    "table3_d_label_smoothing_0": {"train": {"label_smoothing": 0.0}},
+    "table3_d_label_smoothing_0_2": {"train": {"label_smoothing": 0.2}},
+    "table3_e_learned": {"model": {"positions": "learned"}},
+}
+
+
+def _row(name: str) -> Callable[[], Config]:
+    def preset() -> Config:
+        return _named(paper_base().replace(**TABLE_3[name]), name)
+
+    change = ", ".join(f"{key} = {value}" for part in TABLE_3[name].values() for key, value in part.items())
+    preset.__doc__ = f"A row of the paper's Table 3, the base model with {change}; it wants --src and --tgt."
+    return preset
+
+
+def local() -> Config:
+    """The base model with self-attention restricted to 16 positions on each side (section 4); wants --src and --tgt."""
+    return _named(paper_base().replace(model={"window": 16}), "local")
+
+
+# ---- peers with as many parameters -----------------------------------------------------------------------------------
+
+
+def paper_rnn() -> Config:
+    """A recurrent network with attention, of as many parameters as the base model; it wants --src and --tgt."""
+    model = Recurrent(cell="lstm", d_model=872, encoder_layers=2, decoder_layers=2)
+    return _with(paper_base(), model, "paper_rnn", clip=1.0)
+
+
+def paper_conv() -> Config:
+    """ConvS2S, of as many parameters as the base model; it wants --src and --tgt."""
+    model = Convolutional(d_model=512, encoder_layers=13, decoder_layers=12)
+    return _with(paper_base(), model, "paper_conv", clip=1.0)
+
+
+# ---- the built-in corpus ---------------------------------------------------------------------------------------------
 
 
 def demo() -> Config:
@@ -52,4 +126,100 @@ def demo() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"demo": demo, "paper_base": paper_base, "paper_big": paper_big}
+def demo_rnn() -> Config:
+    """A recurrent network of as many parameters as `demo`, on the same built-in corpus."""
+    return _with(
+        demo(), Recurrent(cell="lstm", d_model=148, encoder_layers=2, decoder_layers=2, dropout=0.0), "demo_rnn"
+    )
+
+
+def demo_conv() -> Config:
+    """ConvS2S of as many parameters as `demo`, on the same built-in corpus."""
+    model = Convolutional(d_model=124, encoder_layers=4, decoder_layers=4, max_positions=512, dropout=0.0)
+    return _with(demo(), model, "demo_conv")
+
+
+# ---- plain text ------------------------------------------------------------------------------------------------------
+
+
+def char_lm() -> Config:
+    """A character language model the size of nanoGPT's of Shakespeare, about 10.7 million parameters; wants --text."""
+    return Config(
+        data=Data(max_length=256),
+        tokenizer=Tokenizer(kind="char"),
+        model=DecoderOnly(
+            d_model=384, d_ff=1536, heads=6, layers=6, norm="pre", activation="gelu", positions="rotary", dropout=0.2
+        ),
+        train=Train(
+            steps=5000,
+            tokens_per_step=64 * 256,
+            optimizer="adamw",
+            weight_decay=0.1,
+            beta2=0.99,
+            eps=1e-8,
+            schedule="cosine",
+            learning_rate=1e-3,
+            warmup=100,
+            clip=1.0,
+            label_smoothing=0.0,
+            average=0,
+            validate_every=250,
+            metric="loss",
+            name="char_lm",
+        ),
+    )
+
+
+def masked_lm() -> Config:
+    """The base model's encoder alone, learning to fill in hidden words of plain text; it wants --text."""
+    return Config(
+        model=EncoderOnly(norm="pre", activation="gelu"),
+        train=Train(
+            steps=50_000,
+            optimizer="adamw",
+            weight_decay=0.01,
+            schedule="cosine",
+            learning_rate=7e-4,
+            warmup=2000,
+            clip=1.0,
+            label_smoothing=0.0,
+            metric="loss",
+            name="masked_lm",
+        ),
+    )
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------------
+
+
+def _named(config: Config, name: str) -> Config:
+    return config.replace(train={"name": name})
+
+
+def _with(config: Config, model: Model, name: str, **train: Any) -> Config:
+    """Another model on the same text, trained alike but for some options."""
+    return _named(dataclasses.replace(config, model=model).replace(train=train), name)
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    preset.__name__: preset
+    for preset in (
+        demo,
+        demo_rnn,
+        demo_conv,
+        paper_base,
+        paper_big,
+        paper_rnn,
+        paper_conv,
+        local,
+        char_lm,
+        masked_lm,
+    )
+} | {name: _row(name) for name in TABLE_3}
+
+
+def __getattr__(name: str) -> Callable[[], Config]:
+    """The rows of Table 3, which are made from a table, as functions of this module like the others."""
+    if name in PRESETS:
+        return PRESETS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qkv.models.transformer import Transformer
+    from qkv.models.base import Model
 
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
@@ -173,9 +173,9 @@ class Run:
             raise UsageError(f"{self.path}: no weights named {name}: {hint}")
         return path
 
-    def model(self, device: torch.device, weights: str = "") -> Transformer:
+    def model(self, device: torch.device, weights: str = "") -> Model:
         """The trained model, ready for use."""
-        from qkv.models.transformer import build
+        from qkv.models.build import build
 
         model = build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
         path = self.weights(weights)

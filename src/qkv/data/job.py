@@ -34,9 +34,12 @@ class Job:
         crew: Crew,
         progress: Progress,
         seed: int,
+        *,
+        stream: bool = False,
     ) -> None:
         self.data, self.corpora, self.trained = data, [*train, *valid], len(train)
         self.draft, self.crew, self.progress, self.seed = draft, crew, progress, seed
+        self.stream = stream  # running text: all of it, in its order
         self.scratch = draft / "scratch"
         self.scratch.mkdir()
         self.tokenizers = draft / "tokenizers.json"
@@ -76,10 +79,15 @@ class Job:
             self.progress("scan", stop, total)
         size = sum(block.count for number, block in self.blocks if number < self.trained)
         train, valid = self.fates[:size], self.fates[size:]
-        if self.data.dedupe:
+        if self.stream:
+            self.fates[self.fates == Fate.EMPTY] = Fate.TRAIN
+        elif self.data.dedupe:
             passes.mark_duplicates(pairs[:size], train)
         if len(valid):
             valid[valid == Fate.TRAIN] = Fate.VALID
+        elif self.stream:
+            counts = [sum(block.count for of, block in self.blocks if of == number) for number in range(self.trained)]
+            passes.hold_out_ends(counts, train, self.data.valid_size)
         else:
             passes.hold_out(sources[:size], train, self.data.valid_size, self.seed)
 
@@ -101,25 +109,31 @@ class Job:
             for place, (_, block) in enumerate(self.blocks)
         )
         for lines in self.crew.map(passes.pick, tasks):
-            yield from lines
+            yield from (part for line in lines for part in line.split("\n")) if self.stream else lines
 
     def tokenise(self) -> dict[str, Any]:
         """Write ids, lengths and validation text; what the manifest says about them."""
-        limits = Limits(self.data.max_length, self.data.max_ratio)
-        given = dataclasses.replace(limits, max_ratio=0.0)  # a validation set is taken as it is, where memory allows
-        tasks = (
-            (block, self._fates(place), limits if number < self.trained else given, self.tokenizers, self.data.on_bad)
-            for place, (number, block) in enumerate(self.blocks)
-        )
         counts = np.zeros((len(self.corpora), len(Fate)), np.int64)
         with ExitStack() as stack:
             parts = [_Writer(stack, self.draft, part, self.corpora[0].sides) for part in ("train", "valid")]
-            for place, (train, valid, fates) in enumerate(self.crew.map(passes.tokenise, tasks)):
+            for place, (train, valid, fates) in enumerate(self._tokenised()):
                 counts[self.blocks[place][0]] += fates
                 for writer, part in zip(parts, (train, valid), strict=True):
                     writer.write(part)
                 self.progress("tokenise", self.starts[place + 1], self.starts[-1])
         return self._manifest(counts)
+
+    def _tokenised(self) -> Iterator[tuple[Part, Part, list[int]]]:
+        on_bad, limits = self.data.on_bad, Limits(self.data.max_length, self.data.max_ratio)
+        given = dataclasses.replace(limits, max_ratio=0.0)  # a validation set is taken as it is, where memory allows
+        if self.stream:
+            blocks = ((block, self._fates(i), self.tokenizers, on_bad) for i, (_, block) in enumerate(self.blocks))
+            return self.crew.map(passes.tokenise_stream, blocks)
+        tasks = (
+            (block, self._fates(place), limits if number < self.trained else given, self.tokenizers, on_bad)
+            for place, (number, block) in enumerate(self.blocks)
+        )
+        return self.crew.map(passes.tokenise, tasks)
 
     def finish(self) -> None:
         """Leave only what belongs to the store."""

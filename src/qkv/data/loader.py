@@ -1,4 +1,4 @@
-"""From planned indices to tensors: `Batch`, and the endless stream of updates that training reads.
+"""From planned indices to tensors: `Batch`, and the endless stream of updates that training reads, of sentence pairs.
 
 A thread stays a few updates ahead, so reading, BPE-dropout and copying to the device overlap with the arithmetic.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,13 +25,30 @@ from qkv.text import Tokenizer, Tokenizers
 
 @dataclass(frozen=True)
 class Batch:
-    """Sentence pairs as the model sees them: source ends in </s>, target begins with <s>, labels end in </s>."""
+    """Text as a model sees it: what it is given, and what it must predict at each position.
 
-    source: Tensor  # (batch, source)
-    lengths: Tensor  # (batch,) real source tokens in each row
-    target: Tensor  # (batch, target)
-    labels: Tensor  # (batch, target): what each target position must predict; padding is <pad>
+    For sentence pairs that is a source that ends in </s>, its lengths, a target that begins with <s>, and labels that
+    end in </s>.
+    """
+
+    inputs: tuple[Tensor, ...]  # the arguments of the model's `hidden`
+    labels: Tensor  # (batch, length); <pad> where nothing is to be predicted
     tokens: int  # real labels
+
+    @property
+    def source(self) -> Tensor:
+        """(batch, source)"""
+        return self.inputs[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(batch,): real source tokens in each row"""
+        return self.inputs[1]
+
+    @property
+    def target(self) -> Tensor:
+        """(batch, target)"""
+        return self.inputs[2]
 
     def to(self, device: torch.device) -> Batch:
         def move(tensor: Tensor) -> Tensor:
@@ -38,7 +56,7 @@ class Batch:
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device)
 
-        return Batch(move(self.source), move(self.lengths), move(self.target), move(self.labels), self.tokens)
+        return Batch(tuple(map(move, self.inputs)), move(self.labels), self.tokens)
 
 
 class Position(NamedTuple):
@@ -78,16 +96,58 @@ def collate(sources: list[NDArray[Any]], targets: list[NDArray[Any]], tokenizers
     """Ids without <s> and </s> as a Batch."""
     src, tgt = tokenizers.src, tokenizers.tgt
     return Batch(
-        source=pad(sources, src.pad, last=src.eos),
-        lengths=torch.tensor([len(row) + 1 for row in sources]),
-        target=pad(targets, tgt.pad, first=tgt.bos),
+        inputs=(
+            pad(sources, src.pad, last=src.eos),
+            torch.tensor([len(row) + 1 for row in sources]),
+            pad(targets, tgt.pad, first=tgt.bos),
+        ),
         labels=pad(targets, tgt.pad, last=tgt.eos),
         tokens=sum(len(row) + 1 for row in targets),
     )
 
 
-class Updates:
-    """The endless stream of optimiser steps over a store, from any position on; the same for the same arguments."""
+class Updates(ABC):
+    """The endless stream of optimiser steps over a store, from any position on; the same for the same arguments.
+
+    What a pass over the text consists of is for each kind of text to say.
+    """
+
+    tokens: int  # in one update, over all ranks
+    seed: int
+    rank: int = 0
+    world: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @abstractmethod
+    def plan(self, epoch: int) -> list[batches.Update]:
+        """The updates of an epoch, each a list of micro-batches."""
+
+    @abstractmethod
+    def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+        """The tensors of a micro-batch; what is random in it follows from the seed."""
+
+    @abstractmethod
+    def describe(self, epoch: int) -> str:
+        """The plan of an epoch in words."""
+
+    def starting(self, position: Position) -> Generator[Step, None, None]:
+        """All steps from a position on, made by a thread that stays a little ahead."""
+        return _ahead(self._steps(position), 4)
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        epoch, first = position
+        while True:
+            plan = self.plan(epoch)
+            for number in range(first, len(plan)):
+                mine = batches.share(plan[number], self.rank, self.world)
+                after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
+                made = [self.batch(micro, (self.seed, epoch, number)).to(self.device) for micro in mine]
+                yield Step(made, after)
+            epoch, first = epoch + 1, 0
+
+
+class Pairs(Updates):
+    """Sentence pairs, batched with others of like length."""
 
     def __init__(
         self,
@@ -103,13 +163,16 @@ class Updates:
         device: torch.device | None = None,
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
-        self.src_widths = np.asarray(store.src_lengths) + 1
-        self.tgt_widths = np.asarray(store.tgt_lengths) + 1
+        self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
         self.micro_tokens = micro_tokens or batches.choose_micro_tokens(self.src_widths, self.tgt_widths, tokens)
         self.dropout, self.seed = dropout, seed
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
+
+    def widths(self) -> tuple[batches.Lengths, batches.Lengths]:
+        """Tokens of every row on both sides, <s> or </s> included."""
+        return np.asarray(self.store.src_lengths) + 1, np.asarray(self.store.tgt_lengths) + 1
 
     def plan(self, epoch: int) -> list[batches.Update]:
         indices = batches.visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
@@ -134,21 +197,7 @@ class Updates:
             f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
         )
 
-    def starting(self, position: Position) -> Generator[Step, None, None]:
-        """All steps from a position on, made by a thread that stays a little ahead."""
-        return _ahead(self._steps(position), 4)
-
-    def _steps(self, position: Position) -> Iterator[Step]:
-        epoch, first = position
-        while True:
-            plan = self.plan(epoch)
-            for number in range(first, len(plan)):
-                mine = batches.share(plan[number], self.rank, self.world)
-                after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
-                yield Step([self._batch(micro, (self.seed, epoch, number)) for micro in mine], after)
-            epoch, first = epoch + 1, 0
-
-    def _batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+    def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
         sources = [self.store.src(i) for i in micro]
         targets = [self.store.tgt(i) for i in micro]
         if self.dropout:
@@ -157,7 +206,7 @@ class Updates:
             src, tgt, dropout = self.tokenizers.src, self.tokenizers.tgt, self.dropout
             sources = [_resegment(src, row, dropout, own) for row, own in zip(sources, random, strict=True)]
             targets = [_resegment(tgt, row, dropout, own) for row, own in zip(targets, random, strict=True)]
-        return collate(sources, targets, self.tokenizers).to(self.device)
+        return collate(sources, targets, self.tokenizers)
 
 
 def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:

@@ -160,6 +160,33 @@ class Part:
     texts: list[list[str]]
 
 
+def hold_out_ends(counts: list[int], fates: Fates, wanted: int) -> None:
+    """Turn the last lines of running text to validation, of each corpus its share: a tenth of all, at most 5000."""
+    total = sum(counts)
+    goal = wanted or min(total // 10, 5000)
+    if not 0 < goal <= total // 2:
+        raise UsageError(
+            f"{total} lines of running text: at most half of them can be held out for validation, and at least one: "
+            f"set data.valid_size, or give validation text (data.valid)"
+        )
+    for count, stop in zip(counts, np.cumsum(counts).tolist(), strict=True):
+        last = fates[stop - -(-goal * count // total) : stop]
+        last[last == Fate.TRAIN] = Fate.VALID
+
+
+def tokenise_stream(block: Block, fates: bytes, path: Path, on_bad: str) -> tuple[Part, Part, list[int]]:
+    """`tokenise` for running text: every line is kept as it is and ends in a newline, a JSON document in </s>."""
+    side = _load(path).tgt
+    end = np.array([side.eos], side.dtype).tobytes() if block.corpus.form == "jsonl" else b""
+    kept: tuple[list[Any], list[Any]] = ([], [])
+    counts = [0] * len(Fate)
+    for text, fate in zip(read(block, on_bad), fates, strict=True):
+        if text is not None:
+            kept[fate].append(([side.pack_text(text[0]) + end], text))
+        counts[fate] += 1
+    return _part(kept[0], [side], b"", False), _part(kept[1], [side], b"", True), counts
+
+
 def tokenise(block: Block, fates: bytes, limits: Limits, path: Path, on_bad: str) -> tuple[Part, Part, list[int]]:
     """The training and the validation part of a block, and how many of its pairs met each fate."""
     tokenizers = _load(path)

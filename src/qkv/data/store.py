@@ -79,6 +79,17 @@ class Store:
         """The number of the corpus that each pair comes from; `weights` has one weight for each."""
         return np.repeat(np.arange(len(self._counts), dtype=np.uint16), self._counts)
 
+    @property
+    def stream(self) -> NDArray[Any]:
+        """The ids of plain text end to end."""
+        return self._ids["tgt"]
+
+    @cached_property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where in the stream the text of each corpus begins and ends."""
+        ends = [int(self._ends["tgt"][stop - 1]) if stop else 0 for stop in np.cumsum(self._counts).tolist()]
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
     def _row(self, side: str, i: int) -> NDArray[Any]:
         end = int(self._side(side, self._ends)[i])
         return self._ids[side][end - int(self._lengths[side][i]) : end]
@@ -160,8 +171,12 @@ def prepare(
     tokenizers: Tokenizers | None = None,
     progress: Progress = _silent,
     seed: int = 0,
+    stream: bool = False,
 ) -> Prepared:
     """Read, filter, learn the vocabulary (unless one is given), tokenise and store; or find that it is done already.
+
+    Pairs and lines of plain text are sentences: repeated, empty and too long ones are dropped, some are held out. With
+    `stream`, plain text is running text: nothing is dropped, newlines are tokens, and its end is held out.
 
     The store is `folder` itself, or, with `data.store`, a folder in there that any run with the same text can use.
     """
@@ -177,7 +192,9 @@ def prepare(
     if tokenizers:
         for tag in {corpus.tag for corpus in corpora if corpus.tag}:
             tokenizers.src.tag(tag)  # refuses one that it does not know
-    settings = _settings(data, tokenizer, tokenizers, train, valid, seed)
+    if stream and corpora[0].sides == 2:
+        raise UsageError(f"corpus {corpora[0]}: a language model learns from running text: give text, not pairs")
+    settings = _settings(data, tokenizer, tokenizers, train, valid, seed, stream)
     inputs = [_stat(path) for path in paths]
     if found := _reuse(data, folder, settings, inputs, ("path", "size", "mtime")):
         return found
@@ -185,7 +202,7 @@ def prepare(
         _check_free(folder)
     try:
         with _draft(Path(data.store) if data.store else folder.parent) as draft, Crew(_workers(data, inputs)) as crew:
-            job = Job(data, train, valid, draft, crew, progress, seed)
+            job = Job(data, train, valid, draft, crew, progress, seed, stream=stream)
             hashed = [{**about, "hash": digest} for about, digest in zip(inputs, job.unpack(), strict=True)]
             if found := _reuse(data, folder, settings, hashed, ("hash",)):
                 return found
@@ -209,6 +226,7 @@ def _settings(
     train: list[Corpus],
     valid: list[Corpus],
     seed: int,
+    stream: bool,
 ) -> dict[str, Any]:
     """Everything but the text itself that decides what a store holds."""
     kept = ("src_lang", "tgt_lang", "valid_size", "max_length", "max_ratio", "dedupe", "on_bad")
@@ -219,6 +237,7 @@ def _settings(
         "train": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in train],
         "valid": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in valid],
         "seed": seed,
+        **({"stream": True} if stream else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,39 @@ class Score:
     def __str__(self) -> str:
         interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
         return f"{self.name} = {self.value:.2f}{interval}  {self.signature}"
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """−log p of a text in all, and for each token, character and byte: the last two compare any two models of it."""
+
+    nats: float
+    tokens: int
+    characters: int
+    bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss of a token; tokens are the model's own, so it compares models of one vocabulary only."""
+        return math.exp(min(700.0, self.nats / self.tokens))
+
+    @property
+    def per_character(self) -> float:
+        return self.nats / self.characters
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"nats_per_character": self.per_character, "bits_per_byte": self.bits_per_byte}
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.perplexity:.3f} ({self.tokens:,} tokens)\n"
+            f"nats per character {self.per_character:.4f} ({self.characters:,} characters)\n"
+            f"bits per byte {self.bits_per_byte:.4f} ({self.bytes:,} bytes)"
+        )
 
 
 @dataclass(frozen=True)

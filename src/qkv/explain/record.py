@@ -78,7 +78,10 @@ def attention_map(
 
 
 def _rounded(parts: list[torch.Tensor]) -> list[list[list[float]]]:
-    """One call recorded one (1, heads, queries, keys) tensor; four decimals are more than an eye can tell apart."""
-    (weights,) = parts
+    """Each call recorded one (1, heads, queries, keys) tensor; four decimals are more than an eye can tell apart.
+
+    A recurrent network makes one call for each word of the target, and all see the whole source.
+    """
+    weights = torch.cat(parts, dim=2)
     rounded: list[list[list[float]]] = np.round(weights[0].double().cpu().numpy(), 4).tolist()
     return rounded

@@ -13,7 +13,7 @@ from qkv import __version__, config
 from qkv.data.loader import collate
 from qkv.decode.batched import score_all, search_all
 from qkv.device import choose_device, choose_precision, describe
-from qkv.models.transformer import build
+from qkv.models.build import build
 from qkv.text.learn import learn
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss

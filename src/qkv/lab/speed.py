@@ -29,7 +29,8 @@ from qkv.decode.batched import by_length, search_all
 from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
 from qkv.lab.peers import TorchTransformer
-from qkv.models.transformer import Transformer, build, parameter_count
+from qkv.models.base import parameter_count
+from qkv.models.transformer import Transformer
 from qkv.presets import demo
 from qkv.text import Tokenizers
 from qkv.text.learn import learn
@@ -54,7 +55,8 @@ def measure(what: str, *, seconds: float = 10.0, device: str = "auto", output: s
     spec = demo()
     torch.manual_seed(0)
     sources, targets, tokenizers = _text(spec)
-    ours = build(spec.model, tokenizers.src.size, tokenizers.tgt.size).to(chosen)
+    assert isinstance(spec.model, config.Transformer)
+    ours = Transformer(spec.model, tokenizers.src.size, tokenizers.tgt.size).to(chosen)
     peer = TorchTransformer(copy.deepcopy(ours)).to(chosen)
     rows = {}
     if what != "decode":

@@ -1,7 +1,8 @@
-"""Attention (paper, section 3.2): masks, scaled dot-product, multi-head, and a recorder for the weights.
+"""Attention (paper, section 3.2): masks, score functions, multi-head, windows, and a recorder for the weights.
 
 Two paths compute the same thing. The written-out one is equation 1 as printed and can hand its weights to a recorder;
-the fused one is PyTorch's kernel. Outside a `record()` block only the fused path runs.
+the fused one is PyTorch's kernel, on a window of keys where attention is restricted. Outside a `record()` block only
+the fused path runs, but for additive attention, which is no product of matrices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def attention_mask(
     """The one mask of the project: boolean, (batch or 1, 1, queries, keys), True where a query may attend to a key.
 
     The last query stands at the last key, so the same call serves a whole sequence and the newest part of one.
-    `window` = r leaves each query the keys at most r positions away (restricted self-attention, section 4).
+    `window` = r leaves each query the keys at most r positions away (restricted self-attention, section 4), and itself
+    even where it is padding, so that no row is empty.
     """
     device = key_lengths.device if key_lengths is not None else device
     key = torch.arange(keys, device=device)
@@ -41,7 +43,15 @@ def attention_mask(
         allowed = allowed & (distance.abs() <= window)
     if key_lengths is None:
         return allowed[None, None]
-    return allowed & (key < key_lengths[:, None])[:, None, None]  # (batch, 1, queries, keys)
+    real = (key < key_lengths[:, None])[:, None, None]  # (batch, 1, 1, keys)
+    return with_padding(allowed, real) if window else allowed & real  # (batch, 1, queries, keys)
+
+
+def with_padding(allowed: Tensor, real: Tensor) -> Tensor:
+    """A band of allowed keys, of which the real ones are left and, to every query, its own position."""
+    queries, keys = allowed.shape[-2:]
+    own = torch.eye(keys, dtype=torch.bool, device=allowed.device)[keys - queries :]
+    return (allowed & real) | own
 
 
 # ---- recording -------------------------------------------------------------------------------------------------------
@@ -70,12 +80,31 @@ def record() -> Iterator[Recording]:
         _recording.reset(token)
 
 
-# ---- equation 1 ------------------------------------------------------------------------------------------------------
+# ---- equation 1 and its rivals ---------------------------------------------------------------------------------------
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, score: str = "scaled", weight: Tensor | None = None) -> Tensor:
+    """How well each key answers each query, before the softmax: (…, queries, keys).
+
+    `scaled` is qᵀk/√d_k (equation 1) and `dot` qᵀk. With learned weights, `general` is qᵀWk (Luong et al., 2015) and
+    `additive` wᵀtanh(q + k) (Bahdanau et al., 2015), whose two matrices are the projections that made q and k.
+    """
+    if score == "additive":
+        assert weight is not None
+        together = (q[..., :, None, :] + k[..., None, :, :]).tanh()  # (…, queries, keys, d_k)
+        return (together @ weight[..., None, :, None]).squeeze(-1)
+    if score == "general":
+        assert weight is not None
+        q = q @ weight
+    scores = q @ k.transpose(-2, -1)
+    return scores / math.sqrt(q.shape[-1]) if score == "scaled" else scores
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, score: str = "scaled", weight: Tensor | None = None
+) -> Tensor:
     """softmax(QKᵀ/√d_k): (batch, heads, queries, keys); masked-out keys get exactly zero."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    scores = attention_scores(q, k, score, weight)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     return scores.softmax(dim=-1)
@@ -88,31 +117,116 @@ def attend(
     mask: Tensor | None = None,
     *,
     causal: bool = False,
+    window: int = 0,
+    score: str = "scaled",
+    weight: Tensor | None = None,
     dropout: float = 0.0,
     name: str = "",
 ) -> Tensor:
-    """Scaled dot-product attention (equation 1) for q, k (batch, heads, length, d_k) and v (batch, heads, length, d_v).
+    """Attention (equation 1) for q, k (batch, heads, length, d_k) and v (batch, heads, length, d_v).
 
-    `causal` is the mask of a whole sequence attending to itself, apart because the fused kernel then needs no mask.
+    `causal` and `window` are masks of a whole sequence attending to itself, apart because the fused kernel then needs
+    none or a small one; `mask` is then that of the keys, (batch, 1, 1, keys).
     """
     recording = _recording.get()
-    if recording is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal)
-    if causal:
-        mask = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
-    weights = attention_weights(q, k, mask)
-    recording.add(name, weights)
+    if recording is None and score != "additive":
+        if weight is not None:  # general: qᵀW takes the place of the query
+            q = q @ weight
+        scale = None if score == "scaled" else 1.0
+        if window and q.shape[-2] > 2 * window:  # in a shorter sequence the blocks would overlap most of it
+            return _attend_in_window(q, k, v, mask, window=window, causal=causal, dropout=dropout, scale=scale)
+        if not window and not (causal and mask is not None):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
+        mask = _whole_mask(q, k, mask, causal, window)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, scale=scale)
+    if causal or window:
+        mask = _whole_mask(q, k, mask, causal, window)
+    weights = attention_weights(q, k, mask, score, weight)
+    if recording is not None:
+        recording.add(name, weights)
     return F.dropout(weights, dropout) @ v
 
 
+def _whole_mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor:
+    allowed = attention_mask(q.shape[-2], k.shape[-2], causal=causal, window=window, device=q.device)
+    if mask is None:
+        return allowed
+    return with_padding(allowed, mask) if window else allowed & mask
+
+
+def _attend_in_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    window: int,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Restricted self-attention in O(window · n): blocks of `window` queries, each with the keys around it.
+
+    A block sees its own keys and those of the block before it and, unless causal, after it. Blocks become rows of the
+    batch, so that the kernel works on (batch · blocks, heads, window, 3 · window) and nothing is n × n.
+    """
+    batch, n = q.shape[0], q.shape[2]
+    blocks = -(-n // window)
+    after = 0 if causal else window
+    ends = (window, blocks * window - n + after)  # keys before the first block, and behind the last
+
+    def around(x: Tensor) -> Tensor:  # (batch, heads, n, width) → (batch · blocks, heads, keys around a block, width)
+        cut = F.pad(x, (0, 0, *ends)).unfold(2, 2 * window + after, window)  # (batch, heads, blocks, width, keys)
+        return cut.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    query = F.pad(q, (0, 0, 0, blocks * window - n)).unflatten(2, (blocks, window))
+    query = query.transpose(1, 2).flatten(0, 1)  # (batch · blocks, heads, window, d_k)
+    real = q.new_ones(1, n, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    real = F.pad(real, ends).unfold(1, 2 * window + after, window)  # (batch or 1, blocks, keys)
+    real = real.expand(batch, -1, -1).flatten(0, 1)[:, None, None]
+    distance = torch.arange(window, device=q.device)[:, None] + window - torch.arange(real.shape[-1], device=q.device)
+    near = (distance <= window) & (distance >= (0 if causal else -window))  # (window, keys)
+    allowed = (near & real) | (distance == 0)
+    found: Tensor = F.scaled_dot_product_attention(query, around(k), around(v), allowed, dropout_p=dropout, scale=scale)
+    found = found.unflatten(0, (batch, blocks))
+    return found.transpose(1, 2).flatten(2, 3)[:, :, :n]
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021): turn each pair (2i, 2i + 1) of x by its position's angle.
+
+    `table` is that of the sinusoids, (length, d_k): sines and cosines of the same angles. The product of a query and a
+    key then depends on the distance between them alone.
+    """
+    sin, cos = table[:, 0::2], table[:, 1::2]  # (length, d_k / 2)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
 class MultiHeadAttention(nn.Module):
-    """Concat(head_1 … head_h)·W^O with head_i = Attention(Q·W_i^Q, K·W_i^K, V·W_i^V) (section 3.2.2)."""
+    """Concat(head_1 … head_h)·W^O with head_i = Attention(Q·W_i^Q, K·W_i^K, V·W_i^V) (section 3.2.2).
+
+    `rotary` makes the table of sines and cosines by which queries and keys are turned, if they are.
+    """
 
     def __init__(
-        self, d_model: int, heads: int, d_k: int, d_v: int, *, bias: bool = False, dropout: float = 0.0, name: str = ""
+        self,
+        d_model: int,
+        heads: int,
+        d_k: int,
+        d_v: int,
+        *,
+        score: str = "scaled",
+        rotary: nn.Module | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.heads, self.d_k, self.d_v = heads, d_k, d_v
+        self.score = score
+        self.rotary = rotary
         self.dropout = dropout
         self.name = name
         # W^Q, W^K and W^V of all heads lie in one matrix: self-attention is then a single product.
@@ -124,12 +238,23 @@ class MultiHeadAttention(nn.Module):
         if bias:
             nn.init.zeros_(self.qkv.bias)
             nn.init.zeros_(self.output.bias)
+        self.score_weight: nn.Parameter | None = None
+        if score == "general":
+            self.score_weight = nn.Parameter(torch.empty(heads, d_k, d_k).normal_(std=d_k**-1.0))
+        elif score == "additive":
+            self.score_weight = nn.Parameter(torch.empty(heads, d_k).normal_(std=d_k**-0.5))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (batch, length, d_model): each (batch, heads, length, d_k or d_v)."""
+    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (batch, length, d_model): each (batch, heads, length, d_k or d_v).
+
+        `start` is the position of the first, for those that are turned by their position.
+        """
         widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
-        q, k, v = self.qkv(x).split(widths, dim=-1)
-        return self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
+        if self.rotary is not None:
+            table = self.rotary(start, x.shape[1])
+            q, k = rotate(q, table), rotate(k, table)
+        return q, k, v
 
     def project_query(self, x: Tensor) -> Tensor:
         """Only the queries of x."""
@@ -143,10 +268,22 @@ class MultiHeadAttention(nn.Module):
         k, v = kv.split([self.heads * self.d_k, self.heads * self.d_v], dim=-1)
         return self._split_heads(k), self._split_heads(v)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int = 0
+    ) -> Tensor:
         """Attend with projected heads and map back to (batch, queries, d_model)."""
-        dropout = self.dropout if self.training else 0.0
-        heads = attend(q, k, v, mask, causal=causal, dropout=dropout, name=self.name)
+        heads = attend(
+            q,
+            k,
+            v,
+            mask,
+            causal=causal,
+            window=window,
+            score=self.score,
+            weight=self.score_weight,
+            dropout=self.dropout if self.training else 0.0,
+            name=self.name,
+        )
         mapped: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return mapped
 

@@ -53,9 +53,9 @@ class LearnedPositions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding × √d_model plus positions, then dropout (sections 3.4, 3.5 and 5.4)."""
+    """Token embedding × √d_model plus positions, if any, then dropout (sections 3.4, 3.5 and 5.4)."""
 
-    def __init__(self, vocab: int, d_model: int, positions: nn.Module, dropout: float) -> None:
+    def __init__(self, vocab: int, d_model: int, positions: nn.Module | None, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, d_model)
         # After the factor √d_model an embedding has unit variance; as output weights they give unit-sized logits.
@@ -66,37 +66,55 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
         x = self.tokens(ids) * self.scale  # (batch, length, d_model)
-        x = x + self.positions(start, ids.shape[1]).to(x.dtype)
+        if self.positions is not None:
+            x = x + self.positions(start, ids.shape[1]).to(x.dtype)
         dropped: Tensor = self.dropout(x)
         return dropped
 
 
-class FeedForward(nn.Module):
-    """FFN(x) = max(0, xW₁ + b₁)W₂ + b₂ (equation 2), at each position alike."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0) -> None:
+
+class FeedForward(nn.Module):
+    """FFN(x) = max(0, xW₁ + b₁)W₂ + b₂ (equation 2), at each position alike; GELU may take the place of the maximum.
+
+    SwiGLU (Shazeer, 2020) is (SiLU(xW₁) ⊙ xV)W₂: a third matrix, and no biases.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0, activation: str = "relu") -> None:
         super().__init__()
-        self.inner = nn.Linear(d_model, d_ff)
-        self.outer = nn.Linear(d_ff, d_model)
+        gated = activation == "swiglu"
+        self.activation = ACTIVATIONS[activation]
+        self.inner = nn.Linear(d_model, d_ff, bias=not gated)
+        self.outer = nn.Linear(d_ff, d_model, bias=not gated)
+        self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
         self.dropout = dropout
-        for linear in (self.inner, self.outer):
+        for linear in filter(None, (self.inner, self.outer, self.gate)):
             nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.inner(x))  # (batch, length, d_ff)
+        hidden = self.activation(self.inner(x))  # (batch, length, d_ff)
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout, self.training)
         mapped: Tensor = self.outer(hidden)
         return mapped
 
 
+def make_norm(d_model: int, rms: bool) -> nn.Module:
+    """LayerNorm as in the paper, or RMSNorm (Zhang & Sennrich, 2019): no mean, no bias."""
+    return nn.RMSNorm(d_model, eps=1e-5) if rms else nn.LayerNorm(d_model)
+
+
 class Residual(nn.Module):
     """LayerNorm(x + Dropout(Sublayer(x))) as in the paper; x + Dropout(Sublayer(LayerNorm(x))) with `norm = "pre"`."""
 
-    def __init__(self, d_model: int, norm: str, dropout: float) -> None:
+    def __init__(self, d_model: int, norm: str, dropout: float, rms: bool = False) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = make_norm(d_model, rms)
         self.pre = norm == "pre"
         self.dropout = nn.Dropout(dropout)
 

@@ -12,6 +12,7 @@ A state that was stepped or selected from is used up: its memory may have become
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -81,19 +82,24 @@ class Cache:
 
 @dataclass
 class TransformerState:
-    """The decoder's memory: its own past, and the source as keys and values, held once for all beams of a sentence."""
+    """The decoder's memory: its own past, and the source as keys and values, held once for all beams of a sentence.
+
+    A language model has no source: no memory, and no mask.
+    """
 
     caches: list[Cache]
-    memory: list[tuple[Tensor, Tensor]]  # for each layer: keys, values (sentences, heads, source, width)
-    mask: Tensor  # (sentences, 1, 1, source)
+    memory: Sequence[tuple[Tensor, Tensor] | None]  # for each layer: keys, values (sentences, heads, source, width)
+    mask: Tensor | None  # (sentences, 1, 1, source)
     beam: int
     length: int = 0
 
     def select(self, rows: Tensor) -> TransformerState:
-        sentences = rows[:: self.beam] // self.beam
-        if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
-            self.memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in self.memory]
-            self.mask = self.mask.index_select(0, sentences)
+        if self.mask is not None:
+            sentences = rows[:: self.beam] // self.beam
+            if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
+                kept = [pair for pair in self.memory if pair is not None]
+                self.memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in kept]
+                self.mask = self.mask.index_select(0, sentences)
         for cache in self.caches:
             cache.select(rows)
         return self

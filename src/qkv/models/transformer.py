@@ -1,123 +1,114 @@
-"""The Transformer (paper, section 3): encoder and decoder stacks, whole for training and step by step for search."""
+"""The Transformer (paper, section 3): encoder and decoder stacks, whole for training and step by step for search.
+
+Both stacks also stand alone: the decoder as a language model, the encoder as a model that fills in hidden tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.errors import UsageError
 from qkv.models.attention import MultiHeadAttention, attention_mask
-from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
+from qkv.models.base import Model, TranslationModel, make_positions
+from qkv.models.layers import Embedding, FeedForward, Residual, SinusoidalPositions, make_norm
 from qkv.models.state import Cache, Memory, TransformerState
 
 
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward, each inside a residual connection."""
 
-    def __init__(self, spec: config.Transformer, name: str) -> None:
+    def __init__(self, spec: config.Attentive, name: str) -> None:
         super().__init__()
+        self.window = spec.window
         self.attention = _attention(spec, f"{name}.self")
-        self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout)
+        self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout, spec.activation)
         self.residuals = _residuals(spec, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), mask))
+        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), mask, window=self.window))
         x = self.residuals[1](x, self.feed_forward)
         return x
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, encoder-decoder attention and feed-forward, each inside a residual connection."""
+    """Masked self-attention, encoder-decoder attention and feed-forward, each inside a residual connection.
 
-    def __init__(self, spec: config.Transformer, name: str) -> None:
+    A language model has no encoder, and its layers no attention to one.
+    """
+
+    def __init__(self, spec: config.Attentive, name: str, *, cross: bool = True) -> None:
         super().__init__()
+        self.window = spec.window
         self.attention = _attention(spec, f"{name}.self")
-        self.cross_attention = _attention(spec, f"{name}.cross")
-        self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout)
-        self.residuals = _residuals(spec, 3)
+        self.cross_attention = _attention(spec, f"{name}.cross") if cross else None
+        self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout, spec.activation)
+        self.residuals = _residuals(spec, 3 if cross else 2)
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         """All target positions at once (teacher forcing): x (batch, target, d_model)."""
-        k, v = self.cross_attention.project_memory(memory.values)
-        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), causal=True))
-        x = self.residuals[1](
-            x, lambda y: self.cross_attention(self.cross_attention.project_query(y), k, v, memory.mask)
-        )
-        x = self.residuals[2](x, self.feed_forward)
+        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), causal=True, window=self.window))
+        cross = self.cross_attention
+        if cross is not None and memory is not None:
+            k, v = cross.project_memory(memory.values)
+            x = self.residuals[1](x, lambda y: cross(cross.project_query(y), k, v, memory.mask))
+        x = self.residuals[-1](x, self.feed_forward)
         return x
 
-    def step(self, x: Tensor, cache: Cache, memory: tuple[Tensor, Tensor], state: TransformerState) -> Tensor:
+    def step(self, x: Tensor, cache: Cache, memory: tuple[Tensor, Tensor] | None, state: TransformerState) -> Tensor:
         """The newest n target positions: x (rows, n, d_model), rows = sentences × beam."""
-
-        def attend_to_past(y: Tensor) -> Tensor:
-            q, k, v = self.attention.project(y)
-            k, v = cache.append(k, v, state.length)
-            n, past = q.shape[2], k.shape[2]
-            mask = None if n == 1 else attention_mask(n, past, causal=True, device=q.device)
-            attended: Tensor = self.attention(q, k, v, mask)
-            return attended
-
-        def attend_to_source(y: Tensor) -> Tensor:
-            # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
-            rows, n, width = y.shape
-            q = self.cross_attention.project_query(y.reshape(rows // state.beam, state.beam * n, width))
-            attended: Tensor = self.cross_attention(q, *memory, state.mask)
-            return attended.reshape(rows, n, width)
-
-        x = self.residuals[0](x, attend_to_past)
-        x = self.residuals[1](x, attend_to_source)
-        x = self.residuals[2](x, self.feed_forward)
+        x = self.residuals[0](x, lambda y: self._attend_to_past(y, cache, state.length))
+        if memory is not None:
+            x = self.residuals[1](x, lambda y: self._attend_to_source(y, memory, state))
+        x = self.residuals[-1](x, self.feed_forward)
         return x
 
+    def _attend_to_past(self, y: Tensor, cache: Cache, length: int) -> Tensor:
+        q, k, v = self.attention.project(y, start=length)
+        k, v = cache.append(k, v, length)
+        n = q.shape[2]
+        if self.window:  # nobody looks further back
+            k, v = k[:, :, -(self.window + n) :], v[:, :, -(self.window + n) :]
+        mask = None
+        if n > 1 or self.window:
+            mask = attention_mask(n, k.shape[2], causal=True, window=self.window, device=q.device)
+        attended: Tensor = self.attention(q, k, v, mask)
+        return attended
 
-class Transformer(nn.Module):
+    def _attend_to_source(self, y: Tensor, memory: tuple[Tensor, Tensor], state: TransformerState) -> Tensor:
+        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
+        assert self.cross_attention is not None
+        rows, n, width = y.shape
+        q = self.cross_attention.project_query(y.reshape(rows // state.beam, state.beam * n, width))
+        attended: Tensor = self.cross_attention(q, *memory, state.mask)
+        return attended.reshape(rows, n, width)
+
+
+class Transformer(TranslationModel):
     """Encoder-decoder: source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab)."""
 
     def __init__(self, spec: config.Transformer, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
-        if spec.tie == "all" and src_vocab != tgt_vocab:
-            raise UsageError(
-                f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
-                f'share the vocabulary, or set model.tie = "output"'
-            )
         self.spec = spec
-        self.source = Embedding(src_vocab, spec.d_model, _positions(spec), spec.dropout)
-        self.target = Embedding(tgt_vocab, spec.d_model, _positions(spec), spec.dropout)
+        self.add_embeddings(spec, src_vocab, tgt_vocab, spec.positions, spec.max_positions)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             EncoderLayer(spec, f"encoder.{i}") for i in range(spec.encoder_layers)
         )
         self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(spec, f"decoder.{i}") for i in range(spec.decoder_layers)
         )
-        # Post-norm stacks end in a norm already; pre-norm ones need a last one.
-        pre = spec.norm == "pre"
-        self.encoder_norm = nn.LayerNorm(spec.d_model) if pre else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(spec.d_model) if pre else nn.Identity()
-        self.output = nn.Linear(spec.d_model, tgt_vocab, bias=False)
-        nn.init.normal_(self.output.weight, std=spec.d_model**-0.5)
-        if spec.tie in ("all", "output"):
-            self.output.weight = self.target.tokens.weight
-        if spec.tie == "all":
-            self.source.tokens.weight = self.target.tokens.weight
-
-    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """Logits for every target position, each from the source and the target before it."""
-        return self.project(self.hidden(source, lengths, target))
+        self.encoder_norm, self.decoder_norm = _last_norm(spec), _last_norm(spec)
+        self.tie(spec, tgt_vocab)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """The decoder's last layer (batch, target, d_model): the loss projects it, so that it can do so in parts."""
+        """The decoder's last layer (batch, target, d_model), each position from the source and the target before it."""
         memory = self.encode(source, lengths)
         x = self.target(target)
         for layer in self.decoder:
             x = layer(x, memory)
         normed: Tensor = self.decoder_norm(x)
         return normed
-
-    def project(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.output.weight)
 
     def encode(self, source: Tensor, lengths: Tensor) -> Memory:
         """Run the encoder once: source ids (batch, source), each row `lengths[i]` tokens and then padding."""
@@ -129,7 +120,9 @@ class Transformer(nn.Module):
 
     def start(self, memory: Memory, beam: int = 1) -> TransformerState:
         """The state before the first token, with `beam` rows for each sentence."""
-        projected = [layer.cross_attention.project_memory(memory.values) for layer in self.decoder]
+        projected = [
+            layer.cross_attention.project_memory(memory.values) for layer in self.decoder if layer.cross_attention
+        ]
         return TransformerState([Cache() for _ in self.decoder], projected, memory.mask, beam)
 
     def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
@@ -141,28 +134,82 @@ class Transformer(nn.Module):
         return self.project(self.decoder_norm(x)), state
 
 
-def build(spec: config.Model, src_vocab: int, tgt_vocab: int) -> Transformer:
-    """The model that a config describes, freshly initialised from torch's random state."""
-    return Transformer(spec, src_vocab, tgt_vocab)
+class DecoderOnly(Model):
+    """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
+
+    def __init__(self, spec: config.DecoderOnly, vocab: int) -> None:
+        super().__init__()
+        self.spec = spec
+        positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
+        self.target = Embedding(vocab, spec.d_model, positions, spec.dropout)
+        self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(spec, f"decoder.{i}", cross=False) for i in range(spec.layers)
+        )
+        self.decoder_norm = _last_norm(spec)
+        self.add_output(vocab, spec.d_model, self.target if spec.tie == "output" else None)
+
+    def hidden(self, target: Tensor) -> Tensor:
+        x = self.target(target)
+        for layer in self.decoder:
+            x = layer(x)
+        normed: Tensor = self.decoder_norm(x)
+        return normed
+
+    def start(self, memory: None = None, beam: int = 1) -> TransformerState:
+        """The state before the first token; there is no source, so nothing to remember, and any number of rows."""
+        return TransformerState([Cache() for _ in self.decoder], [None for _ in self.decoder], None, beam)
+
+    def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        x = self.target(tokens, start=state.length)
+        for layer, cache in zip(self.decoder, state.caches, strict=True):
+            x = layer.step(x, cache, None, state)
+        state.length += tokens.shape[1]
+        return self.project(self.decoder_norm(x)), state
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Trainable parameters, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+class EncoderOnly(Model):
+    """Ids (batch, length), of which some may be hidden, to logits of the token at every position."""
+
+    def __init__(self, spec: config.EncoderOnly, vocab: int) -> None:
+        super().__init__()
+        self.spec = spec
+        positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
+        self.source = Embedding(vocab, spec.d_model, positions, spec.dropout)
+        self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            EncoderLayer(spec, f"encoder.{i}") for i in range(spec.layers)
+        )
+        self.encoder_norm = _last_norm(spec)
+        self.add_output(vocab, spec.d_model, self.source if spec.tie == "output" else None)
+
+    def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
+        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        x = self.source(source)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        normed: Tensor = self.encoder_norm(x)
+        return normed
 
 
-def _attention(spec: config.Transformer, name: str) -> MultiHeadAttention:
-    d_k, d_v = spec.d_k or spec.d_model // spec.heads, spec.d_v or spec.d_model // spec.heads
+def _attention(spec: config.Attentive, name: str) -> MultiHeadAttention:
+    rotary = spec.positions == "rotary" and not name.endswith("cross")  # source and target have no common distance
     return MultiHeadAttention(
-        spec.d_model, spec.heads, d_k, d_v, bias=spec.bias, dropout=spec.attention_dropout, name=name
+        spec.d_model,
+        spec.heads,
+        spec.key_width,
+        spec.value_width,
+        score=spec.attention,
+        rotary=SinusoidalPositions(spec.key_width) if rotary else None,
+        bias=spec.bias,
+        dropout=spec.attention_dropout,
+        name=name,
     )
 
 
-def _residuals(spec: config.Transformer, count: int) -> nn.ModuleList:
-    return nn.ModuleList(Residual(spec.d_model, spec.norm, spec.dropout) for _ in range(count))
+def _residuals(spec: config.Attentive, count: int) -> nn.ModuleList:
+    return nn.ModuleList(Residual(spec.d_model, spec.norm, spec.dropout, spec.rms_norm) for _ in range(count))
 
 
-def _positions(spec: config.Transformer) -> nn.Module:
-    if spec.positions == "learned":
-        return LearnedPositions(spec.d_model, spec.max_positions)
-    return SinusoidalPositions(spec.d_model)
+def _last_norm(spec: config.Attentive) -> nn.Module:
+    """Post-norm stacks end in a norm already; pre-norm ones need a last one."""
+    return make_norm(spec.d_model, spec.rms_norm) if spec.norm == "pre" else nn.Identity()

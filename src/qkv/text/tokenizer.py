@@ -153,6 +153,30 @@ class Tokenizer:
         """The text of ids; special tokens and tags have none, and bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self._bytes.__getitem__, ids)).removeprefix(b" ").decode("utf-8", "replace")
 
+    @property
+    def newline(self) -> int:
+        """The id that ends a line in running text: that of its byte."""
+        return self.offset + ord("\n")
+
+    def pack_text(self, text: str) -> bytes:
+        """Running text as the bytes of an array: every line encoded by itself, and a newline behind each."""
+        newline = np.array([self.newline], self.dtype).tobytes()
+        return b"".join(self.pack(line) + newline for line in text.split("\n"))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of running text of any number of lines; nothing is put behind the last."""
+        ids: list[int] = np.frombuffer(self.pack_text(text), self.dtype).tolist()
+        return ids[:-1]
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """The running text of ids: `encode_text` gave every line that is not empty a space before it."""
+        joined = b"".join(map(self._bytes.__getitem__, ids))
+        return joined.replace(b"\n ", b"\n").removeprefix(b" ").decode("utf-8", "replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token writes."""
+        return self._bytes[token]
+
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each token as a reader sees it: "▁" for a space before it, <0xE2> for a byte that is no character alone."""
         return [self._names[i] if i < len(self._names) else _readable(self._bytes[i]) for i in ids]

@@ -14,7 +14,7 @@ from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
 from qkv.run import Run
 from qkv.terminal import bars, say
-from qkv.train.card import card, parameters, vocabulary
+from qkv.train.card import card, parameters, unit, vocabulary
 from qkv.train.loop import Interrupted, fit
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
@@ -70,8 +70,7 @@ def _begin(
         )
     config = configs.assign(config, settings)
     choose_device(config.train.device)  # refuses one that is not there before any work is done
-    if any(corpus.text for corpus in config.data.train):
-        raise UsageError(f"model.kind = {config.model.kind} translates: give pairs (src and tgt), not plain text")
+    _check_text(config)
     try:
         prepared = _prepare(folder, config)
     except BaseException:
@@ -115,10 +114,30 @@ def _reopen(folder: str | Path | None, settings: list[str]) -> tuple[Run, Prepar
     return run, prepared
 
 
+def _check_text(config: configs.Config) -> None:
+    """Refuse pairs where plain text is wanted, and the reverse."""
+    plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
+    if isinstance(config.model, configs.Translating):
+        if plain:
+            raise UsageError(
+                f"model.kind = {kind} translates: give pairs (--src, --tgt), or set model.kind=decoder or encoder"
+            )
+    elif not plain:
+        raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
+
+
 def _prepare(folder: Path, config: configs.Config) -> Prepared:
+    stream = isinstance(config.model, configs.DecoderOnly)  # a language model reads on where a line ends
     try:
         with bars() as report:
-            return prepare(config.data, config.tokenizer, Run(folder).store, progress=report, seed=config.train.seed)
+            return prepare(
+                config.data,
+                config.tokenizer,
+                Run(folder).store,
+                progress=report,
+                seed=config.train.seed,
+                stream=stream,
+            )
     except KeyboardInterrupt:
         raise Interrupted(
             signal.SIGINT, "interrupted while preparing the text: to train, give the same command again"
@@ -129,6 +148,6 @@ def _headline(config: configs.Config, prepared: Prepared) -> str:
     """One line about what is about to be trained."""
     return (
         f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "
-        f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} pairs, "
+        f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} {unit(config)}, "
         f"on {describe(choose_device(config.train.device))}"
     )

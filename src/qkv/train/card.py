@@ -8,7 +8,8 @@ import torch
 
 from qkv import config as configs
 from qkv.data.store import Prepared
-from qkv.models.transformer import build, parameter_count
+from qkv.models.base import parameter_count
+from qkv.models.build import build
 from qkv.run import Run
 from qkv.text import Tokenizers
 
@@ -17,19 +18,21 @@ def card(run: Run, prepared: Prepared) -> str:
     """Markdown from what the run folder knows; nothing in it is typed by hand."""
     config, scores, made = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
+    translates = isinstance(config.model, configs.Translating)
     languages = f"{config.data.src_lang or 'source'} → {config.data.tgt_lang or 'target'}"
+    title = languages if translates else config.data.tgt_lang or "plain text"
     lines = [
-        f"# {config.train.name}: {languages}",
+        f"# {config.train.name}: {title}",
         "",
-        f"- model: {config.model.kind}, {size:,} parameters, d_model {config.model.d_model}, "
-        f"{config.model.encoder_layers} + {config.model.decoder_layers} layers, {config.model.heads} heads",
+        f"- model: {config.model.kind}, {size:,} parameters, {shape(config.model)}",
         f"- vocabulary: {vocabulary(prepared.tokenizers)} ({config.tokenizer.kind})",
-        f"- training text: {len(prepared.train):,} pairs; validation: {len(prepared.valid):,} pairs",
+        f"- training text: {len(prepared.train):,} {unit(config)}; validation: {len(prepared.valid):,} {unit(config)}",
         f"- begun: {made['begun']}, with qkv {made['qkv']}, torch {made['torch']}, Python {made['python']}",
     ]
     if made["command"]:
         lines.append(f"- command: `{made['command']}`")
-    lines += ["", "| weights | validation loss | BLEU (greedy) |", "|---|---|---|"]
+    figure = "BLEU (greedy)" if translates else "bits per byte"
+    lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
     lines += ["", "## Text", "", "```", str(prepared.report), "```", ""]
     return "\n".join(lines)
@@ -41,6 +44,18 @@ def parameters(spec: configs.Model, tokenizers: Tokenizers) -> int:
         return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
+def shape(spec: configs.Model) -> str:
+    """The size of a model in words."""
+    layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.Translating) else spec.layers
+    heads = f", {spec.heads} heads" if isinstance(spec, configs.Attentive) else ""
+    return f"d_model {spec.d_model}, {layers} layers{heads}"
+
+
+def unit(config: configs.Config) -> str:
+    """What the text consists of."""
+    return "pairs" if isinstance(config.model, configs.Translating) else "lines"
+
+
 def vocabulary(tokenizers: Tokenizers) -> str:
     """The size of one shared vocabulary, or of both."""
     src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
@@ -49,5 +64,7 @@ def vocabulary(tokenizers: Tokenizers) -> str:
 
 def _row(name: str, score: dict[str, Any], chosen: bool) -> str:
     loss = "" if score["loss"] is None else f"{score['loss']:.4f}"
-    bleu = "" if score["bleu"] is None else f"{score['bleu']:.2f}"
-    return f"| {name}{' (used by default)' if chosen else ''} | {loss} | {bleu} |"
+    figure = "" if score["bleu"] is None else f"{score['bleu']:.2f}"
+    if "bits_per_byte" in score:
+        figure = f"{score['bits_per_byte']:.4f}"
+    return f"| {name}{' (used by default)' if chosen else ''} | {loss} | {figure} |"

@@ -159,9 +159,9 @@ def _skipped(run: Run, trainer: Trainer, log: Log, update: Step) -> None:
         return
     src, tgt = trainer.prepared.tokenizers.src, trainer.prepared.tokenizers.tgt
     rows = [
-        {"source": src.decode(s), "target": tgt.decode(t), "source_ids": s, "target_ids": t}
+        {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
         for batch in update.micros
-        for s, t in zip(batch.source.tolist(), batch.labels.tolist(), strict=True)
+        for s, t in zip(batch.inputs[0].tolist(), batch.labels.tolist(), strict=True)
     ]
     bad = {"step": progress.step, "rows": rows}
     files.write_text(path, json.dumps(bad, ensure_ascii=False, indent=1) + "\n")

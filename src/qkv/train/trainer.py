@@ -7,15 +7,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from qkv import config as configs
-from qkv.data.loader import Step, Updates
+from qkv.data.loader import Pairs, Step, Updates
+from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
-from qkv.models.transformer import Transformer, build
+from qkv.models.base import Model
+from qkv.models.build import build
 from qkv.run import load_weights
 from qkv.train import optim
 from qkv.train.checkpoint import Progress
@@ -34,6 +36,23 @@ class Outcome(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
+def make_updates(config: configs.Config, prepared: Prepared, device: torch.device | None = None) -> Updates:
+    """The text as this kind of model is trained on it."""
+    spec = config.train
+    common: dict[str, Any] = {
+        "tokens": spec.tokens_per_step,
+        "micro_tokens": spec.micro_tokens,
+        "seed": spec.seed,
+        "device": device,
+    }
+    match config.model:
+        case configs.DecoderOnly():
+            return Blocks(prepared.train, length=config.data.max_length, **common)
+        case configs.EncoderOnly(masked=masked):
+            return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
+    return Pairs(prepared.train, prepared.tokenizers, dropout=config.tokenizer.dropout, **common)
+
+
 class Trainer:
     """A model in training: everything that a step changes, and nothing else."""
 
@@ -44,19 +63,11 @@ class Trainer:
         self.precision = choose_precision(spec.precision, self.device)
         torch.manual_seed(spec.seed)
         tokenizers = prepared.tokenizers
-        self.model: Transformer = build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
+        self.model: Model = build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
         self.optimizer = optim.build(self.model, spec)
         self.ema = optim.Ema(self.model, spec.ema) if spec.ema else None
         self.progress = Progress()
-        self.updates = Updates(
-            prepared.train,
-            tokenizers,
-            tokens=spec.tokens_per_step,
-            micro_tokens=spec.micro_tokens,
-            dropout=self.config.tokenizer.dropout,
-            seed=spec.seed,
-            device=self.device,
-        )
+        self.updates = make_updates(config, prepared, self.device)
         self.spec = dataclasses.replace(spec, steps=self._steps())
 
     def _steps(self) -> int:
@@ -103,7 +114,7 @@ class Trainer:
         loss = nll = torch.zeros((), device=self.device)
         for batch in update.micros:
             with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                hidden = self.model.hidden(batch.source, batch.lengths, batch.target)
+                hidden = self.model.hidden(*batch.inputs)
                 part, part_nll = smoothed_loss(
                     hidden,
                     self.model.output.weight,
@@ -117,7 +128,7 @@ class Trainer:
         return Outcome(float(loss) / update.tokens, float(nll) / update.tokens, float(norm))
 
     @contextmanager
-    def averaged(self) -> Iterator[Transformer]:
+    def averaged(self) -> Iterator[Model]:
         """The model as it will be used: with the moving average of the weights, where there is one."""
         if self.ema is None:
             yield self.model

@@ -1,4 +1,4 @@
-"""The Python surface: text in, text out."""
+"""Translator: text in one language in, text in another out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from qkv import config as configs
+from qkv.api.loading import Loaded
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.search import Hypothesis
-from qkv.device import choose_device
 from qkv.errors import UsageError
-from qkv.evaluate import metrics
 from qkv.explain.record import AttentionMap, attention_map
-from qkv.run import Run
+from qkv.models.base import TranslationModel
 from qkv.text.split import Pieces, split
-from qkv.train.begin import train
-
-__all__ = ["Scored", "Translation", "Translator", "evaluate", "load", "train"]
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
 LONGEST_SCORED = 8192  # tokens of a pair that is scored as a whole: memory grows with the square
@@ -84,15 +79,10 @@ class Options(TypedDict, total=False):
     progress: Callable[[int], None]
 
 
-class Translator:
+class Translator(Loaded[TranslationModel]):
     """A trained run, ready to translate."""
 
-    def __init__(self, run: Run, *, weights: str = "", device: str = "auto") -> None:
-        self.run = run
-        self.config = run.config
-        self.tokenizers = run.tokenizers
-        self.device = choose_device(device)
-        self.model = run.model(self.device, weights)
+    model_class = TranslationModel
 
     @overload  # a str is a Sequence[str] too, but comes first
     def translate(self, text: str, **options: Unpack[Options]) -> Translation: ...  # type: ignore[overload-overlap]
@@ -246,23 +236,3 @@ class Translator:
             pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
         text = pieces.join(texts, glue).strip()
         return Alternative(text, sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses))
-
-
-def load(run: str | Path | Run, *, weights: str = "", device: str = "auto") -> Translator:
-    """Open a run folder for use: `weights` is best, average, last or a step number; by default the chosen ones."""
-    return Translator(run if isinstance(run, Run) else Run.open(run), weights=weights, device=device)
-
-
-def evaluate(
-    run: str | Path | Run | Translator,
-    src: Sequence[str],
-    ref: Sequence[str],
-    **options: Unpack[Options],
-) -> tuple[metrics.Scores, list[Translation]]:
-    """Translate the source lines and score them against raw references: BLEU, chrF and TER, and the translations."""
-    translator = run if isinstance(run, Translator) else load(run)
-    if len(src) != len(ref):
-        raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
-    translations = translator.translate(src, **options)
-    scores = metrics.score([t.text for t in translations], ref, tgt_lang=translator.config.data.tgt_lang)
-    return scores, translations

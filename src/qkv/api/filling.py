@@ -1,0 +1,161 @@
+"""Filler: an encoder that fills gaps in a sentence, and turns sentences into vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qkv.api.loading import Loaded
+from qkv.data.loader import pad
+from qkv.data.plain import hide
+from qkv.decode.batched import by_length
+from qkv.errors import QkvError, UsageError
+from qkv.models.transformer import EncoderOnly
+from qkv.text import Tokenizer
+
+GAP = "<mask>"
+STAND_IN = "\ue000"  # a character for private use: no text has it, so its bytes mark the place
+TOKENS = 4096  # embedded at once
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What may stand in one gap of a text: a token, its probability, and the text with it."""
+
+    gap: int
+    token: str
+    probability: float
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class GapScores:
+    """How well hidden tokens are filled in."""
+
+    loss: float
+    accuracy: float
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "perplexity": math.exp(min(700.0, self.loss))}
+
+    def __str__(self) -> str:
+        return (
+            f"filled in correctly {self.accuracy:.2%} of {self.tokens:,} hidden tokens, "
+            f"perplexity {math.exp(min(700.0, self.loss)):.3f}"
+        )
+
+
+class Filler(Loaded[EncoderOnly]):
+    """A trained encoder."""
+
+    model_class = EncoderOnly
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.tokenizers.tgt
+
+    @torch.inference_mode()
+    def fill(self, text: str, n: int = 5) -> list[list[Filling]]:
+        """For each `<mask>` in the text the `n` likeliest tokens, each gap seen with all others still open."""
+        ids = self._with_gaps(text)
+        hidden = self._hidden([np.asarray(ids, np.int64)])
+        found = []
+        for number, place in enumerate([i for i, token in enumerate(ids) if token == self.tokenizer.bos], 1):
+            logits = self.model.project(hidden[0, place]).float()
+            logits[: self.tokenizer.offset] = -math.inf  # special tokens are not text
+            likeliest = logits.softmax(-1).topk(min(n, self.tokenizer.size - self.tokenizer.offset))
+            options = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            found.append([self._filling(number, token, p, ids, place) for token, p in options])
+        return found
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str], *, normalise: bool = True) -> NDArray[np.float32]:
+        """A vector for each text, (texts, d_model): the mean over its tokens of the encoder's output.
+
+        Normalised to length 1, so that the product of two is their cosine. An empty text has the zero vector.
+        """
+        if isinstance(texts, str):
+            raise UsageError("embed takes a list of texts: put the text in brackets")
+        rows = [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts]
+        vectors = torch.zeros(len(rows), self.config.model.d_model)
+        for indices in by_length([len(row) + 1 for row in rows], TOKENS):
+            hidden = self._hidden([rows[i] for i in indices])
+            lengths = torch.tensor([len(rows[i]) for i in indices], device=hidden.device)
+            inside = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
+            mean = (hidden * inside[:, :, None]).sum(1) / lengths.clamp(min=1)[:, None]
+            vectors[torch.from_numpy(indices)] = mean.float().cpu()
+        if normalise:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        return vectors.numpy()
+
+    @torch.inference_mode()
+    def evaluate(self, texts: Sequence[str]) -> GapScores:
+        """Hide the same share of tokens as in training, always the same ones, and see how many are found again."""
+        rows = [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts if text.strip()]
+        if not rows:
+            raise UsageError("no text to hide tokens in: give some lines")
+        loss, right, tokens = 0.0, 0, 0
+        for indices in by_length([len(row) + 1 for row in rows], TOKENS):
+            random = [np.random.default_rng((int(i), 5)) for i in indices]
+            batch = hide([rows[i] for i in indices], self.tokenizer, self.model.spec.masked, random).to(self.device)
+            wanted = batch.labels != self.tokenizer.pad
+            log_probs = self.model.project(self.model.hidden(*batch.inputs)[wanted]).float().log_softmax(-1)
+            labels = batch.labels[wanted]
+            loss -= float(log_probs.gather(-1, labels[:, None]).sum())
+            right += int((log_probs.argmax(-1) == labels).sum())
+            tokens += batch.tokens
+        return GapScores(loss / tokens, right / tokens, tokens)
+
+    def _hidden(self, rows: list[NDArray[np.int64]]) -> Tensor:
+        source = pad(rows, self.tokenizer.pad, last=self.tokenizer.eos).to(self.device)
+        lengths = torch.tensor([len(row) + 1 for row in rows], device=self.device)
+        hidden: Tensor = self.model.hidden(source, lengths)
+        return hidden
+
+    def _filling(self, gap: int, token: int, probability: float, ids: list[int], place: int) -> Filling:
+        open_gap = self.tokenizer.encode(STAND_IN)
+        filled = [token if i == place else each for i, each in enumerate(ids)]
+        spelled = [part for each in filled for part in (open_gap if each == self.tokenizer.bos else [each])]
+        text = self.tokenizer.decode(spelled).replace(STAND_IN, GAP)
+        (name,) = self.tokenizer.tokens([token])
+        return Filling(gap, name, probability, text)
+
+    def _with_gaps(self, text: str) -> list[int]:
+        """The ids of a text with `<s>` for each gap; a gap takes the space before it, as a token would."""
+        if GAP not in text:
+            raise UsageError(f"nothing to fill in: write {GAP} where a token is missing")
+        if STAND_IN in text:
+            raise UsageError("the text holds U+E000, a character for private use that marks gaps: remove it")
+        ids = self.tokenizer.encode(text.replace(GAP, STAND_IN))
+        inside = [self.tokenizer.offset + byte for byte in STAND_IN.encode()]
+        space = self.tokenizer.offset + ord(" ")
+        found: list[int] = []
+        while ids:
+            if ids[: len(inside)] == inside:
+                if found and found[-1] == space and self.tokenizer.kind != "char":
+                    found.pop()
+                found.append(self.tokenizer.bos)
+                ids = ids[len(inside) :]
+            else:
+                found.append(ids.pop(0))
+        if found.count(self.tokenizer.bos) != text.count(GAP):
+            raise QkvError(f"a gap cannot be told from the text around it: put spaces around {GAP}")
+        return self._checked(found)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        limit = self.config.data.max_length
+        if len(ids) > limit:
+            raise UsageError(f"a text of {len(ids)} tokens: the model was trained on at most {limit}: split it")
+        return ids

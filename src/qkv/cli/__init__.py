@@ -1,0 +1,19 @@
+"""The command line: verbs and their options, handed to functions; torch is imported only by the verbs that need it.
+
+A verb is a plain function in one of the modules here, and takes its place in the order of `qkv --help` below.
+"""
+
+from __future__ import annotations
+
+from qkv.cli.command import app, lab, main
+from qkv.cli.measuring import doctor, speed, table1, table2, table3
+from qkv.cli.training import average, config, train
+from qkv.cli.using import evaluate, explain, score, translate
+from qkv.cli.writing import complete, fill
+
+__all__ = ["app", "main"]
+
+for verb in (train, translate, complete, fill, score, evaluate, explain, average, config, doctor):
+    app.command()(verb)
+for verb in (table1, table2, table3, speed):
+    lab.command()(verb)

@@ -1,0 +1,133 @@
+"""Verbs that measure: doctor examines this machine, those under lab what is claimed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qkv.cli.options import Device, command_line
+
+Output = Annotated[
+    list[str] | None,
+    typer.Option("--output", "-o", help="Also write .json or .md; repeatable.", show_default=False),
+]
+WorkFolder = Annotated[Path, typer.Option("--out", help="Working folder; given again, the table goes on from there.")]
+Src = Annotated[str, typer.Option(help="Source text; the demo corpus by default.", show_default=False)]
+Tgt = Annotated[str, typer.Option(help="Target text.", show_default=False)]
+ValidSrc = Annotated[str, typer.Option(help="Validation source.", show_default=False)]
+ValidTgt = Annotated[str, typer.Option(help="Validation target.", show_default=False)]
+Steps = Annotated[int, typer.Option(help="Updates of each training; 0: chosen by the device.")]
+Tokens = Annotated[int, typer.Option(help="Tokens a side in one update; 0: chosen by the device.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Trainings of each model.")]
+Jobs = Annotated[int, typer.Option(min=0, help="Trainings side by side; 0: chosen by the device.")]
+
+
+def doctor() -> None:
+    """Versions, devices, and a self-test of a few seconds."""
+    from qkv.lab.doctor import examine
+
+    raise typer.Exit(0 if examine(print) else 1)
+
+
+def speed(
+    what: Annotated[str, typer.Argument(help="train, decode or all.")] = "all",
+    seconds: Annotated[float, typer.Option(help="How long to measure each setting.")] = 10.0,
+    device: Device = "auto",
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Also write JSON.", show_default=False)] = None,
+) -> None:
+    """Training and decoding speed against the same architecture built from torch.nn.Transformer."""
+    from qkv.lab.speed import measure
+
+    measure(what, seconds=seconds, device=device, output=output)
+
+
+def table1(
+    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    device: Device = "auto",
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Also write JSON.", show_default=False)] = None,
+    plot: Annotated[str | None, typer.Option(help="Also draw .png or .svg.", show_default=False)] = None,
+) -> None:
+    """The paper's Table 1 measured: complexity, sequential operations and path length of each type of layer."""
+    from qkv.lab.table1 import measure
+
+    measure(device=device, seconds=seconds, output=output, plot=plot)
+
+
+def table2(
+    out: WorkFolder = Path("runs/table2"),
+    src: Src = "",
+    tgt: Tgt = "",
+    valid_src: ValidSrc = "",
+    valid_tgt: ValidTgt = "",
+    test_src: Annotated[str, typer.Option(help="Test source.", show_default=False)] = "",
+    test_tgt: Annotated[str, typer.Option(help="Test references.", show_default=False)] = "",
+    equal: Annotated[str, typer.Option(help="What all models are given alike: flops, time or steps.")] = "flops",
+    steps: Steps = 0,
+    tokens: Tokens = 0,
+    seeds: Seeds = 3,
+    jobs: Jobs = 0,
+    device: Device = "auto",
+    output: Output = None,
+) -> None:
+    """The paper's Table 2 measured: RNN, ConvS2S and Transformer at equal parameters and equal training cost."""
+    from qkv.lab.table2 import measure
+
+    measure(
+        out=out,
+        src=src,
+        tgt=tgt,
+        valid_src=valid_src,
+        valid_tgt=valid_tgt,
+        test_src=test_src,
+        test_tgt=test_tgt,
+        equal=equal,
+        steps=steps,
+        tokens=tokens,
+        seeds=seeds,
+        jobs=jobs,
+        device=device,
+        output=output or [],
+        command=command_line(),
+    )
+
+
+def table3(
+    out: WorkFolder = Path("runs/table3"),
+    src: Src = "",
+    tgt: Tgt = "",
+    valid_src: ValidSrc = "",
+    valid_tgt: ValidTgt = "",
+    rows: Annotated[
+        list[str] | None, typer.Option("--row", help="Only this row; may be repeated.", show_default=False)
+    ] = None,
+    width: Annotated[float, typer.Option(help="Factor on the paper's widths; 0: chosen by the device.")] = 0.0,
+    depth: Annotated[float, typer.Option(help="Factor on its layers; 0: chosen by the device.")] = 0.0,
+    steps: Steps = 0,
+    tokens: Tokens = 0,
+    seeds: Seeds = 3,
+    jobs: Jobs = 0,
+    device: Device = "auto",
+    output: Output = None,
+) -> None:
+    """The paper's Table 3 measured: every variation of the base model, at a scale that fits the device."""
+    from qkv.lab.table3 import measure
+
+    measure(
+        out=out,
+        src=src,
+        tgt=tgt,
+        valid_src=valid_src,
+        valid_tgt=valid_tgt,
+        rows=rows or [],
+        width=width,
+        depth=depth,
+        steps=steps,
+        tokens=tokens,
+        seeds=seeds,
+        jobs=jobs,
+        device=device,
+        output=output or [],
+        command=command_line(),
+    )

@@ -1,0 +1,126 @@
+"""Figures with their spread over seeds, which differences are more than chance, and tables for people and Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from qkv import __version__, files
+from qkv.device import choose_device, describe
+from qkv.errors import UsageError
+
+ERRORS = 2.0  # standard errors by which two means must differ to be told apart
+
+
+def with_spread(values: Sequence[float], digits: int = 2) -> str:
+    """Mean ± standard deviation, which a single value has not."""
+    if not values:
+        return "–"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def deviation(groups: Iterable[Sequence[float]]) -> float:
+    """The standard deviation between seeds, from all rows together, as each has few; NaN if every row has but one."""
+    many = [group for group in groups if len(group) > 1]
+    if not many:
+        return math.nan
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in many)
+    return math.sqrt(squares / sum(len(group) - 1 for group in many))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """By how much the mean of one group exceeds that of another, and by how much it may by chance (NaN: not known)."""
+
+    value: float
+    noise: float
+
+    @property
+    def told(self) -> bool:
+        """Whether it is more than chance."""
+        return abs(self.value) > self.noise
+
+    def __str__(self) -> str:
+        noise = "noise unknown" if math.isnan(self.noise) else f"noise {self.noise:.2g}"
+        return f"{self.value:+.3g}, {noise}"
+
+
+def difference(a: Sequence[float], b: Sequence[float], deviation: float) -> Difference:
+    """Of two means, whose noise is two standard errors."""
+    error = deviation * math.sqrt(1 / len(a) + 1 / len(b))
+    return Difference(statistics.fmean(a) - statistics.fmean(b), ERRORS * error)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of words and figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def show(self, console: Console) -> None:
+        console.print(self.title, markup=False, soft_wrap=True)
+        table = Table()
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+    def markdown(self) -> str:
+        rule = ["---", *["---:"] * (len(self.columns) - 1)]
+        lines = [self.columns, rule, *self.rows]
+        return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def about(device: str, command: str) -> dict[str, Any]:
+    """Where and with what figures were measured."""
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {describe(choose_device(device))}",
+        "torch": torch.__version__,
+        "qkv": __version__,
+        "command": command,
+    }
+
+
+def check_outputs(outputs: Sequence[str]) -> None:
+    """Refuse, before hours of work, what could not be written after them."""
+    for output in outputs:
+        if Path(output).suffix not in (".json", ".md"):
+            raise UsageError(f"--output {output}: write to a .json file (everything) or a .md file (the tables)")
+
+
+def publish(result: dict[str, Any], sheets: Sequence[Sheet], remarks: Sequence[str], outputs: Sequence[str]) -> None:
+    """Print tables and remarks, and write them: .json has the whole result, .md what was printed."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file is as wide as its lines
+    where = f"{result['machine']}; torch {result['torch']}, qkv {result['qkv']}"
+    console.print(where, markup=False)
+    for sheet in sheets:
+        sheet.show(console)
+    for remark in remarks:
+        console.print(remark, markup=False, soft_wrap=True)
+    page = [
+        *(sheet.markdown() for sheet in sheets),
+        *(f"- {remark}" for remark in remarks),
+        "",
+        f"Measured on {where}.",
+    ]
+    if result["command"]:
+        page.append(f"Command: `{result['command']}`")
+    for output in outputs:
+        text = "\n".join(page) if output.endswith(".md") else json.dumps(result, indent=2, ensure_ascii=False)
+        files.write_text(Path(output), text + "\n")

@@ -1,0 +1,369 @@
+"""The paper's Table 1, measured: what a layer costs, how much of it must wait, and how far apart two positions are.
+
+Times are fitted by c · n^a · d^b (· r^e or k^e), by least squares between logarithms, and so is what was counted and
+what the paper's formula says on the same sizes: exponents that stand side by side. The sizes take turns for several
+rounds, and a size's time is its median: the least would flatter the short ones, which find a quiet moment more often.
+On a CPU it is the time of one core in this process: how work grows is then not mixed up with how well it is shared, nor
+with whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qkv import files
+from qkv.device import choose_device, describe
+from qkv.lab.layer_types import (
+    LAYER_TYPES,
+    SMALL,
+    LayerType,
+    Operation,
+    Shape,
+    floating_point_operations,
+    path_length,
+    sequential_operations,
+)
+from qkv.lab.table1_plot import check_plot, draw
+from qkv.terminal import counter
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of one layer type at which arithmetic outweighs all else: all n with all d, the further spans with one."""
+
+    n: tuple[int, ...]
+    d: tuple[int, ...]
+    spans: tuple[int, ...] = (0,)
+    batch: int = 1
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        first, *others = self.spans
+        yield from ((n, d, first) for n in self.n for d in self.d)
+        yield from ((self.n[-2], self.d[-1], span) for span in others)
+
+
+def _convolutions(grid: Grid) -> dict[str, Grid]:
+    return dict.fromkeys(("convolution", "dilated", "separable"), grid)
+
+
+ONE_TO_16K = (1024, 2048, 4096, 8192, 16384)
+GRIDS = {
+    # No more than some 50 MB at once: the C library gives larger pieces back, and every call pays for new ones.
+    "cpu": {
+        "self-attention": Grid((512, 1024, 2048, 4096), (128, 256, 512)),
+        "restricted": Grid((1024, 2048, 4096, 8192), (64, 128, 256), (64, 32, 128, 256)),
+        "recurrent": Grid((128, 256, 512, 1024), (128, 256, 512), batch=8),
+        **_convolutions(Grid((256, 512, 1024, 2048), (128, 256, 512), (3, 5, 7))),
+    },
+    # Enough at once to keep thousands of cores busy.
+    "cuda": {
+        "self-attention": Grid((1024, 2048, 4096, 8192), (512, 1024, 2048), batch=8),
+        "restricted": Grid(ONE_TO_16K, (512, 1024, 2048), (64, 32, 128, 256), batch=16),
+        "recurrent": Grid((128, 256, 512, 1024), (512, 1024, 2048), batch=512),
+        **_convolutions(Grid((512, 1024, 2048, 4096), (512, 1024, 2048), (3, 5, 7), batch=16)),
+    },
+}
+WINDOW, WINDOW_N = 64, ONE_TO_16K  # where restricted self-attention is promised to be linear
+COUNTED_N = (16, 32, 64)  # where chains and paths are counted
+COUNTED_SPAN = {"": 0, "r": 4, "k": 3}
+ROUNDS = 5
+SOURCES = ("formula", "counted", "measured")  # of exponents
+DILATED_NOTE = (
+    "Inside: with as many positions before and behind. At the ends of a sentence the one dilated path may lead outside "
+    "it, and the pair waits for the dilations to begin anew."
+)
+
+
+@dataclass
+class Point:
+    """One layer at one size, and how long each of its calls took."""
+
+    kind: LayerType
+    shape: Shape
+    n: int
+    batch: int
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """For one sequence."""
+        return statistics.median(self.times) / self.batch
+
+
+def measure(
+    *, device: str = "auto", seconds: float = 60.0, output: str | None = None, plot: str | None = None
+) -> dict[str, Any]:
+    """Measure for about so many seconds, print the table, write JSON and draw a plot (.png, .svg) if asked."""
+    if plot:
+        check_plot(plot)
+    chosen = choose_device(device)
+    torch.manual_seed(0)
+    # Full fp32: cuDNN would round to TF32, and only the recurrence would gain.
+    with _one_core(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        result = _measure(chosen, seconds)
+    if output:
+        files.write_text(Path(output), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    if plot:
+        draw(result, plot)
+    _print(result)
+    return result
+
+
+def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
+    grids = GRIDS["cpu" if device.type == "cpu" else "cuda"]
+    d, batch = grids["restricted"].d[1], grids["restricted"].batch
+    base = Shape(d, WINDOW, device=device)  # fp32: arithmetic outweighs all else at smaller sizes than in bf16
+    points = {name: _points(LAYER_TYPES[name], grid, base) for name, grid in grids.items()}
+    window = {
+        where: [Point(LAYER_TYPES["restricted"], replace(base, causal=causal), n, batch) for n in WINDOW_N]
+        for where, causal in (("encoder", False), ("decoder", True))
+    }
+    _clock([point for some in (*points.values(), *window.values()) for point in some], seconds)
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {describe(device)}",
+        "torch": torch.__version__,
+        "precision": str(base.dtype).removeprefix("torch."),
+        "complexity": {name: _complexity(LAYER_TYPES[name], some) for name, some in points.items()},
+        "restricted": {"r": WINDOW, "d": d} | {where: _window(some) for where, some in window.items()},
+        "sequential": {name: _sequential(kind) for name, kind in LAYER_TYPES.items()},
+        "path": {name: _path(kind) for name, kind in LAYER_TYPES.items()},
+    }
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fit(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """The exponents a, b … of values ≈ c · x^a · y^b …, where `sizes` are the (x, y …) of each value."""
+    logarithms = np.log(np.asarray(sizes, dtype=np.float64))
+    columns = np.column_stack([logarithms, np.ones(len(values))])
+    exponents, *_ = np.linalg.lstsq(columns, np.log(np.asarray(values, dtype=np.float64)), rcond=None)
+    return [float(exponent) for exponent in exponents[:-1]]
+
+
+# ---- complexity ------------------------------------------------------------------------------------------------------
+
+
+def _points(kind: LayerType, grid: Grid, base: Shape) -> list[Point]:
+    # The second layer of a stack is the first that is dilated.
+    return [Point(kind, replace(base, d=d, span=span, layer=1), n, grid.batch) for n, d, span in grid]
+
+
+@torch.inference_mode()
+def _clock(points: list[Point], seconds: float) -> None:
+    """Time all points, round after round, each at least once in a round."""
+    made: dict[tuple[str, Shape], Operation] = {}
+    share = seconds / (ROUNDS * len(points))
+    with counter("sizes", ROUNDS * len(points)) as advance:
+        for _ in range(ROUNDS):
+            for point in points:
+                key = point.kind.name, point.shape
+                if key not in made:
+                    made[key] = point.kind.make(point.shape)
+                point.times += _times(made[key], _input(point), share)
+                advance(1)
+
+
+def _input(point: Point) -> Tensor:
+    shape = point.shape
+    return torch.randn(point.batch, point.n, shape.d, device=shape.device, dtype=shape.dtype)
+
+
+def _times(operation: Operation, x: Tensor, seconds: float) -> list[float]:
+    """How long calls took, for so many seconds and once at least; the first is not counted."""
+    until = time.perf_counter() + seconds
+    operation(x)
+    times: list[float] = []
+    while not times or time.perf_counter() < until:
+        start = _now(x.device)
+        operation(x)
+        times.append(_now(x.device) - start)
+    return times
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _complexity(kind: LayerType, points: list[Point]) -> dict[str, Any]:
+    symbols = ["n", "d", *kind.span]
+    sizes = [(p.n, p.shape.d, p.shape.span)[: len(symbols)] for p in points]
+    counted = [floating_point_operations(kind, p.shape, p.n) for p in points]
+    values: dict[str, Sequence[float]] = {
+        "formula": [kind.operations(p.n, p.shape.d, p.shape.span) for p in points],
+        "counted": counted,
+        "measured": [p.seconds for p in points],
+    }
+    return {
+        "paper": kind.complexity,
+        "points": [
+            dict(zip(symbols, size, strict=True)) | {"operations": operations, "seconds": p.seconds, "batch": p.batch}
+            for size, operations, p in zip(sizes, counted, points, strict=True)
+        ],
+        **{name: dict(zip(symbols, fit(sizes, some), strict=True)) for name, some in values.items()},
+    }
+
+
+# ---- restricted self-attention ---------------------------------------------------------------------------------------
+
+
+def _window(points: list[Point]) -> dict[str, Any]:
+    """Exponents in n of the time and of the memory that restricted self-attention takes."""
+    n = [point.n for point in points]
+    peaks = [_peak(point) // point.batch for point in points]
+    times = [point.seconds for point in points]
+    sizes = [(length,) for length in n]
+    return {"n": n, "seconds": times, "bytes": peaks, "time": fit(sizes, times)[0], "memory": fit(sizes, peaks)[0]}
+
+
+@torch.no_grad()
+def _peak(point: Point) -> int:
+    """Bytes in memory at once, those of the input too: on CUDA what was allocated, elsewhere what tensors hold."""
+    operation = point.kind.make(point.shape)
+    if torch.device(point.shape.device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(point.shape.device)
+        before = torch.cuda.memory_allocated(point.shape.device)
+        operation(_input(point))
+        return int(torch.cuda.max_memory_allocated(point.shape.device) - before)
+    live = LiveTensors()
+    with live:
+        operation(_input(point))
+    return live.peak
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside the block, and how many were alive at once at most.
+
+    What a kernel needs for itself while it runs is not seen; nor, in inference mode, what a composite operation makes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self.alive: dict[int, int] = {}  # address of a storage → its bytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return made
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if address not in self.alive:
+            self.alive[address] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, address, None)
+
+
+# ---- sequential operations and path lengths --------------------------------------------------------------------------
+
+
+def _sequential(kind: LayerType) -> dict[str, Any]:
+    span = COUNTED_SPAN[kind.span]
+    chains = [sequential_operations(kind, Shape(SMALL, span), n) for n in COUNTED_N]
+    return {"paper": kind.sequential, "n": COUNTED_N, "chain": chains, "growth": growth(COUNTED_N, chains)}
+
+
+def growth(n: Sequence[int], values: Sequence[int]) -> str:
+    """1 where the values are all the same, n where they lie on a line; otherwise the power of n that fits them best."""
+    slopes = {(b - a) / (later - n_) for n_, later, a, b in zip(n, n[1:], values, values[1:], strict=False)}
+    if len(slopes) == 1:
+        return "n" if slopes.pop() else "1"
+    return f"n^{fit([(length,) for length in n], values)[0]:.2f}"
+
+
+def _path(kind: LayerType) -> dict[str, Any]:
+    span = COUNTED_SPAN[kind.span]
+    lengths = {
+        path.where: {
+            "formula": path.formula,
+            "expected": [path.length(n, span) for n in COUNTED_N] if path.length else None,
+            "found": [path_length(kind, n, span, causal=path.causal, inside=path.inside) for n in COUNTED_N],
+        }
+        for path in kind.paths
+    }
+    return {"paper": kind.path, "n": COUNTED_N, "span": span, "lengths": lengths}
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(f"{result['machine']}; {result['precision']}; torch {result['torch']}")
+    table = Table("layer", "paper", "exponent of", *map(_number, SOURCES), title="Complexity per layer")
+    for name, row in result["complexity"].items():
+        for i, symbol in enumerate(row["formula"]):
+            exponents = (f"{row[source][symbol]:.2f}" for source in SOURCES)
+            table.add_row(*((name, row["paper"]) if i == 0 else ("", "")), symbol, *exponents)
+        table.add_section()
+    console.print(table)
+    _print_window(console, result["restricted"])
+    lengths = [_number(f"n = {n}") for n in COUNTED_N]
+    table = Table("layer", "paper", "counted", *lengths, title="Sequential operations: the longest chain")
+    for name, row in result["sequential"].items():
+        table.add_row(name, f"O({row['paper']})", f"O({row['growth']})", *map(str, row["chain"]))
+    console.print(table)
+    table = Table(
+        "layer", "paper", "in the", "exactly", *map(_number, map(str, COUNTED_N)), title="Maximum path length"
+    )
+    for name, row in result["path"].items():
+        _add_paths(table, name, row)
+    console.print(table)
+    spans = ", ".join(f"{symbol} = {span}" for symbol, span in COUNTED_SPAN.items() if symbol)
+    console.print(f"Chains and paths with {spans}; paths of {', '.join(map(str, COUNTED_N))} positions. {DILATED_NOTE}")
+
+
+def _number(header: str) -> Column:
+    return Column(header, justify="right")
+
+
+def _print_window(console: Console, row: dict[str, Any]) -> None:
+    title = f"Restricted self-attention, r = {row['r']}, d = {row['d']}"
+    table = Table("in the", "n", *map(_number, ("time", "memory", "bytes a position")), title=title)
+    for where in ("encoder", "decoder"):
+        some = row[where]
+        n, each = some["n"], [size / n for size, n in zip(some["bytes"], some["n"], strict=True)]
+        sizes = f"{each[0]:,.0f} – {each[-1]:,.0f}"
+        table.add_row(where, f"{n[0]:,} – {n[-1]:,}", f"n^{some['time']:.2f}", f"n^{some['memory']:.2f}", sizes)
+    console.print(table)
+
+
+def _add_paths(table: Table, name: str, row: dict[str, Any]) -> None:
+    label = name, row["paper"]
+    for where, path in row["lengths"].items():
+        expected = path["expected"] or path["found"]
+        numbers = (f"{a}" if a == b else f"{a} ≠ {b}" for a, b in zip(path["found"], expected, strict=True))
+        table.add_row(*label, where, path["formula"], *numbers)
+        label = "", ""
+    table.add_section()

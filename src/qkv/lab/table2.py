@@ -1,0 +1,297 @@
+"""Table 2 at our scale: a recurrent network, ConvS2S and the Transformer, on the same text with as many parameters.
+
+They train for as many floating-point operations, or as long, or as many updates. Each has the best of some learning
+rates, chosen on the first seed. The paper's claim, better BLEU at a fraction of the training cost, is put to the test:
+at what cost does the Transformer reach the loss that each rival ends with?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qkv import auto, files
+from qkv import config as configs
+from qkv.data.store import Prepared
+from qkv.device import choose_device
+from qkv.errors import UsageError
+from qkv.lab import figures, trials
+from qkv.lab.trials import Result, Trial
+from qkv.presets import demo
+from qkv.terminal import say
+from qkv.text import Tokenizers
+from qkv.train.card import parameters, shape
+
+OURS = "Transformer"
+EQUAL = ("flops", "time", "steps")
+MAX_LENGTH = 128  # tokens of a sentence
+STEPS, TOKENS = (1200, 2000), (1024, 8192)  # on a CPU, and on anything faster
+
+# The paper's own, English to German on newstest2014: BLEU and training cost in floating-point operations.
+PAPER: dict[str, tuple[float, float | None]] = {
+    "ByteNet": (23.75, None),
+    "GNMT + RL": (24.6, 2.3e19),
+    "ConvS2S": (25.16, 9.6e18),
+    "MoE": (26.03, 2.0e19),
+    "Transformer (base model)": (27.3, 3.3e18),
+    "Transformer (big)": (28.4, 2.3e19),
+}
+
+
+def measure(
+    *,
+    out: str | Path,
+    src: str = "",
+    tgt: str = "",
+    valid_src: str = "",
+    valid_tgt: str = "",
+    test_src: str = "",
+    test_tgt: str = "",
+    equal: str = "flops",
+    steps: int = 0,
+    tokens: int = 0,
+    seeds: int = 3,
+    rates: Sequence[float] = (0.5, 1.0, 2.0),
+    jobs: int = 0,
+    device: str = "auto",
+    output: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Train all three with so many seeds, print the table and the verdict, write them if asked.
+
+    `steps` are the Transformer's: the others have as many as come to the same. `rates` are factors on the usual
+    learning rate. What is left out or 0 is chosen by the device; without files, the text is the demo corpus. `out` is
+    the working directory: give it again to go on with a table, or to print it once more.
+    """
+    figures.check_outputs(output)
+    if equal not in EQUAL:
+        raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
+    if bool(test_src) != bool(test_tgt):
+        raise UsageError(f"{test_src or test_tgt}: a test set has two files: give --test-src and --test-tgt")
+    fast = choose_device(device).type != "cpu"
+    folder, steps, tokens = Path(out), steps or STEPS[fast], tokens or TOKENS[fast]
+    base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
+    prepared = trials.prepare_text(base, folder)
+    models = contestants(base, prepared)
+    table = Competition(base, prepared, folder, models, tokens=tokens, device=device)
+    table.settle(equal, steps)
+    jobs = 1 if equal == "time" else jobs or trials.usual_jobs(device)  # side by side, time would mean little
+    found = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
+    remarks = [*table.remarks(jobs), *verdict(found)]
+    result = {
+        **figures.about(device, command),
+        "text": trials.text_words(base, prepared),
+        "equal": equal,
+        "learning_rates": table.rates,
+        "remarks": remarks,
+        "trials": [each.to_dict() for each in table.results.values()],
+    }
+    title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {seeds} seeds; {result['text']}"
+    figures.publish(result, [_sheet(title, found), _paper()], remarks, output)
+    return result
+
+
+# ---- equal parameters ------------------------------------------------------------------------------------------------
+
+
+def contestants(base: configs.Config, prepared: Prepared) -> dict[str, configs.Model]:
+    """The Transformer for a text of this size, as post-norm as the paper's, and its rivals with as many parameters."""
+    ours: configs.Model = base.model
+    if base.data.train != demo().data.train:
+        ours = next(model for limit, model, _ in auto.PAIRS if len(prepared.train) <= limit)
+    assert isinstance(ours, configs.Transformer)
+    longest = base.data.max_length + base.decode.extra_length + 2
+    layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
+    conv = configs.Convolutional(
+        encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout
+    )
+    rnn = configs.Recurrent(cell="lstm", encoder_layers=2, decoder_layers=2, dropout=ours.dropout)
+    target = parameters(ours, prepared.tokenizers)
+    return {
+        "RNN": match(rnn, target, prepared.tokenizers),
+        "ConvS2S": match(conv, target, prepared.tokenizers),
+        OURS: ours,
+    }
+
+
+def match(model: configs.Translating, target: int, tokenizers: Tokenizers) -> configs.Translating:
+    """The model with the even d_model that comes nearest to so many parameters."""
+
+    def of(half: int) -> configs.Translating:
+        return dataclasses.replace(model, d_model=2 * half)
+
+    low, high = 1, 2
+    while parameters(of(high), tokenizers) < target:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if parameters(of(middle), tokenizers) < target else (low, middle)
+    return min(of(low), of(high), key=lambda found: abs(parameters(found, tokenizers) - target))
+
+
+# ---- equal cost ------------------------------------------------------------------------------------------------------
+
+
+class Competition:
+    """Models on one text, and what is settled about their training: updates of each, and its learning rate."""
+
+    def __init__(
+        self,
+        base: configs.Config,
+        prepared: Prepared,
+        folder: Path,
+        models: Mapping[str, configs.Model],
+        *,
+        tokens: int,
+        device: str,
+    ) -> None:
+        self.base, self.prepared, self.folder, self.models = base, prepared, folder, models
+        self.tokens, self.device = tokens, device
+        self.steps = dict.fromkeys(models, 1)
+        self.rates = dict.fromkeys(models, 1.0)
+        self.shapes: list[str] = []
+        self.results: dict[str, Result] = {}  # of all trials, those of other learning rates too
+
+    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> configs.Config:
+        model = self.models[name]
+        peak = round(rate * 1e-3 * math.sqrt(512 / model.d_model), 6)
+        train = trials.recipe(steps=self.steps[name], tokens=self.tokens, rate=peak, device=self.device, seed=seed)
+        return dataclasses.replace(self.base, model=model).replace(train={**train, "name": name})
+
+    def settle(self, equal: str, steps: int) -> None:
+        """As many updates for each as cost what the Transformer's do."""
+        costs = {name: self._cost(name, equal) for name in self.models}
+        self.steps = {name: max(1, round(steps * costs[OURS] / cost)) for name, cost in costs.items()}
+        for name, model in self.models.items():
+            size = parameters(model, self.prepared.tokenizers)
+            self.shapes.append(f"{name}: {shape(model)}, {size:,} parameters, {self.steps[name]:,} updates")
+            say(self.shapes[-1])
+
+    def _cost(self, name: str, equal: str) -> float:
+        """Of a target token, in operations or seconds."""
+        if equal == "flops":
+            return trials.flops_per_token(self.config(name), self.prepared)
+        return self._seconds(name) if equal == "time" else 1.0
+
+    def _seconds(self, name: str) -> float:
+        """For a target token; measured once in this folder, or the table could not go on with the same updates."""
+        path = self.folder / "seconds.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        key = f"{self.models[name]}, {self.tokens} tokens, {self.device}"
+        if key not in known:
+            known[key] = auto.seconds_a_token(self.config(name), self.prepared)
+            files.write_text(path, json.dumps(known, indent=2) + "\n")
+        return float(known[key])
+
+    def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:
+        """The results of all seeds, each model with the rate that leaves it the lowest loss on the first."""
+        tried = [(name, rate) for name in self.models for rate in rates]
+        first = self._run([Trial(name, self.config(name, rate)) for name, rate in tried], jobs)
+        losses = {pair: math.inf if result.error else result.loss for pair, result in zip(tried, first, strict=True)}
+        self.rates = {name: min(rates, key=lambda rate: losses[name, rate]) for name in self.models}
+        chosen = [
+            Trial(name, self.config(name, self.rates[name], seed))
+            for seed in range(1, seeds + 1)
+            for name in self.models
+        ]
+        results = self._run(chosen, jobs, test)
+        return {name: [result for result in results if result.name == name] for name in self.models}
+
+    def _run(self, planned: list[Trial], jobs: int, test: trials.Files | None = None) -> list[Result]:
+        results = trials.run_all(planned, self.prepared, self.folder, jobs=jobs, test=test)
+        self.results |= {result.key: result for result in results}
+        return results
+
+    def remarks(self, jobs: int) -> list[str]:
+        chosen = ", ".join(f"{name} × {rate:g}" for name, rate in self.rates.items())
+        together = f"; seconds are those of {jobs} trainings side by side" if jobs > 1 else ""
+        return [*self.shapes, f"learning rates, the best of those tried: {chosen} of 1e-3 · √(512 / d_model){together}"]
+
+
+# ---- the claim -------------------------------------------------------------------------------------------------------
+
+
+def reaches(result: Result, loss: float) -> tuple[float, float]:
+    """Operations and seconds of training after which the validation loss was first so low; infinite if never.
+
+    While the learning rate is high, the loss is above what a shorter training would end with: this is an upper bound.
+    """
+    for point in result.curve:
+        if point.loss <= loss:
+            return point.tokens * result.flops_per_token, point.seconds
+    return math.inf, math.inf
+
+
+def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Whether better BLEU at a fraction of the training cost holds against each rival and in all, with the figures."""
+    good = {name: [result for result in results if not result.error] for name, results in found.items()}
+    if missing := [name for name, results in good.items() if not results]:
+        return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
+    spread = figures.deviation([[result.bleu for result in results] for results in good.values()])
+    lines, signs = [], []
+    for name in good:
+        if name == OURS:
+            continue
+        gap = figures.difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
+        cost = _cost_of_reaching(good[OURS], good[name])
+        back = _cost_of_reaching(good[name], good[OURS])
+        lines.append(
+            f"{OURS} against {name}: BLEU {gap}; {OURS} reaches {name}'s final loss {_share(cost, name)}; "
+            f"{name} reaches {OURS}'s {_share(back, OURS)}"
+        )
+        signs.append(0 if not gap.told and cost[0] < 1 else 1 if gap.told and gap.value > 0 and cost[0] < 1 else -1)
+    holds = "HOLDS" if min(signs) > 0 else "DOES NOT HOLD" if min(signs) < 0 else "WITHIN THE NOISE in BLEU"
+    return [*lines, f"better BLEU at a fraction of the training cost, at this scale: {holds}"]
+
+
+def _cost_of_reaching(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, float]:
+    """Of the operations and of the seconds that theirs took, the share after which ours have come to their loss."""
+    costs = [reaches(result, statistics.fmean(r.loss for r in theirs)) for result in ours]
+    operations, seconds = (statistics.fmean(each) for each in zip(*costs, strict=True))
+    return (
+        operations / statistics.fmean(r.flops for r in theirs),
+        seconds / statistics.fmean(r.seconds for r in theirs),
+    )
+
+
+def _share(cost: tuple[float, float], whose: str) -> str:
+    operations, seconds = cost
+    if math.isinf(operations):
+        return "never"
+    return f"after {operations:.0%} of {whose}'s operations ({seconds:.0%} of its time)"
+
+
+def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> figures.Sheet:
+    columns = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
+    rows = []
+    for name, results in found.items():
+        good = [result for result in results if not result.error]
+        label = name + (f" ({len(results) - len(good)} of {len(results)} failed)" if len(good) < len(results) else "")
+        if not good:
+            rows.append((label, *["–"] * (len(columns) - 1)))
+            continue
+        seconds = statistics.fmean(result.seconds for result in good)
+        rows.append(
+            (
+                label,
+                figures.with_spread([result.bleu for result in good]),
+                figures.with_spread([result.test_bleu for result in good if result.test_bleu is not None]),
+                figures.with_spread([result.loss for result in good], 4),
+                f"{good[0].parameters / 1e6:.2f} M",
+                f"{statistics.fmean(result.flops for result in good):.2e}",
+                f"{seconds:,.0f}",
+                f"{statistics.fmean(result.tokens for result in good) / seconds:,.0f}",
+                f"{good[0].steps:,}",
+            )
+        )
+    return figures.Sheet(title, columns, tuple(rows))
+
+
+def _paper() -> figures.Sheet:
+    rows = [(name, f"{bleu:g}", f"{cost:.1e}" if cost else "–") for name, (bleu, cost) in PAPER.items()]
+    return figures.Sheet("The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs"), tuple(rows))

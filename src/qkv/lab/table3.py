@@ -1,0 +1,249 @@
+"""Table 3 at our scale: every variation of the base model, on the validation text, beside what the paper found.
+
+The paper trained each row once, for 100,000 updates on 4.5 million pairs. Here all widths and depths are multiplied by
+one factor each, the text is small, and every row is trained with several seeds: which of the paper's conclusions hold
+is decided by the figures and their noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkv import config as configs
+from qkv.device import choose_device
+from qkv.errors import UsageError
+from qkv.lab import figures, trials
+from qkv.lab.trials import Result, Trial
+from qkv.presets import PRESETS, TABLE_3
+
+BASE, BIG = "paper_base", "paper_big"
+ROWS = (BASE, *TABLE_3, BIG)
+MAX_LENGTH = 128  # tokens of a sentence
+
+# The paper's own figures: perplexity per subword and BLEU on newstest2013, millions of parameters (if not the base's).
+PAPER: dict[str, tuple[float, float, int]] = {
+    BASE: (4.92, 25.8, 65),
+    "table3_a_1_head": (5.29, 24.9, 65),
+    "table3_a_4_heads": (5.00, 25.5, 65),
+    "table3_a_16_heads": (4.91, 25.8, 65),
+    "table3_a_32_heads": (5.01, 25.4, 65),
+    "table3_b_d_k_16": (5.16, 25.1, 58),
+    "table3_b_d_k_32": (5.01, 25.4, 60),
+    "table3_c_2_layers": (6.11, 23.7, 36),
+    "table3_c_4_layers": (5.19, 25.3, 50),
+    "table3_c_8_layers": (4.88, 25.5, 80),
+    "table3_c_d_model_256": (5.75, 24.5, 28),
+    "table3_c_d_model_1024": (4.66, 26.0, 168),
+    "table3_c_d_ff_1024": (5.12, 25.4, 53),
+    "table3_c_d_ff_4096": (4.75, 26.2, 90),
+    "table3_d_dropout_0": (5.77, 24.6, 65),
+    "table3_d_dropout_0_2": (4.95, 25.5, 65),
+    "table3_d_label_smoothing_0": (4.67, 25.3, 65),
+    "table3_d_label_smoothing_0_2": (5.47, 25.7, 65),
+    "table3_e_learned": (4.92, 25.7, 65),
+    BIG: (4.33, 26.4, 213),
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much smaller than in the paper: factors of width and depth, and the length of training."""
+
+    width: float
+    depth: float
+    steps: int
+    tokens: int
+
+
+CPU = Scale(width=1 / 8, depth=1 / 2, steps=600, tokens=1024)  # about a minute a trial on a core
+GPU = Scale(width=1 / 4, depth=1, steps=1000, tokens=8192)  # about half a minute, with eight side by side
+
+
+def measure(
+    *,
+    out: str | Path,
+    src: str = "",
+    tgt: str = "",
+    valid_src: str = "",
+    valid_tgt: str = "",
+    rows: Sequence[str] = (),
+    width: float = 0.0,
+    depth: float = 0.0,
+    steps: int = 0,
+    tokens: int = 0,
+    seeds: int = 3,
+    jobs: int = 0,
+    device: str = "auto",
+    output: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Train every row (or those named) with so many seeds, print the table and the conclusions, write them if asked.
+
+    What is left out or 0 is chosen by the device; without files, the text is the demo corpus. `out` is the working
+    directory: give it again to go on with a table, or to print it once more.
+    """
+    figures.check_outputs(output)
+    if unknown := set(rows) - set(ROWS):
+        raise UsageError(f"--rows {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
+    usual = CPU if choose_device(device).type == "cpu" else GPU
+    scale = Scale(width or usual.width, depth or usual.depth, steps or usual.steps, tokens or usual.tokens)
+    base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
+    names = [name for name in ROWS if name in (rows or ROWS)]
+    planned = [
+        Trial(name, at_scale(name, scale, base, device=device, seed=seed))
+        for seed in range(1, seeds + 1)
+        for name in names
+    ]
+    folder = Path(out)
+    prepared = trials.prepare_text(base, folder)
+    found = trials.run_all(planned, prepared, folder, jobs=jobs or trials.usual_jobs(device))
+    by_name = {name: [result for result in found if result.name == name] for name in names}
+    conclusions = [judge(claim, by_name) for claim in CLAIMS]
+    result = {
+        **figures.about(device, command),
+        "scale": dataclasses.asdict(scale),
+        "text": trials.text_words(base, prepared),
+        "conclusions": [dataclasses.asdict(conclusion) for conclusion in conclusions],
+        "trials": [each.to_dict() for each in found],
+    }
+    title = (
+        f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
+        f"tokens, {seeds} seeds; {result['text']}"
+    )
+    figures.publish(result, [_sheet(title, by_name)], [str(each) for each in conclusions], output)
+    return result
+
+
+def at_scale(name: str, scale: Scale, base: configs.Config, *, device: str, seed: int) -> configs.Config:
+    """A row's config on this text: the paper's model, smaller, and one recipe for all; the big one trains longer."""
+    preset = PRESETS[name]()
+    assert isinstance(preset.model, configs.Transformer)
+    model = trials.scaled(preset.model, scale.width, scale.depth)
+    if model.positions == "learned":  # no more of them than a translation can need
+        longest = base.data.max_length + base.decode.extra_length + 2
+        model = dataclasses.replace(model, max_positions=longest)
+    longer = preset.train.steps / PRESETS[BASE]().train.steps
+    train = trials.recipe(
+        steps=round(scale.steps * longer),
+        tokens=scale.tokens,
+        rate=peak_rate(model.d_model),
+        device=device,
+        seed=seed,
+    )
+    train |= {"label_smoothing": preset.train.label_smoothing, "name": name}
+    return dataclasses.replace(base, model=model).replace(train=train)
+
+
+def peak_rate(d_model: int) -> float:
+    """The paper's, 7e-4 at d_model 512, which falls with √d_model: deep post-norm stacks diverge at much more."""
+    return round(7e-4 * math.sqrt(512 / d_model), 6)
+
+
+def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> figures.Sheet:
+    columns = ("row", "perplexity", "BLEU", "params", "updates", "paper: perplexity, BLEU, params")
+    rows = []
+    for name, results in by_name.items():
+        good = [result for result in results if not result.error]
+        ppl, bleu, millions = PAPER[name]
+        failed = f" ({len(results) - len(good)} of {len(results)} failed)" if len(good) < len(results) else ""
+        size, steps = (f"{good[0].parameters / 1e6:.2f} M", f"{good[0].steps:,}") if good else ("–", "–")
+        rows.append(
+            (
+                name.removeprefix("table3_").removeprefix("paper_") + failed,
+                figures.with_spread([result.perplexity for result in good]),
+                figures.with_spread([result.bleu for result in good]),
+                size,
+                steps,
+                f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
+            )
+        )
+    return figures.Sheet(title, columns, tuple(rows))
+
+
+# ---- conclusions -----------------------------------------------------------------------------------------------------
+
+HOLDS, FAILS, NOISE, UNKNOWN = "holds", "does not hold", "within the noise", "not measured"
+PERPLEXITY, BLEU = "perplexity", "BLEU"
+HEADS = ("table3_a_4_heads", BASE, "table3_a_16_heads", "table3_a_32_heads")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something the paper concludes: one row is better than another, by these measures; or they are alike.
+
+    Where several rows could be the better one, it is the one with the lowest perplexity.
+    """
+
+    text: str
+    better: tuple[str, ...]
+    worse: str
+    by: tuple[str, ...] = (PERPLEXITY, BLEU)
+    alike: bool = False
+
+
+CLAIMS = (
+    Claim("(A) a single head is worse than the best number of heads", HEADS, "table3_a_1_head"),
+    Claim("(A) too many heads (32) are worse than the best number", HEADS, "table3_a_32_heads"),
+    Claim("(B) a smaller d_k hurts", (BASE,), "table3_b_d_k_16"),
+    Claim("(C) more layers are better", ("table3_c_8_layers",), "table3_c_2_layers"),
+    Claim("(C) a larger d_model is better", ("table3_c_d_model_1024",), "table3_c_d_model_256"),
+    Claim("(C) a larger d_ff is better", ("table3_c_d_ff_4096",), "table3_c_d_ff_1024"),
+    Claim("(C) the big model is better than the base", (BIG,), BASE),
+    Claim("(D) dropout helps", (BASE,), "table3_d_dropout_0"),
+    Claim("(D) label smoothing hurts perplexity", ("table3_d_label_smoothing_0",), BASE, by=(PERPLEXITY,)),
+    Claim("(D) label smoothing helps BLEU", (BASE,), "table3_d_label_smoothing_0", by=(BLEU,)),
+    Claim("(E) learned positions do as well as sinusoids", (BASE,), "table3_e_learned", alike=True),
+)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """A claim, what became of it, and the figures that say so."""
+
+    claim: str
+    verdict: str
+    figures: str
+
+    def __str__(self) -> str:
+        return f"{self.claim}: {self.verdict.upper()} ({self.figures})"
+
+
+def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
+    """Whether a claim holds: by at least one measure beyond the noise, and by none the other way round.
+
+    The noise of a difference is two standard errors, from the deviation between seeds over all rows; with one seed
+    nothing can be told.
+    """
+    good = {name: [result for result in results if not result.error] for name, results in by_name.items()}
+    candidates = [name for name in claim.better if name != claim.worse and good.get(name)]
+    if not candidates or not good.get(claim.worse):
+        return Conclusion(claim.text, UNKNOWN, "rows are missing or failed")
+    best = min(candidates, key=lambda name: _mean(good[name], "loss"))
+    pair = good[best], good[claim.worse]
+    gains, words = [], []
+    for measure in claim.by:
+        # Perplexities are compared as losses, whose noise does not grow with them.
+        what = "loss" if measure == PERPLEXITY else "bleu"
+        values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
+        gap = figures.difference(values[best], values[claim.worse], figures.deviation(values.values()))
+        gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
+        means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
+        words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")
+    told = [gain.value > 0 for gain in gains if gain.told]
+    if any(math.isnan(gain.noise) for gain in gains):
+        verdict = NOISE
+    elif claim.alike:
+        verdict = FAILS if told else HOLDS
+    else:
+        verdict = NOISE if not told else HOLDS if all(told) else FAILS
+    return Conclusion(claim.text, verdict, f"{best} against {claim.worse}: {'; '.join(words)}")
+
+
+def _mean(results: Sequence[Result], what: str) -> float:
+    return statistics.fmean(getattr(result, what) for result in results)

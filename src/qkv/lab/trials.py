@@ -1,0 +1,413 @@
+"""Trials: many small trainings on one text, side by side, each measured alike; Tables 2 and 3 are made of them.
+
+A trial is a config with a name. Its run folder lies in a working directory, and what was measured is a line of
+`results.jsonl` there: a table that was interrupted goes on where it was, and a trial that is finished is not repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, redirect_stderr, suppress
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from qkv import config as configs
+from qkv import files
+from qkv.api import Translator
+from qkv.data.lines import read_lines
+from qkv.data.loader import Position
+from qkv.data.store import Prepared, prepare
+from qkv.device import choose_device
+from qkv.errors import QkvError, UsageError
+from qkv.evaluate import metrics
+from qkv.models.build import build
+from qkv.models.rnn import Layer
+from qkv.presets import demo
+from qkv.run import Run
+from qkv.terminal import bars, say
+from qkv.train.card import parameters, vocabulary
+from qkv.train.loop import Interrupted, fit
+from qkv.train.loss import smoothed_loss
+from qkv.train.trainer import make_updates
+
+RESULTS = "results.jsonl"
+POINTS = 20  # validations in the course of a training
+COUNTED = 4  # updates in which floating-point operations are counted
+SMALL = 1024  # tokens in each of them
+
+Files = tuple[str, str]  # source and target
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A config to be trained and measured; trials of one name differ in train.seed."""
+
+    name: str
+    config: configs.Config
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a training stood when it was validated: target tokens read, seconds of training, loss."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trial came to, measured on its last weights; with `error`, nothing but why it failed."""
+
+    name: str
+    seed: int
+    key: str  # of config and text
+    error: str = ""
+    steps: int = 0
+    parameters: int = 0
+    flops_per_token: float = 0.0  # of training, for each target token
+    loss: float = 0.0  # on the validation text, for each token
+    bleu: float = 0.0  # likewise
+    test_bleu: float | None = None
+    curve: tuple[Point, ...] = ()
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 50.0))
+
+    @property
+    def tokens(self) -> int:
+        return self.curve[-1].tokens
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[-1].seconds
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole training."""
+        return self.flops_per_token * self.tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        return cls(**values | {"curve": tuple(Point(**point) for point in values["curve"])})
+
+    def __str__(self) -> str:
+        found = (
+            self.error or f"perplexity {self.perplexity:.2f}, BLEU {self.bleu:.2f}, {self.seconds:.0f} s of training"
+        )
+        return f"{self.name}, seed {self.seed}: {found}"
+
+
+# ---- a trial's config ------------------------------------------------------------------------------------------------
+
+
+def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> configs.Config:
+    """The text of a table: files, of which a part is held out unless validation files are given, or the demo corpus."""
+    if not src:
+        if tgt or valid_src or valid_tgt:
+            raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file at all for the demo corpus")
+        return demo().replace(data={"max_length": max_length})
+    valid = (configs.Corpus(src=valid_src, tgt=valid_tgt),) if valid_src else ()
+    data = configs.Data(train=(configs.Corpus(src=src, tgt=tgt),), valid=valid, max_length=max_length)
+    return configs.Config(data=data)
+
+
+def text_words(config: configs.Config, prepared: Prepared) -> str:
+    """The text in words."""
+    names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
+    return (
+        f"{len(prepared.train):,} pairs of {' and '.join(filter(None, names))}, "
+        f"{len(prepared.valid):,} for validation, vocabulary {vocabulary(prepared.tokenizers)}"
+    )
+
+
+def prepare_text(config: configs.Config, folder: Path) -> Prepared:
+    """The tokenised text that all trials in the folder share, whatever their seeds."""
+    data = dataclasses.replace(config.data, store=str(folder / "store"))
+    with bars() as report:
+        return prepare(data, config.tokenizer, folder, progress=report, seed=1)
+
+
+def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
+    """One way to train for all rows of a table: a cosine to zero, so that the last weights are the ones to measure.
+
+    No checkpoints are averaged (as in the paper's Table 3), BLEU waits for the end, and everything is fp32, so that
+    rows differ in the model and not in rounding.
+    """
+    return {
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "schedule": "cosine",
+        "learning_rate": rate,
+        "warmup": max(1, steps // 10),
+        "clip": 1.0,
+        "average": 0,
+        "metric": "loss",
+        "validate_every": max(1, steps // POINTS),
+        "log_every": 1,  # so that tokens and seconds are known at every validation
+        "precision": "fp32",
+        "tensorboard": False,
+        "device": device,
+        "seed": seed,
+    }
+
+
+def scaled(model: configs.Transformer, width: float, depth: float) -> configs.Transformer:
+    """The same model, smaller: d_model, d_ff, d_k and d_v times one factor, layers times another; heads stay."""
+    widths = {name: round(width * getattr(model, name)) for name in ("d_model", "d_ff", "d_k", "d_v")}
+    layers = {name: max(1, round(depth * getattr(model, name))) for name in ("encoder_layers", "decoder_layers")}
+    return dataclasses.replace(model, **widths, **layers)
+
+
+# ---- many of them ----------------------------------------------------------------------------------------------------
+
+
+def run_all(
+    trials: Sequence[Trial], prepared: Prepared, folder: Path, *, jobs: int = 1, test: Files | None = None
+) -> list[Result]:
+    """Train and measure what is not in the folder's results yet; all results, in the order of the trials.
+
+    With `jobs` > 1 each trial is a process, so many at a time. One that fails is told of, and tried again next time.
+    """
+    known = read_results(folder)
+    keys = [_key(trial, prepared) for trial in trials]
+    waiting = [
+        (trial, key)
+        for trial, key in zip(trials, keys, strict=True)
+        if key not in known or known[key].error or (test and known[key].test_bleu is None)
+    ]
+    say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} of them done before")
+    runs = (_open(trial, key, prepared, folder) for trial, key in waiting)
+    begun = time.monotonic()
+    with closing(_side_by_side(runs, jobs, test) if jobs > 1 else _one_by_one(runs, test)) as results:
+        for number, result in enumerate(results, 1):
+            known[result.key] = result
+            _append(folder / RESULTS, result)
+            say(f"{number}/{len(waiting)}  {result}; {_time_left(begun, number, len(waiting) - number)}")
+    return [known[key] for key in keys]
+
+
+def _time_left(begun: float, done: int, left: int) -> str:
+    seconds = (time.monotonic() - begun) / done * left
+    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+
+def _append(path: Path, result: Result) -> None:
+    with path.open("ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        cut = file.read(1) not in (b"", b"\n")  # a line that was not finished stays alone
+        file.write(f"{chr(10) if cut else ''}{json.dumps(result.to_dict())}\n".encode())
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """What was measured in this folder, by key; of a trial that was tried again, the last."""
+    path = folder / RESULTS
+    found = {}
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
+        try:
+            result = Result.from_dict(json.loads(line))
+        except (ValueError, TypeError, KeyError):
+            continue  # cut off when the machine went down: that trial is measured again
+        found[result.key] = result
+    return found
+
+
+def _key(trial: Trial, prepared: Prepared) -> str:
+    """What decides a result: the text by its content, and every option but where the text lies."""
+    tree = configs.to_dict(trial.config)
+    for place in ("train", "valid", "root", "store", "workers"):
+        del tree["data"][place]
+    whole = json.dumps([trial.name, prepared.folder.name, tree], sort_keys=True)
+    return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+
+
+Named = tuple[str, str, Run]  # name and key of a trial, and its run folder
+
+
+def _open(trial: Trial, key: str, prepared: Prepared, folder: Path) -> Named:
+    slug = re.sub(r"[^\w.]+", "_", trial.name)
+    run = Run(folder / "runs" / f"{slug}-{trial.config.train.seed}-{key}")
+    if not run.exists():
+        Run.create(run.path, trial.config, prepared.tokenizers, prepared.folder)
+    return trial.name, key, run
+
+
+def _one_by_one(runs: Iterator[Named], test: Files | None) -> Generator[Result, None, None]:
+    for name, key, run in runs:
+        try:
+            yield _attempt(name, key, run, test)
+        except Interrupted as stop:
+            raise Interrupted(stop.exit_code - 128, f"stopped in {name}: go on with the same command") from None
+
+
+def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Generator[Result, None, None]:
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, cores() // jobs)
+    running: dict[Any, tuple[Any, Named]] = {}
+    try:
+        while True:
+            for name, key, run in islice(runs, jobs - len(running)):
+                process = context.Process(target=_work, args=(name, key, str(run.path), test, threads))
+                process.start()
+                running[process.sentinel] = process, (name, key, run)
+            if not running:
+                return
+            for ended in connection.wait(list(running)):
+                process, named = running.pop(ended)
+                process.join()
+                yield _outcome(*named, process.exitcode)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, "stopped: go on with the same command") from None
+    finally:
+        for process, _ in running.values():
+            process.terminate()  # training saves its state first
+        for process, _ in running.values():
+            process.join()
+
+
+def _work(name: str, key: str, folder: str, test: Files | None, threads: int) -> None:
+    """A trial in its own process: the result is left in the run folder."""
+    os.setsid()  # Ctrl-C is for the parent, which then asks each to stop, once
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    run = Run.open(folder)
+    path = run.path / "result.json"
+    path.unlink(missing_ok=True)  # of an attempt before this one
+    with suppress(Interrupted):
+        files.write_text(path, json.dumps(_attempt(name, key, run, test).to_dict()) + "\n")
+
+
+def _follow_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
+def _outcome(name: str, key: str, run: Run, code: int) -> Result:
+    path = run.path / "result.json"
+    if not code and path.exists():
+        return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    return Result(name, run.config.train.seed, key, error=f"its process ended with code {code}: look into {run.path}")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usual_jobs(device: str) -> int:
+    """How many trials at a time: one for each core, or as many small models as a GPU and two cores each can feed."""
+    return cores() if choose_device(device).type == "cpu" else min(8, max(1, cores() // 2))
+
+
+# ---- one of them -----------------------------------------------------------------------------------------------------
+
+
+def _attempt(name: str, key: str, run: Run, test: Files | None) -> Result:
+    """Train and measure; what training says goes to a file, and a failure becomes the result."""
+    with (run.path / "output.txt").open("a", encoding="utf-8") as output, redirect_stderr(output):
+        try:
+            return _measure(name, key, run, test)
+        except Interrupted:
+            raise
+        except Exception as error:
+            traceback.print_exc(file=output)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Result(name, run.config.train.seed, key, error=reason)
+
+
+def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
+    spec, prepared = run.config.train, Prepared.open(run.store)
+    if run.scores.get("finished") != spec.steps:
+        with run.lock():
+            fit(run, prepared)
+        shutil.rmtree(run.path / "state")  # the table needs the weights only
+    curve = _curve(run.log)
+    translator = Translator(run, weights="last", device=spec.device)
+
+    def bleu(sources: list[str], references: list[str]) -> float:
+        texts = [each.text for each in translator.translate(sources)]
+        return metrics.bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
+
+    valid = [path.read_text(encoding="utf-8").split("\n")[: len(prepared.valid)] for path in prepared.valid_text]
+    return Result(
+        name=name,
+        seed=spec.seed,
+        key=key,
+        steps=spec.steps,
+        parameters=parameters(run.config.model, prepared.tokenizers),
+        flops_per_token=flops_per_token(run.config, prepared),
+        loss=curve[-1].loss,
+        bleu=bleu(*valid),
+        test_bleu=bleu(*map(read_lines, test)) if test else None,
+        curve=curve,
+    )
+
+
+def _curve(log: Path) -> tuple[Point, ...]:
+    """The validations of a run, with tokens and seconds of training, in which validations do not count."""
+    tokens, seconds = 0, 0.0
+    points = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry["event"] == "train":
+            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
+            tokens = entry["tokens"]
+        elif entry["loss"] is None:
+            raise QkvError(f"the validation loss is not finite at step {entry['step']}: lower the learning rate")
+        else:
+            points.append(Point(entry["step"], tokens, seconds, entry["loss"]))
+    return tuple(points)
+
+
+def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
+    """Floating-point operations of forward and backward pass for each target token, counted on some real batches.
+
+    Those of matrix products, that is, a multiplication and an addition as two. It is done on the CPU by written-out
+    recurrence and attention, because fused kernels hide theirs from the counter.
+    """
+    small = {"tokens_per_step": max(SMALL, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
+    updates = make_updates(config.replace(train=small), prepared)
+    tokenizers = prepared.tokenizers
+    model = build(config.model, tokenizers.src.size, tokenizers.tgt.size)
+    for part in model.modules():
+        if isinstance(part, Layer):
+            part.written_out = True
+    tokens = 0
+    with (
+        closing(updates.starting(Position(0, 0))) as steps,
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        for update in islice(steps, COUNTED):
+            for batch in update.micros:
+                hidden = model.hidden(*batch.inputs)
+                loss, _ = smoothed_loss(
+                    hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad
+                )
+                loss.backward()
+            tokens += update.tokens
+    return float(counter.get_total_flops() / tokens)

@@ -1,0 +1,272 @@
+"""What the Transformer replaced: a recurrent encoder-decoder with attention (Bahdanau et al., Luong et al., both 2015).
+
+Two paths compute the same recurrence from the same weights. The written-out one, `gru` and `lstm`, is the equations as
+printed; the fused one is PyTorch's kernels and runs unless a layer's `written_out` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.models.attention import attend, attention_mask
+from qkv.models.base import TranslationModel
+from qkv.models.state import Memory
+
+Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
+
+
+# ---- one layer -------------------------------------------------------------------------------------------------------
+
+
+def gru(x: Tensor, state: Cell, W_ih: Tensor, W_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Cell:
+    """h' = (1 − z) ⊙ n + z ⊙ h (Cho et al., 2014): z is what to keep, r what the proposal n may know of the past."""
+    (h,) = state
+    r_x, z_x, n_x = F.linear(x, W_ih, b_ih).chunk(3, dim=-1)  # (rows, width) each
+    r_h, z_h, n_h = F.linear(h, W_hh, b_hh).chunk(3, dim=-1)
+    r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
+    n = (n_x + r * n_h).tanh()
+    return ((1 - z) * n + z * h,)
+
+
+def lstm(x: Tensor, state: Cell, W_ih: Tensor, W_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Cell:
+    """c' = f ⊙ c + i ⊙ g and h' = o ⊙ tanh(c') (Hochreiter & Schmidhuber, 1997; f by Gers et al., 2000)."""
+    h, c = state
+    i, f, g, o = (F.linear(x, W_ih, b_ih) + F.linear(h, W_hh, b_hh)).chunk(4, dim=-1)  # (rows, width) each
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def fused_gru(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
+    (h,) = state
+    if x.shape[1] == 1:
+        h = torch.gru_cell(x[:, 0], h, *weights)
+        return h[:, None], (h,)
+    output, h = torch.gru(x, h[None], weights, *_options())
+    return output, (h[0],)
+
+
+def fused_lstm(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
+    if x.shape[1] == 1:
+        h, c = torch.lstm_cell(x[:, 0], state, *weights)
+        return h[:, None], (h, c)
+    output, h, c = torch.lstm(x, [part[None] for part in state], weights, *_options())
+    return output, (h[0], c[0])
+
+
+def _options() -> tuple[bool, int, float, bool, bool, bool]:
+    """What the kernels of nn.GRU and nn.LSTM are told; `train` makes cuDNN keep what a gradient needs."""
+    biases, layers, dropout, train, bidirectional, rows_first = True, 1, 0.0, torch.is_grad_enabled(), False, True
+    return biases, layers, dropout, train, bidirectional, rows_first
+
+
+class Layer(nn.Module):
+    """A recurrence over x (rows, n, inputs): its outputs (rows, n, width), and its state after the last."""
+
+    written_out = False  # True: by the equations
+
+    def __init__(self, cell: str, inputs: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.is_lstm = cell == "lstm"
+        # Only its weights are used, which it keeps in one piece of memory, as cuDNN wants them.
+        self.cell = (nn.LSTM if self.is_lstm else nn.GRU)(inputs, width, batch_first=True)
+        W_ih, W_hh, b_ih, b_hh = self.cell.all_weights[0]
+        with torch.no_grad():
+            for x_gate, h_gate in zip(W_ih.split(width), W_hh.split(width), strict=True):
+                nn.init.xavier_uniform_(x_gate)
+                nn.init.orthogonal_(h_gate)
+            nn.init.zeros_(b_ih)
+            nn.init.zeros_(b_hh)
+            if self.is_lstm:
+                b_ih[width : 2 * width] = 1.0  # a cell remembers until it has learned to forget
+
+    def forward(self, x: Tensor, state: Cell) -> tuple[Tensor, Cell]:
+        weights = tuple(self.cell.all_weights[0])
+        if not self.written_out:
+            return (fused_lstm if self.is_lstm else fused_gru)(x, state, weights)
+        outputs = []
+        for now in x.unbind(1):
+            state = (lstm if self.is_lstm else gru)(now, state, *weights)
+            outputs.append(state[0])
+        return torch.stack(outputs, dim=1), state
+
+    def zeros(self, x: Tensor) -> Cell:
+        """The state of one who has read nothing."""
+        h = x.new_zeros(len(x), self.width)
+        return (h, h) if self.is_lstm else (h,)
+
+
+# ---- encoder ---------------------------------------------------------------------------------------------------------
+
+
+class EncoderLayer(nn.Module):
+    """Reads x (batch, source, d_model) from the left or, with half of the width for each, from both ends."""
+
+    def __init__(self, spec: config.Recurrent) -> None:
+        super().__init__()
+        width = spec.d_model // 2 if spec.bidirectional else spec.d_model
+        self.ahead = Layer(spec.cell, spec.d_model, width)
+        self.back = Layer(spec.cell, spec.d_model, width) if spec.bidirectional else None
+
+    def forward(self, x: Tensor, backwards: Tensor) -> Tensor:
+        output: Tensor = self.ahead(x, self.ahead.zeros(x))[0]
+        if self.back is None:
+            return output
+        reverse = self.back(_reorder(x, backwards), self.back.zeros(x))[0]
+        return torch.cat([output, _reorder(reverse, backwards)], dim=-1)
+
+
+def _backwards(lengths: Tensor, width: int) -> Tensor:
+    """For each row the positions of its words from last to first, then those of its padding: (batch, width).
+
+    So words are read before padding in both directions, and padding cannot change what is known of them.
+    """
+    position = torch.arange(width, device=lengths.device)
+    mirrored = lengths[:, None] - 1 - position
+    return torch.where(mirrored >= 0, mirrored, position)
+
+
+def _reorder(x: Tensor, positions: Tensor) -> Tensor:
+    return x.gather(1, positions[:, :, None].expand_as(x))
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RecurrentState:
+    """What the decoder remembers: a fixed size however much was written, and the source, held once for all beams."""
+
+    cells: list[Cell]  # for each layer (rows, d_model)
+    fed: Tensor  # the last attentional state (rows, 1, d_model)
+    keys: Tensor  # (sentences, 1, source, d_model)
+    annotations: Tensor  # likewise
+    mask: Tensor  # (sentences, 1, 1, source)
+    beam: int
+
+    def select(self, rows: Tensor) -> RecurrentState:
+        sentences = rows[:: self.beam] // self.beam
+        if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
+            self.keys, self.annotations, self.mask = (
+                held.index_select(0, sentences) for held in (self.keys, self.annotations, self.mask)
+            )
+        self.cells = [tuple(part.index_select(0, rows) for part in cell) for cell in self.cells]
+        self.fed = self.fed.index_select(0, rows)
+        return self
+
+
+class Recurrent(TranslationModel):
+    """Source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab).
+
+    Luong's order whatever the score: the decoder's recurrence makes a state s, attention to the encoder's outputs (the
+    annotations) a context c, and both the attentional state s̃ = tanh(W_c [c; s]), from which the next token is
+    predicted and which, with input feeding, is part of the next input.
+
+    The decoder begins at tanh(W_s h), where h is what the encoder's last layer has made of the whole source: its output
+    at the last word and, of the half that reads backwards, at the first. An LSTM's cells begin so too.
+    """
+
+    def __init__(self, spec: config.Recurrent, src_vocab: int, tgt_vocab: int) -> None:
+        super().__init__()
+        self.spec = spec
+        d_model, additive = spec.d_model, spec.attention == "additive"
+        self.add_embeddings(spec, src_vocab, tgt_vocab)
+        self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            EncoderLayer(spec) for _ in range(spec.encoder_layers)
+        )
+        self.decoder: Sequence[Layer] = nn.ModuleList(  # type: ignore[assignment]
+            Layer(spec.cell, 2 * d_model if spec.input_feeding and i == 0 else d_model, d_model)
+            for i in range(spec.decoder_layers)
+        )
+        self.parts = 2 if spec.cell == "lstm" else 1  # of a layer's state
+        self.first = _linear(d_model, spec.decoder_layers * self.parts * d_model)  # W_s
+        # Additive: wᵀtanh(W_a s + U_a h). General: sᵀ(W_a h), so that like U_a it is applied once to a source.
+        self.query = _linear(d_model, d_model) if additive else nn.Identity()
+        self.key = nn.Identity() if spec.attention == "dot" else _linear(d_model, d_model)
+        self.score_weight = nn.Parameter(torch.empty(1, d_model).normal_(std=d_model**-0.5)) if additive else None
+        self.combine = _linear(2 * d_model, d_model)  # W_c
+        self.dropout = nn.Dropout(spec.dropout)
+        self.tie(spec, tgt_vocab)
+
+    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        """Attentional states (batch, target, d_model), each from the source and the target up to it."""
+        return self._decode(target, self.start(self.encode(source, lengths)))
+
+    def encode(self, source: Tensor, lengths: Tensor) -> Memory:
+        """Annotations of the source ids (batch, source), each row `lengths[i]` tokens and then padding."""
+        backwards = _backwards(lengths, source.shape[1])
+        x = self.source(source)
+        for i, layer in enumerate(self.encoder):
+            x = layer(self.dropout(x) if i else x, backwards)
+        return Memory(x, attention_mask(1, source.shape[1], lengths))
+
+    def start(self, memory: Memory, beam: int = 1) -> RecurrentState:
+        """The state before the first token, with `beam` rows for each sentence."""
+        annotations = memory.values  # (sentences, source, d_model)
+        last = memory.mask.sum(dim=(1, 2, 3)) - 1
+        read = annotations[torch.arange(len(last), device=last.device), last]  # (sentences, d_model)
+        if self.spec.bidirectional:
+            half = self.spec.d_model // 2
+            read = torch.cat([read[:, :half], annotations[:, 0, half:]], dim=-1)
+        first = self.first(read).tanh().repeat_interleave(beam, dim=0)
+        first = first.unflatten(-1, (self.spec.decoder_layers, self.parts, -1))
+        cells = first.permute(1, 2, 0, 3).contiguous()  # (layers, parts, rows, d_model)
+        return RecurrentState(
+            cells=[layer.unbind() for layer in cells],
+            fed=annotations.new_zeros(len(annotations) * beam, 1, self.spec.d_model),
+            keys=self.key(annotations)[:, None],
+            annotations=annotations[:, None],
+            mask=memory.mask,
+            beam=beam,
+        )
+
+    def step(self, tokens: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        return self.project(self._decode(tokens, state)), state
+
+    def _decode(self, tokens: Tensor, state: RecurrentState) -> Tensor:
+        """Attentional states of the next n positions (rows, n, d_model); the state moves behind them."""
+        x = self.target(tokens).to(state.fed.dtype)  # once here rather than at every position
+        if self.spec.input_feeding:  # a position waits for the attention of the one before it
+            made = []
+            for now in x.split(1, dim=1):
+                state.fed = self._attend(self._recur(torch.cat([now, state.fed], dim=-1), state), state)
+                made.append(state.fed)
+            x = torch.cat(made, dim=1)
+        else:
+            x = self._attend(self._recur(x, state), state)
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+    def _recur(self, x: Tensor, state: RecurrentState) -> Tensor:
+        """All layers of the decoder over n inputs (rows, n, …): states (rows, n, d_model)."""
+        for i, layer in enumerate(self.decoder):
+            x, state.cells[i] = layer(self.dropout(x) if i else x, state.cells[i])
+        return x
+
+    def _attend(self, s: Tensor, state: RecurrentState) -> Tensor:
+        """tanh(W_c [c; s]) for states s (rows, n, d_model) and their contexts c."""
+        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
+        context = attend(
+            self.query(s).reshape(len(state.mask), 1, -1, s.shape[-1]),  # (sentences, 1, beam · n, d_model)
+            state.keys,
+            state.annotations,
+            state.mask,
+            score="dot" if self.score_weight is None else "additive",
+            weight=self.score_weight,
+            name=f"decoder.{len(self.decoder) - 1}.cross",
+        )
+        attentional: Tensor = self.combine(torch.cat([context.reshape(s.shape), s], dim=-1)).tanh()
+        return attentional
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=False)
+    nn.init.xavier_uniform_(made.weight)
+    return made

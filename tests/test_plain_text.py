@@ -1,0 +1,565 @@
+"""Models without a source: running text keeps every character, generation slides and never ends, gaps are filled."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import unicodedata
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qkv
+from conftest import Call, sentences, tiny_config
+from qkv import config
+from qkv.api.completing import TextDecoder
+from qkv.data.loader import Position
+from qkv.data.plain import Blocks, Sentences, hide, text_blocks
+from qkv.data.store import Prepared, Store, prepare
+from qkv.decode.complete import Sampling, generate
+from qkv.errors import UsageError
+from qkv.models import DecoderOnly, EncoderOnly
+from qkv.text import Tokenizer, Tokenizers, learn
+
+LINES = [source for source, _ in sentences(400, seed=5)]
+CHARACTERS = learn((), LINES, config.Tokenizer(kind="char")).tgt
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"))
+
+
+def running_text(folder: Path, text: str, *, name: str = "text.txt", **data: Any) -> Prepared:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text, encoding="utf-8")
+    spec = config.Data(train=(config.Corpus(text=str(folder / name)),), **data)
+    return prepare(spec, config.Tokenizer(kind="char"), folder / "store", stream=True)
+
+
+# ---- text ↔ ids ------------------------------------------------------------------------------------------------------
+
+
+@given(texts)
+def test_running_text_round_trip(text: str) -> None:
+    assert CHARACTERS.decode_text(CHARACTERS.encode_text(text)) == unicodedata.normalize("NFC", text)
+
+
+@given(texts, st.integers(0, 30))
+def test_a_text_is_decoded_as_it_comes(text: str, cut: int) -> None:
+    """Token by token after any prompt, whole characters only, and together the rest of the text."""
+    text = unicodedata.normalize("NFC", text)
+    ids = CHARACTERS.encode_text(text)
+    cut = min(cut, len(ids))
+    prompt = CHARACTERS.decode_text(ids[:cut])
+    if CHARACTERS.encode_text(prompt) != ids[:cut]:
+        return  # a character cut in two is no text
+    decoder = TextDecoder(CHARACTERS, prompt)
+    pieces = [decoder.feed(token) for token in ids[cut:]]
+    assert prompt + "".join(pieces) + decoder.close() == text
+
+
+# ---- preparing -------------------------------------------------------------------------------------------------------
+
+POEM = "One line\n\nOne line\n  indented, and  spaced  \n" * 10 + "the end"
+
+
+def test_nothing_of_running_text_is_dropped(tmp_path: Path) -> None:
+    prepared = running_text(tmp_path, POEM, max_length=4)  # repeated, empty and long lines are all there
+    tgt = prepared.tokenizers.tgt
+    train, valid = (tgt.decode_text(store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    assert train + valid == POEM + "\n"
+    assert valid == "\nOne line\n  indented, and  spaced  \nthe end\n"  # the end of it, a tenth of the lines or so
+    assert prepared.valid_text[1].read_text(encoding="utf-8") == valid
+    assert "read" in str(prepared.report)
+
+
+def test_documents_end(tmp_path: Path) -> None:
+    documents = ["first\nof two lines", "second", "third"] * 5
+    text = "".join(json.dumps({"text": each}) + "\n" for each in documents)
+    prepared = running_text(tmp_path, text, name="text.jsonl", valid_size=3)
+    tgt = prepared.tokenizers.tgt
+    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    ends = [i for i, token in enumerate(ids) if token == tgt.eos]
+    assert len(ends) == len(documents)
+    found = [tgt.decode_text(ids[a + 1 : b]) for a, b in pairwise([-1, *ends])]
+    assert found == [each + "\n" for each in documents]
+
+
+def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> None:
+    spec = config.Data(train=(config.Corpus(src=corpus[0], tgt=corpus[1]),))
+    with pytest.raises(UsageError, match="learns from running text: give text, not pairs"):
+        prepare(spec, config.Tokenizer(), tmp_path / "store", stream=True)
+    with pytest.raises(UsageError, match="1 lines of running text"):
+        running_text(tmp_path / "one", "only one line")
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    folder = tmp_path_factory.mktemp("blocks")
+    return running_text(folder, "".join(line + "\n" for line in LINES)).train
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
+def test_blocks_cover_the_text_once_and_are_cut_anew(length: int, rows: int, epoch: int, seed: int) -> None:
+    text = running_text_store()
+    blocks = Blocks(text, length=length, tokens=rows * length, seed=seed)
+    plan = blocks.plan(epoch)
+    starts = np.concatenate([micro for update in plan for micro in update])
+    covered = np.sort(starts)[:, None] + np.arange(length)
+    assert (np.diff(covered.ravel()) == 1).all()  # end to end, without overlap
+    assert covered[0, 0] < length
+    assert covered[-1, -1] >= len(text.stream) - 1 - length
+    assert all(sum(map(len, update)) == rows for update in plan[:-1])
+    batch = blocks.batch(plan[0][0], (0,))
+    (given_ids,) = batch.inputs
+    for row, start in enumerate(plan[0][0]):
+        assert given_ids[row].tolist() == text.stream[start : start + length].tolist()
+        assert batch.labels[row].tolist() == text.stream[start + 1 : start + length + 1].tolist()
+    assert batch.tokens == batch.labels.numel()
+
+
+_store: list[Store] = []
+
+
+def running_text_store() -> Store:
+    return _store[0]
+
+
+@pytest.fixture(autouse=True)
+def _share_the_store(store: Store) -> None:
+    _store[:] = [store]
+
+
+def test_blocks_split_among_micro_batches_and_ranks(store: Store) -> None:
+    whole = Blocks(store, length=8, tokens=80, seed=1)
+    parts = [Blocks(store, length=8, tokens=80, micro_tokens=24, seed=1, rank=r, world=2) for r in range(2)]
+    for (first, second), step in zip(
+        zip(*(part.starting(Position(0, 0)) for part in parts), strict=False),
+        islice(whole.starting(Position(0, 0)), 5),
+        strict=False,
+    ):
+        rows = torch.cat([batch.inputs[0] for batch in (*first.micros, *second.micros)])
+        assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, step.micros[0].inputs[0].tolist()))
+        assert first.after == second.after == step.after
+
+
+def test_a_text_shorter_than_the_context_is_refused(store: Store) -> None:
+    with pytest.raises(UsageError, match=r"holds no block of data\.max_length"):
+        Blocks(store, length=len(store.stream), tokens=10**6)
+
+
+@given(st.lists(st.integers(3, 90), min_size=1, max_size=50), st.integers(1, 20))
+def test_validation_predicts_every_token_once(ids: list[int], length: int) -> None:
+    rows = text_blocks(np.array(ids), CHARACTERS, length)
+    labels = rows[:, 1:].ravel()
+    assert labels[labels != CHARACTERS.pad].tolist() == ids
+    assert rows[0, 0] == CHARACTERS.newline
+    assert (rows[1:, 0] == rows[:-1, -1]).all()
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(-16, 16).map(lambda half: half / 2), min_size=2, max_size=12, unique=True),
+    st.floats(0.1, 3),
+    st.integers(0, 12),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+)
+def test_what_may_be_drawn(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    found = sampling.probabilities(torch.tensor([logits]))[0].double().numpy()
+    scores = np.array(logits, np.float32).astype(float) / temperature
+    plain = np.exp(scores - scores.max())
+    plain /= plain.sum()
+    ranked = np.argsort(-plain, kind="stable")
+    before = np.cumsum(plain[ranked]) - plain[ranked]
+    margin = 1e-5  # a limit that falls on a token exactly may be rounded either way
+    kept = [
+        i
+        for rank, i in enumerate(ranked)
+        if (not top_k or rank < top_k) and before[rank] < top_p - margin and plain[i] >= min_p * plain.max() + margin
+    ]
+    assert all(found[i] > 0 for i in kept)
+    assert found[ranked[0]] > 0
+    assert found.sum() == pytest.approx(1, abs=1e-5)
+    drawn = np.flatnonzero(found)
+    np.testing.assert_allclose(found[drawn], plain[drawn] / plain[drawn].sum(), rtol=1e-3, atol=1e-6)
+    assert not top_k or len(drawn) <= top_k
+
+
+def test_temperature_zero_is_the_likeliest() -> None:
+    assert Sampling(0.0).probabilities(torch.tensor([[0.1, 3.0, 2.9]])).tolist() == [[0.0, 1.0, 0.0]]
+    cold = Sampling(1e-6).probabilities(torch.tensor([[0.1, 3.0, 2.9]]))
+    assert cold.tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature = -1.0: must be at least 0"),
+        ({"top_p": 1.5}, "top_p = 1.5: must be between 0 and 1"),
+        ({"min_p": math.nan}, "min_p = nan"),
+        ({"top_k": -1}, "top_k = -1"),
+    ],
+)
+def test_impossible_draws_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Sampling(**options)
+
+
+SPEC = config.DecoderOnly(d_model=16, d_ff=32, heads=2, layers=2, dropout=0.0, norm="pre", tie="none")
+
+
+def language_model(**options: Any) -> DecoderOnly:
+    torch.manual_seed(1)
+    model = DecoderOnly(config.DecoderOnly(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return model
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"positions": "learned", "max_positions": 8, "bias": True, "activation": "gelu"},
+    {"positions": "rotary", "rms_norm": True},
+    {"positions": "none", "window": 3},
+    {"norm": "post", "attention": "additive"},
+]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=["sinusoidal", "learned", "rotary", "window", "additive"])
+
+
+@kinds
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 99))
+def test_stepped_in_any_chunks_is_the_whole(kind: dict[str, Any], chunks: list[int], rows: int, seed: int) -> None:
+    model = language_model(**{**kind, "max_positions": 30})
+    torch.manual_seed(seed)
+    tokens = torch.randint(3, 30, (rows, sum(chunks)))
+    with torch.inference_mode():
+        whole = model(tokens)
+        state = model.start(beam=rows)
+        parts = []
+        for part in tokens.split(chunks, dim=1):
+            logits, state = model.step(part, state)
+            parts.append(logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+        alone = torch.cat([model(row[None]) for row in tokens])
+        torch.testing.assert_close(alone, whole, atol=1e-5, rtol=1e-5)
+
+
+@kinds
+def test_the_context_slides_and_generation_never_ends(kind: dict[str, Any]) -> None:
+    """Greedy, past the context several times: each token is what the uncached model says of the text it still sees."""
+    model, context = language_model(**kind), 8
+    text = [5, 6, 7]
+    seen = 3  # tokens the model still sees
+    for drawn in islice(generate(model, text, Sampling(0.0), context=context, forbidden=[0, 1, 2]), 40):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text[-seen:]]))[0, -1].clone()
+            logits[:3] = -math.inf
+        assert drawn.tokens == [int(logits.argmax())]
+        assert drawn.logprobs[0] == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-4)
+        text += drawn.tokens
+        seen = context // 2 if seen == context else seen + 1
+    assert len(text) == 43
+
+
+def test_a_seed_decides_the_text_and_rows_differ() -> None:
+    model = language_model()
+
+    def write(seed: int | None) -> list[list[int]]:
+        return [each.tokens for each in islice(generate(model, [4], Sampling(seed=seed), context=8, rows=4), 12)]
+
+    assert write(3) == write(3) != write(4)
+    assert write(None) != write(None)
+    assert len({tuple(row) for row in zip(*write(3), strict=True)}) == 4
+
+
+def test_draws_follow_the_probabilities() -> None:
+    model = language_model()
+    with torch.inference_mode():
+        expected = model(torch.tensor([[4]]))[0, -1].softmax(-1)
+    drawn = next(generate(model, [4], Sampling(seed=1), context=8, rows=20_000)).tokens
+    counts = torch.bincount(torch.tensor(drawn), minlength=30) / 20_000
+    torch.testing.assert_close(counts, expected, atol=0.02, rtol=0.0)
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+def plain_config(path: Path, model: config.Model, **train: object) -> config.Config:
+    spec = tiny_config("", "", **train)
+    data = config.Data(train=(config.Corpus(text=str(path)),), max_length=32)
+    return config.Config(data, config.Tokenizer(kind="char"), model, spec.train, spec.decode)
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a language model that has read some sentences."""
+    folder = tmp_path_factory.mktemp("writer")
+    (folder / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    model = config.DecoderOnly(d_model=64, d_ff=128, heads=2, layers=2, norm="pre", positions="rotary", dropout=0.0)
+    train = {"steps": 150, "validate_every": 75, "label_smoothing": 0.0, "learning_rate": 4e-3}
+    return qkv.train(plain_config(folder / "text.txt", model, **train), folder / "run").path
+
+
+def bigram_loss(train: str, valid: str) -> float:
+    """−log p of each character of valid from the one before it, by counts with one added."""
+    alphabet = set(train + valid)
+    pairs, singles = Counter(pairwise(train)), Counter(train)
+    total = sum(math.log((pairs[a, b] + 1) / (singles[a] + len(alphabet))) for a, b in pairwise("\n" + valid))
+    return -total / len(valid)
+
+
+def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
+    prepared = Prepared.open(writer / "store")
+    tgt = prepared.tokenizers.tgt
+    train, valid = (tgt.decode_text(store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    completer = qkv.Completer(writer)
+    found = completer.evaluate(valid)
+    assert found.per_character < bigram_loss(train, valid) - 0.3
+    assert found.bits_per_byte == pytest.approx(found.per_character / math.log(2))  # this text is ASCII
+    best = json.loads((writer / "scores.json").read_text(encoding="utf-8"))[completer.run.scores["chosen"]]
+    assert found.per_character == pytest.approx(best["nats_per_character"], abs=1e-4)
+
+
+def test_perplexity_is_that_of_forced_decoding(writer: Path) -> None:
+    completer = qkv.Completer(writer)
+    text = "The cat sees the dog."
+    ids = [completer.tokenizer.newline, *completer.tokenizer.encode_text(text)]
+    with torch.inference_mode():
+        log_probs = completer.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+    nats = -sum(float(log_probs[i, token]) for i, token in enumerate(ids[1:]))
+    found = completer.evaluate(text)
+    assert found.nats == pytest.approx(nats, rel=1e-4)
+    assert (found.tokens, found.characters, found.bytes) == (len(ids) - 1, len(text), len(text))
+    assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-4)
+
+
+def test_completions(writer: Path) -> None:
+    completer = qkv.Completer(writer)
+    streamed = "".join(completer.stream("The c", max_tokens=80, temperature=0.5, seed=2))
+    (whole,) = completer.complete("The c", max_tokens=80, temperature=0.5, seed=2)
+    assert whole.text == streamed
+    assert len(whole.tokens) == len(whole.token_logprobs) == 80  # more than twice the context
+    assert whole.logprob == pytest.approx(sum(whole.token_logprobs))
+    assert whole.finish_reason == "length"
+    (stopped,) = completer.complete("The c", max_tokens=80, temperature=0.5, seed=2, stop=["\n"])
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole.text.split("\n")[0]
+    many = completer.complete("", n=3, max_tokens=5, seed=1)
+    assert len(many) == 3
+    assert str(many[0]) == many[0].text
+    words = {word.strip(".").lower() for line in LINES for word in line.split()}
+    written = {word.strip(".").lower() for word in streamed.split()[1:-1]}
+    assert len(written & words) > 0.5 * len(written)
+    likeliest = completer.next_tokens("The cat see", 3)
+    assert likeliest[0][0] == "s"
+    assert likeliest[0][1] > 0.5
+
+
+def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path) -> None:
+    done = call("complete", writer, "The c", "--tokens", 20, "--seed", 1)
+    assert done.code == 0
+    assert done.out.startswith("The c")
+    assert done.out == call("complete", writer, "-", "--tokens", 20, "--seed", 1, input=b"The c").out
+    rows = [json.loads(line) for line in call("complete", writer, "--json", "-n", 2, "--tokens", 4).out.splitlines()]
+    assert [len(row["tokens"]) for row in rows] == [4, 4]
+    assert "add --json" in call("complete", writer, "-n", 2).error
+    assert "never ends" in call("complete", writer, "--json", "--tokens", 0).error
+    found = call("evaluate", writer)
+    assert "bits per byte" in found.out
+    (tmp_path / "other.txt").write_text("The cat.\n", encoding="utf-8")
+    about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
+    assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
+    assert "is a language model: use qkv complete" in call("translate", writer).error
+    assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+
+
+def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "a.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    small = ["--set", "train.steps=2", "--set", "data.max_length=16", "--set", "train.tensorboard=false"]
+    done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
+    assert done.code == 0, done.err
+    assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
+    assert "give either" in call("train", "--text", "a", "--src", "b").error
+    assert "give --text too" in call("train", "--valid-text", "a").error
+    wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
+    assert "translates: give pairs" in wrong.error
+    pairs = call("train", "--src", tmp_path / "a.txt", "--tgt", tmp_path / "a.txt", "--set", "model.kind=decoder")
+    assert "learns from plain text" in pairs.error
+
+
+# ---- gaps ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=30), min_size=1, max_size=5), st.integers(0, 99))
+def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed: int) -> None:
+    random = [np.random.default_rng((seed, i)) for i in range(len(rows))]
+    batch = hide([np.array(row) for row in rows], CHARACTERS, 0.15, random)
+    source, lengths = batch.inputs
+    assert lengths.tolist() == [len(row) + 1 for row in rows]
+    for row, given_ids, labels in zip(rows, source.tolist(), batch.labels.tolist(), strict=True):
+        assert given_ids[len(row)] == CHARACTERS.eos
+        asked = [i for i, label in enumerate(labels) if label != CHARACTERS.pad]
+        assert asked
+        assert [labels[i] for i in asked] == [row[i] for i in asked]
+        assert all(given_ids[i] == row[i] for i in range(len(row)) if i not in asked)
+    assert batch.tokens == int((batch.labels != CHARACTERS.pad).sum())
+
+
+def test_of_the_tokens_asked_for_eight_in_ten_are_hidden() -> None:
+    rows = [np.full(2000, 50)]
+    batch = hide(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
+    asked = batch.inputs[0][batch.labels != CHARACTERS.pad]
+    assert len(asked) == pytest.approx(1000, abs=80)
+    assert float((asked == CHARACTERS.bos).float().mean()) == pytest.approx(0.8, abs=0.04)
+    assert float((asked == 50).float().mean()) == pytest.approx(0.1, abs=0.03)
+    others = asked[(asked != CHARACTERS.bos) & (asked != 50)]
+    assert int(others.min()) >= CHARACTERS.offset
+
+
+def strings(seed: int) -> list[str]:
+    """Different strings of four letters, in random order."""
+    pick = random.Random(seed)
+    found = sorted({" ".join(pick.choices("abcdefgh", k=4)) for _ in range(9000)})
+    pick.shuffle(found)
+    return found
+
+
+TASKS = {"copy": lambda words: words, "reverse": lambda words: words[::-1]}
+tasks = pytest.mark.parametrize("task", TASKS)
+LEARN = {"label_smoothing": 0.0, "learning_rate": 4e-3, "average": 0}
+
+
+@pytest.mark.slow
+@tasks
+def test_a_language_model_learns(task: str, tmp_path: Path) -> None:
+    """Lines `abc>cba`: after an unseen `abc>` it writes the rest, 99 times in 100."""
+    rows = [row.replace(" ", "") for row in strings(4)]
+    test, train = rows[:200], rows[200:]
+    (tmp_path / "text.txt").write_text("".join(f"{row}>{TASKS[task](row)}\n" for row in train), encoding="utf-8")
+    model = config.DecoderOnly(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", positions="rotary", dropout=0.0)
+    spec = plain_config(tmp_path / "text.txt", model, steps=500, validate_every=500, **LEARN)
+    completer = qkv.Completer(qkv.train(spec, tmp_path / "run"))
+    found = [completer.complete(f"{row}>", max_tokens=6, temperature=0.0, stop=["\n"])[0].text for row in test]
+    assert sum(text == TASKS[task](row) for text, row in zip(found, test, strict=True)) >= 198
+
+
+def trained_filler(folder: Path, task: str) -> Path:
+    """The run of an encoder that has seen words twice: `a b c d > d c b a`."""
+    lines = [f"{row} > {TASKS[task](row)}\n" for row in strings(4)[300:]]
+    (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
+    model = config.EncoderOnly(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", dropout=0.0, masked=0.15)
+    spec = plain_config(folder / "text.txt", model, steps=400, validate_every=400, **LEARN)
+    return qkv.train(spec.replace(tokenizer={"kind": "word"}), folder / "run").path
+
+
+@pytest.fixture(scope="module")
+def filler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_filler(tmp_path_factory.mktemp("filler"), "copy")
+
+
+@pytest.mark.slow
+@tasks
+def test_an_encoder_learns(task: str, filler: Path, tmp_path: Path) -> None:
+    """A word hidden on one side is found on the other, in unseen lines, 99 times in 100."""
+    loaded = qkv.load(filler if task == "copy" else trained_filler(tmp_path, task))
+    assert isinstance(loaded, qkv.Filler)
+    right = 0
+    for number, row in enumerate(strings(4)[:200]):
+        words = TASKS[task](row).split()
+        gapped = ["<mask>" if i == number % 4 else word for i, word in enumerate(words)]
+        ((best, *_),) = loaded.fill(f"{row} > {' '.join(gapped)}", 1)
+        right += best.text == f"{row} > {' '.join(words)}"
+    assert right >= 198
+
+
+@pytest.mark.slow
+def test_filling_gaps(filler: Path, call: Call) -> None:
+    loaded = qkv.Filler(filler)
+    first, second = loaded.fill("a <mask> c d > a b <mask> d", 3)
+    assert [(first[0].gap, first[0].token), (second[0].gap, second[0].token)] == [(1, "▁b"), (2, "▁c")]
+    assert first[0].text == "a b c d > a b <mask> d"
+    assert len(first) == len(second) == 3
+    assert first[0].probability >= first[1].probability
+    with pytest.raises(UsageError, match="write <mask>"):
+        loaded.fill("a b c")
+    done = call("fill", filler, "a <mask> c d > a b c d", "-n", 1)
+    assert done.out.split("\t")[2:] == ["▁b", "a b c d > a b c d\n"]
+    assert json.loads(call("fill", filler, "a <mask> c d > a b c d", "-n", 1, "--json").out)["token"] == "▁b"
+    assert "hidden tokens" in call("evaluate", filler).out
+    scores = loaded.evaluate(["a b c d > a b c d", "", "d e f g > d e f g"])
+    assert 0 <= scores.accuracy <= 1
+    assert "use qkv fill" in call("complete", filler).error
+
+
+@pytest.mark.slow
+def test_sentence_vectors(filler: Path) -> None:
+    loaded = qkv.Filler(filler)
+    sentences = ["a b c d > a b c d", "", "e f > e f", "h h h h > h h h h"]
+    vectors = loaded.embed(sentences)
+    assert vectors.shape == (4, 64)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 0, 1, 1], atol=1e-5)
+    for sentence, vector in zip(sentences, vectors, strict=True):  # the same in any company
+        np.testing.assert_allclose(loaded.embed([sentence])[0], vector, atol=1e-5)
+    near, far = vectors[0] @ loaded.embed(["b a c d > b a c d"])[0], vectors[0] @ vectors[3]
+    assert near > far
+    with pytest.raises(UsageError, match="list of texts"):
+        loaded.embed("a b > a b")
+
+
+def test_a_gap_takes_the_space_before_it() -> None:
+    tokenizer = learn((), [*LINES, "cat. dog! the"], config.Tokenizer(vocab=320)).tgt
+
+    class Bare(qkv.Filler):
+        def __init__(self) -> None:
+            self.config = config.Config(model=config.EncoderOnly())
+            self.tokenizers = Tokenizers(tokenizer, tokenizer)
+
+    gap = tokenizer.bos
+    assert Bare()._with_gaps("The <mask> sees.") == [*tokenizer.encode("The"), gap, *tokenizer.encode("sees.")]
+    assert Bare()._with_gaps("<mask> cat <mask>.")[0] == gap
+    assert tokenizer.decode([t for t in Bare()._with_gaps("The <mask>.") if t != gap]) == "The."
+
+
+def test_without_positions_order_is_nothing() -> None:
+    """Permuting the input permutes the encoder's output, and with positions it does not (paper, section 3.5)."""
+    order = torch.tensor([3, 0, 4, 1, 2])
+    tokens, lengths = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([5])
+    for positions, permutes in (("none", True), ("sinusoidal", False), ("learned", False), ("rotary", False)):
+        torch.manual_seed(2)
+        spec = config.EncoderOnly(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
+        model = EncoderOnly(spec, 20).eval()
+        with torch.inference_mode():
+            moved = model.hidden(tokens[:, order], lengths)
+            there = model.hidden(tokens, lengths)[:, order]
+        assert torch.allclose(moved, there, atol=1e-5) == permutes, positions
+
+
+def test_sentences_are_read_by_themselves(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    spec = config.Data(train=(config.Corpus(text=str(tmp_path / "text.txt")),))
+    prepared = prepare(spec, config.Tokenizer(kind="char"), tmp_path / "store")
+    updates = Sentences(prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1)
+    once, again = (islice(updates.starting(Position(0, 0)), 3) for _ in range(2))
+    for a, b in zip(once, again, strict=True):
+        for x, y in zip(a.micros, b.micros, strict=True):
+            assert torch.equal(x.inputs[0], y.inputs[0])
+            assert torch.equal(x.labels, y.labels)
+
+
+def test_a_tokenizer_without_letters_still_has_newlines() -> None:
+    bare = Tokenizer("char", [])
+    assert bare.encode_text("a\nb") == [*bare.encode("a"), bare.newline, *bare.encode("b")]
