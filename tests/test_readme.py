@@ -46,6 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, side in (("en", 0), ("de", 1)):
         (tmp_path / f"train.{name}").write_text("".join(pair[side] + "\n" for pair in pairs), encoding="utf-8")
         (tmp_path / f"test.{name}").write_text("".join(pair[side] + "\n" for pair in pairs[::30]), encoding="utf-8")
+    (tmp_path / "book.txt").write_text("".join(f"{source}\n" for source, _ in pairs), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -58,6 +59,7 @@ def test_the_commands_run(folder: Path) -> None:
         arguments = shlex.split(words, comments=True)[1:]
         if arguments[0] == "train":
             arguments += SMALL + (SMALLER if "base.toml" in arguments else [])
+            arguments += ["--set", "data.max_length=32"] if "--text" in arguments else []
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             cli.app(arguments, standalone_mode=False)

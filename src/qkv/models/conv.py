@@ -68,13 +68,11 @@ class GatedConvolution(nn.Module):
     def forward(self, x: Tensor, n: int, weights: Weights) -> Tensor:
         """Of x (batch, length, d_model) the last n positions: (batch, n, d_model)."""
         if self.depthwise is None:
-            gathered = torch.cat([neighbours(x, offset, n) for offset in self.offsets], dim=-1)
-            # (batch, n, kernel × d_model)
+            inputs = torch.cat([neighbours(x, offset, n) for offset in self.offsets], dim=-1)  # (…, kernel × d_model)
         else:
             span = neighbours(x, self.offsets[-1], n + len(self.offsets) - 1).transpose(1, 2)
-            gathered = F.conv1d(span, weights[0][:, None], groups=len(weights[0])).transpose(1, 2)
-            # (batch, n, d_model)
-        return F.glu(self.mixture(gathered, weights[-1]), dim=-1)
+            inputs = F.conv1d(span, weights[0][:, None], groups=len(weights[0])).transpose(1, 2)  # (batch, n, d_model)
+        return F.glu(self.mixture(inputs, weights[-1]), dim=-1)
 
 
 def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
