@@ -56,7 +56,8 @@ def measure(
     steps: int = 0,
     tokens: int = 0,
     seeds: int = 3,
-    rates: Sequence[float] = (0.5, 1.0, 2.0),
+    rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
+    norm: str = "post",
     jobs: int = 0,
     device: str = "auto",
     output: Sequence[str] = (),
@@ -65,28 +66,32 @@ def measure(
     """Train all three with so many seeds, print the table and the verdict, write them if asked.
 
     `steps` are the Transformer's: the others have as many as come to the same. `rates` are factors on the usual
-    learning rate. What is left out or 0 is chosen by the device; without files, the text is the demo corpus. `out` is
-    the working directory: give it again to go on with a table, or to print it once more.
+    learning rate; `norm` is the Transformer's, post as in the paper or pre. What is left out or 0 is chosen by the
+    device; without files, the text is the demo corpus. `out` is the working directory: give it again to go on with a
+    table, or to print it once more.
     """
     figures.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
+    if norm not in ("post", "pre"):
+        raise UsageError(f"--norm {norm}: choose post or pre")
     if bool(test_src) != bool(test_tgt):
         raise UsageError(f"{test_src or test_tgt}: a test set has two files: give --test-src and --test-tgt")
     fast = choose_device(device).type != "cpu"
     folder, steps, tokens = Path(out), steps or STEPS[fast], tokens or TOKENS[fast]
     base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
     prepared = trials.prepare_text(base, folder)
-    models = contestants(base, prepared)
+    models = contestants(base, prepared, norm)
     table = Competition(base, prepared, folder, models, tokens=tokens, device=device)
     table.settle(equal, steps)
     jobs = 1 if equal == "time" else jobs or trials.usual_jobs(device)  # side by side, time would mean little
     found = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
-    remarks = [*table.remarks(jobs), *verdict(found)]
+    remarks = [*table.remarks(rates, jobs), *verdict(found)]
     result = {
         **figures.about(device, command),
         "text": trials.text_words(base, prepared),
         "equal": equal,
+        "norm": norm,
         "learning_rates": table.rates,
         "remarks": remarks,
         "trials": [each.to_dict() for each in table.results.values()],
@@ -99,18 +104,22 @@ def measure(
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def contestants(base: configs.Config, prepared: Prepared) -> dict[str, configs.Model]:
-    """The Transformer for a text of this size, as post-norm as the paper's, and its rivals with as many parameters."""
+def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.Model]:
+    """The Transformer for a text of this size, and its rivals with as many parameters.
+
+    The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
+    """
     ours: configs.Model = base.model
     if base.data.train != demo().data.train:
         ours = next(model for limit, model, _ in auto.PAIRS if len(prepared.train) <= limit)
     assert isinstance(ours, configs.Transformer)
+    ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
     layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
     conv = configs.Convolutional(
         encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout
     )
-    rnn = configs.Recurrent(cell="lstm", encoder_layers=2, decoder_layers=2, dropout=ours.dropout)
+    rnn = configs.Recurrent(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
     return {
         "RNN": match(rnn, target, prepared.tokenizers),
@@ -207,8 +216,12 @@ class Competition:
         self.results |= {result.key: result for result in results}
         return results
 
-    def remarks(self, jobs: int) -> list[str]:
-        chosen = ", ".join(f"{name} × {rate:g}" for name, rate in self.rates.items())
+    def remarks(self, rates: Sequence[float], jobs: int) -> list[str]:
+        edges = {min(rates), max(rates)} if len(rates) > 1 else set()
+        chosen = ", ".join(
+            f"{name} × {rate:g}{' (the edge of what was tried)' if rate in edges else ''}"
+            for name, rate in self.rates.items()
+        )
         together = f"; seconds are those of {jobs} trainings side by side" if jobs > 1 else ""
         return [*self.shapes, f"learning rates, the best of those tried: {chosen} of 1e-3 · √(512 / d_model){together}"]
 

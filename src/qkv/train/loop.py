@@ -78,6 +78,7 @@ def _loop(run: Run, trainer: Trainer, log: Log, asked_to_stop: list[int]) -> Non
                 log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
                 log.write("valid", progress.step, **result.to_dict(), sample=result.sample, seconds=progress.seconds)
                 save_state(run, trainer)
+                meter.restart(progress)  # nor does saving count as training speed
             if trainer.done():
                 return
             update = next(steps)
