@@ -294,7 +294,23 @@ def test_doctor(call: Call) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["train", "translate", "complete", "fill", "score", "evaluate", "average", "config", "doctor", "lab", "lab speed"],
+    [
+        "train",
+        "translate",
+        "complete",
+        "fill",
+        "score",
+        "evaluate",
+        "explain",
+        "align",
+        "heads",
+        "report",
+        "average",
+        "config",
+        "doctor",
+        "lab",
+        "lab speed",
+    ],
 )
 def test_every_verb_explains_itself(verb: str, call: Call) -> None:
     done = call(*verb.split(), "--help")

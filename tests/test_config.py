@@ -23,8 +23,8 @@ OPTIONS = {
     "tokenizer": "kind vocab shared dropout sample",
     "model": "",
     "train": """steps epochs tokens_per_step micro_tokens optimizer beta1 beta2 eps weight_decay schedule learning_rate
-        warmup clip label_smoothing ema average precision device validate_every metric patience log_every tensorboard
-        seed name""",
+        warmup clip label_smoothing guided_alignment ema average precision device validate_every metric patience
+        log_every tensorboard seed name""",
     "decode": "beam length_penalty alpha extra_length batch_tokens",
 }
 ATTENTIVE = """kind d_model d_ff heads d_k d_v attention window norm rms_norm activation positions max_positions bias
@@ -36,7 +36,7 @@ KINDS = {
     "rnn": "kind cell d_model encoder_layers decoder_layers bidirectional attention input_feeding tie dropout",
     "conv": "kind d_model encoder_layers decoder_layers kernel convolution positions max_positions tie dropout",
 }
-CORPUS = "src tgt text weight tag"
+CORPUS = "src tgt text weight tag align"
 
 
 def of_kind(kind: str) -> Config:
@@ -104,6 +104,12 @@ def configs(draw: st.DrawFn) -> Config:
         tokenizer = dataclasses.replace(tokenizer, dropout=0.0)
     train = dataclasses.replace(train, tokens_per_step=train.tokens_per_step + data.max_length, micro_tokens=0)
     train = dataclasses.replace(train, beta1=train.beta1 / 2, beta2=train.beta2 / 2, optimizer="adamw")
+    data = dataclasses.replace(data, valid=tuple(dataclasses.replace(corpus, align="") for corpus in data.valid))
+    if data.max_length >= 1 << 16:
+        data = dataclasses.replace(data, train=tuple(dataclasses.replace(corpus, align="") for corpus in data.train))
+    aligned = isinstance(model, config.Transformer) and any(corpus.align for corpus in data.train)
+    if tokenizer.dropout or not aligned:
+        train = dataclasses.replace(train, guided_alignment=0.0)
     return Config(data, tokenizer, model, train, decode)
 
 

@@ -82,7 +82,7 @@ def statement(model: Convolutional, source: list[int], target: list[int]) -> Arr
 
     def embed(side: str, ids: list[int]) -> Array:
         words = weights[f"{side}.tokens.weight"][ids] * math.sqrt(d)
-        embedded: Array = (words + weights[f"{side}.positions.table"][: len(ids)]) * d**-0.25
+        embedded: Array = (words + weights[f"{side}.positions.table"][: len(ids)]) * 0.1
         return embedded
 
     e, g = embed("source", source), embed("target", target)

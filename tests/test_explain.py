@@ -1,10 +1,13 @@
-"""Attention maps: the recorded weights are the ones used, and the page holds them."""
+"""Attention maps: the recorded weights are the ones used, heads are measured as stated, and the files hold it all."""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +15,14 @@ import torch
 
 from qkv import config
 from qkv.errors import UsageError
-from qkv.explain.record import AttentionMap, attention_map
+from qkv.explain import heads, record
+from qkv.explain.heads import measure, rarest
+from qkv.explain.record import AttentionMap, attention_map, words
 from qkv.models import build
+from qkv.models.attention import Recording
 from qkv.text import Tokenizers, learn
 
-TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> the cat"]
+TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
 
 
 @pytest.fixture(scope="module")
@@ -24,32 +30,158 @@ def tokenizers() -> Tokenizers:
     return learn(TEXT, TEXT, config.Tokenizer(vocab=270), ())
 
 
-@pytest.fixture(scope="module")
-def found(tokenizers: Tokenizers) -> AttentionMap:
+def made(tokenizers: Tokenizers, spec: Any) -> AttentionMap:
     torch.manual_seed(0)
-    spec = config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1)
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     source, target = (tokenizers.src.encode(text) for text in TEXT)
     return attention_map(model, tokenizers, TEXT[0], source, target, torch.device("cpu"))
 
 
+@pytest.fixture(scope="module")
+def found(tokenizers: Tokenizers) -> AttentionMap:
+    return made(tokenizers, config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
+
+
+# ---- what is recorded ------------------------------------------------------------------------------------------------
+
+
 def test_every_layer_and_head_is_there_and_sums_to_one(found: AttentionMap) -> None:
     assert set(found.weights) == {"encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"}
-    source, target = len(found.source), len(found.written)
-    shapes = {
-        "encoder": (2, source, source),
-        "decoder.0.self": (2, target, target),
-        "decoder.0.cross": (2, target, source),
-    }
     for name, weights in found.weights.items():
-        array = np.asarray(weights)
-        assert array.shape == shapes.get(name, shapes["encoder"])
-        np.testing.assert_allclose(array.sum(-1), 1.0, atol=5e-4 * source)
-    assert np.triu(np.asarray(found.weights["decoder.0.self"])[0], 1).max() == 0.0
+        rows, columns = found.labels(name)
+        assert weights.shape == (2, len(rows), len(columns))
+        np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
+    assert np.triu(found.weights["decoder.0.self"][0], 1).max() == 0.0
     assert found.fed[0] == "<s>"
     assert found.written[-1] == found.source[-1] == "</s>"
     assert found.fed[1:] == found.written[:-1]
     assert found.translation == TEXT[1]
+
+
+def test_the_weights_are_exactly_those_the_model_used(tokenizers: Tokenizers) -> None:
+    """The recorder hears the model's own tensors; the map holds the same numbers, bit for bit."""
+    heard: dict[str, torch.Tensor] = {}
+    add = Recording.add
+
+    def listen(self: Any, name: str, weights: torch.Tensor) -> None:
+        heard[name] = weights
+        add(self, name, weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "add", listen)
+        found = made(tokenizers, config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1))
+    assert set(heard) == set(found.weights)
+    for name, weights in heard.items():
+        assert np.array_equal(weights[0].numpy(), found.weights[name])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        config.Recurrent(d_model=16, encoder_layers=1, decoder_layers=1),
+        config.Convolutional(d_model=16, encoder_layers=2, decoder_layers=2),
+    ],
+    ids=lambda spec: spec.kind,
+)
+def test_other_kinds_of_model_show_what_they_have(spec: Any, tokenizers: Tokenizers, tmp_path: Path) -> None:
+    found = made(tokenizers, spec)
+    assert found.weights
+    for name, weights in found.weights.items():
+        assert name.endswith("cross")
+        assert weights.shape == (1, len(found.written), len(found.source))
+        np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
+        assert found.heads[name][0].offset is None
+    found.save(tmp_path / "map.html")
+    assert (tmp_path / "map.html").stat().st_size > 10_000
+
+
+def test_tokens_are_merged_to_words() -> None:
+    tokens = ["<2it>", "▁The", "▁p", "ur", "ring", "▁don", "'", "t", "▁", "«", "x", "»", ".", "</s>"]
+    assert ["".join(tokens[a:b]) for a, b in words(tokens)] == [
+        "<2it>", "▁The", "▁purring", "▁don't", "▁«x", "».", "</s>",
+    ]  # fmt: skip
+    assert words(["<s>", "a", "<0xE2>", "<0x80>", "b"]) == [(0, 1), (1, 5)]
+    assert words([]) == []
+    assert words(["...", "</s>"]) == [(0, 1), (1, 2)]
+
+
+# ---- measures and roles ----------------------------------------------------------------------------------------------
+
+
+def shifted(n: int, offset: int, sharp: float = 0.9) -> np.ndarray:
+    """Each query gives `sharp` to the key at an offset and shares out the rest; where there is no such key, all."""
+    weights = np.full((n, n), (1 - sharp) / (n - 1))
+    for i in range(n):
+        weights[i] = 1 / n if not 0 <= i + offset < n else np.where(np.arange(n) == i + offset, sharp, weights[i])
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("offset", "role"), [(-1, "previous token"), (1, "next token"), (0, "positional"), (-3, "positional")]
+)
+def test_a_head_that_looks_at_one_offset_is_named_for_it(offset: int, role: str) -> None:
+    head = measure(shifted(10, offset), cross=False)
+    assert (head.offset, head.roles) == (offset, [role])
+    assert head.mass == pytest.approx(0.9)
+    assert measure(shifted(10, offset, sharp=0.45), cross=False).roles == []
+    assert measure(shifted(3, -1), cross=False).roles == []  # too short to tell
+
+
+def test_a_fixed_offset_is_one_that_most_queries_have() -> None:
+    to_first = np.eye(8)[np.zeros(8, int)]  # every row looks at key 0: offset −7 has one query, with weight 1
+    head = measure(to_first, cross=False)
+    assert head.roles == []
+    assert head.mass is not None
+    assert head.mass <= 0.25
+
+
+def test_entropy_confidence_and_distance() -> None:
+    even, sharp = np.full((4, 8), 1 / 8), np.eye(8)
+    assert measure(even, cross=True).entropy == pytest.approx(3.0)
+    assert measure(even, cross=True).confidence == pytest.approx(1 / 8)
+    assert measure(sharp, cross=False).entropy == 0.0
+    assert measure(sharp, cross=False).confidence == 1.0
+    assert measure(sharp, cross=False).distance == 0.0
+    assert measure(shifted(9, 2, sharp=1.0)[:7], cross=False).distance == pytest.approx(2.0)
+    stretched = np.eye(9)[::2]  # 5 rows over 9 columns, along the diagonal
+    assert measure(stretched, cross=True).distance == pytest.approx(0.0)
+
+
+def test_an_alignment_is_sharp_in_order_and_nearly_one_to_one() -> None:
+    assert measure(np.eye(8), cross=True).roles == ["alignment"]
+    swapped = np.eye(8)[[0, 2, 1, 3, 4, 6, 5, 7]]
+    assert measure(swapped, cross=True).roles == ["alignment"]
+    assert measure(np.eye(8)[::-1], cross=True).roles == []  # backwards
+    assert measure(0.5 * np.eye(8) + 0.5 / 8, cross=True).roles == []  # not sharp
+    assert measure(np.eye(8)[[0, 0, 0, 0, 7, 7, 7, 7]], cross=True).roles == []  # two keys for all
+    assert measure(np.eye(8)[[7] * 8], cross=True).order == 0.0
+    assert measure(np.eye(8), cross=False).roles == ["positional"]  # self-attention aligns nothing
+
+
+def test_rare_tokens_are_those_learned_last() -> None:
+    ids = [300, 5, 900, 310, 320, 330, 340, 350, 800, 360]
+    assert rarest(ids, 259).nonzero()[0].tolist() == [2, 8]
+    assert rarest([900, 300, 900, 301, 302], 259).nonzero()[0].tolist() == [0, 2]  # one token, twice
+    assert not rarest([5, 6, 7], 259).any()  # bytes alone
+    rare = rarest(ids, 259)
+    weights = np.full((6, 10), 0.2 / 8)
+    weights[:, rare] = 0.4
+    assert measure(weights, cross=True, rare=rare).roles == ["rare token"]
+    assert measure(weights, cross=True, rare=rare).rare == pytest.approx(0.8)
+    assert measure(np.full((6, 10), 0.1), cross=True, rare=rare).roles == []
+    assert measure(np.full((6, 2), 0.5), cross=True, rare=np.array([True, False])).roles == []  # no more than chance
+
+
+def test_every_role_is_explained() -> None:
+    names = {f.name for f in dataclasses.fields(heads.Head)} - {"roles", "mass"}
+    assert names == set(heads.MEASURES)
+    script = (record.PAGE / "explorer.js").read_text(encoding="utf-8")
+    signs = re.search(r"SIGNS = \{(.*?)\}", script)
+    assert signs is not None
+    assert not [role for role in heads.LEGEND if role not in signs[1]]
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
 def test_the_page_holds_the_data_and_asks_nobody_else(found: AttentionMap, tmp_path: Path) -> None:
@@ -57,10 +189,43 @@ def test_the_page_holds_the_data_and_asks_nobody_else(found: AttentionMap, tmp_p
     page = (tmp_path / "map.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1]) == found.to_dict()
     assert "<" not in data[1]  # nothing that a browser could take for markup
+    held = json.loads(data[1])
+    assert (held["source"], held["written"], held["translation"]) == (found.source, found.written, found.translation)
+    for name, packed in held["weights"].items():
+        units = np.frombuffer(base64.b64decode(packed["data"]), "<u2").reshape(packed["shape"])
+        assert np.array_equal(units / 10_000, np.round(found.weights[name].astype(np.float64), 4))
     assert not re.search(r"https?://|src=|@import|url\(", page.replace(data[1], ""))
+    assert page.count("&lt;script&gt;") == 1  # the sentence is text wherever it stands
+    assert not [place for place in record.PARTS if place in page]
+
+
+def test_data_pictures_and_unknown_names(found: AttentionMap, tmp_path: Path) -> None:
     found.save(tmp_path / "map.json")
-    assert json.loads((tmp_path / "map.json").read_text(encoding="utf-8")) == found.to_dict()
-    with pytest.raises(UsageError, match=r"map\.txt.*\.html or \.json"):
+    held = json.loads((tmp_path / "map.json").read_text(encoding="utf-8"))
+    assert held == json.loads(json.dumps(found.to_dict()))
+    for name, weights in held["weights"].items():
+        np.testing.assert_allclose(weights, found.weights[name], atol=5.1e-7)
+    with pytest.raises(UsageError, match=r"map\.txt.*\.html or \.json or \.png or \.svg"):
         found.save(tmp_path / "map.txt")
+
+
+def test_pictures_show_every_cross_attention_head(found: AttentionMap, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = dataclasses.replace(found, text="costs $5 or $6")  # dollars are no formula
+    found.save(tmp_path / "map.svg")
+    first = (tmp_path / "map.svg").read_bytes()
+    found.save(tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").read_bytes() == first
+    assert first.decode().count("<image") == 2  # one layer, two heads
+    found.save(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_of_signs_the_font_lacks_is_drawn_and_says_so(
+    found: AttentionMap, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    dataclasses.replace(found, text="\U0001f9ff").save(tmp_path / "map.png")
+    assert (tmp_path / "map.png").exists()
+    assert "drawn, but" in capsys.readouterr().err

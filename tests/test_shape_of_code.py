@@ -29,7 +29,7 @@ STAGES = """
 # Stages that load without waiting for torch, but for the module that makes batches of tensors.
 LIGHT = "errors terminal kinds config presets files text data evaluate cli".split()
 HEAVY = ["qkv.data.loader", "qkv.data.plain"]
-VERBS = "train translate complete fill score evaluate explain config doctor average lab".split()
+VERBS = "train translate complete fill score evaluate explain align heads report config doctor average lab".split()
 
 
 def name_of(path: Path) -> str:

@@ -121,7 +121,7 @@ def test_operations_by_hand() -> None:
     assert count("restricted", n, d, 16, causal=True) == 2 * 2 * n * 32 * d
     assert count("recurrent", n, d) == 2 * 6 * n * d * d  # three gates, of x and of h
     assert count("convolution", n, d, 5) == 2 * 5 * n * d * 2 * d  # the values and their gate
-    assert count("separable", n, d, 5) == 2 * n * d * 2 * d + 2 * 4 * n * d
+    assert count("separable", n, d, 5) == 2 * n * d * 2 * d + 2 * 5 * n * d
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

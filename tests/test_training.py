@@ -77,6 +77,7 @@ KINDS: dict[str, config.Model] = {
         d_model=64, d_ff=256, heads=4, encoder_layers=1, decoder_layers=1, norm="pre", dropout=0.0
     ),
     "rnn": config.Recurrent(d_model=64, dropout=0.0),
+    "conv": config.Convolutional(d_model=64, encoder_layers=3, decoder_layers=3, kernel=3, dropout=0.0),
 }
 
 
@@ -404,6 +405,9 @@ def test_the_log_is_json_line_by_line(tiny: Path) -> None:
         *("event", "step", "epoch", "loss", "nll", "norm", "learning_rate"),
         *("tokens", "skipped", "tokens_per_second", "seconds"),
     }
+    entropy = entries(tiny, "valid")[-1]["attention_entropy"]
+    assert set(entropy) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
+    assert all(0 <= value < math.log(32) for value in entropy.values())
 
 
 def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Corpus:
     text: str = option("", "plain text, for models that have no source")
     weight: float = option(1.0, "how often an epoch visits this corpus: 2 is twice, 0.5 a random half", low=0.0)
     tag: str = option("", "language tag put before every source sentence, e.g. de")
+    align: str = option("", "links of words in src and tgt, cut at spaces: 0-0 1-2; for train.guided_alignment")
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class Train:
     warmup: int = option(4000, "steps of linear warm-up", low=0)
     clip: float = option(0.0, "largest gradient norm; 0: no clipping (the paper)", low=0.0)
     label_smoothing: float = option(0.1, "probability mass given to all tokens alike", low=0.0, high=1.0)
+    guided_alignment: float = option(
+        0.0, "weight of the objective that one head's attention follows the corpora's align; 0: none", low=0.0
+    )
     ema: float = option(0.0, "decay of an exponential moving average of the weights; 0: none", low=0.0, high=1.0)
     average: int = option(5, "checkpoints averaged at the end (the paper's 5 or 20); 0: none", low=0)
     precision: str = option("auto", "auto: bf16 on a GPU that has it, fp32 elsewhere", choices=("auto", "fp32", "bf16"))
@@ -174,6 +178,7 @@ def check(config: Config) -> None:
             _check_value(path, spec, value)
     _check_model(config)
     _check_train(config)
+    _check_alignment(config)
     if config.tokenizer.dropout and config.tokenizer.kind != "bpe":
         raise UsageError(f'tokenizer.dropout needs tokenizer.kind = "bpe", not "{config.tokenizer.kind}"')
 
@@ -207,6 +212,26 @@ def _check_train(config: Config) -> None:
         raise UsageError("train.beta1 and train.beta2 must be below 1: an average that never changes teaches nothing")
     if train.weight_decay and train.optimizer == "adam":
         raise UsageError('train.weight_decay is for train.optimizer = "adamw": set that, or leave it out')
+
+
+def _check_alignment(config: Config) -> None:
+    for i, corpus in enumerate(config.data.valid):
+        if corpus.align:
+            raise UsageError(f"data.valid[{i}].align teaches nothing: alignments are for data.train, leave it out")
+    if any(corpus.align for corpus in config.data.train) and config.data.max_length >= 1 << 16:
+        raise UsageError(f"data.max_length = {config.data.max_length}: with align, at most {(1 << 16) - 1}")
+    if not config.train.guided_alignment:
+        return
+    if config.data.train and not any(corpus.align for corpus in config.data.train):
+        raise UsageError("train.guided_alignment needs alignments: name their file as align in [[data.train]]")
+    if not isinstance(config.model, Transformer):
+        raise UsageError(
+            f'train.guided_alignment guides a head of model.kind = "transformer", not of "{config.model.kind}"'
+        )
+    if config.tokenizer.dropout:
+        raise UsageError(
+            "train.guided_alignment links the tokens that tokenizer.dropout cuts otherwise at every pass: set one to 0"
+        )
 
 
 def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:

@@ -141,13 +141,13 @@ class Convolutional:
     kernel: int = option(3, "positions that one convolution sees; odd", low=1)
     convolution: str = option(
         "contiguous",
-        "dilated: layer i skips kernelⁱ positions; separable: each channel by itself, then a mixture of them",
+        "dilated: layer i steps by kernelⁱ, up to 1024; separable: each channel by itself, then a mixture of them",
         choices=("contiguous", "dilated", "separable"),
     )
     positions: str = option("learned", "how order is known", choices=("learned", "sinusoidal", "none"))
     max_positions: int = option(1024, "number of learned positions", low=1)
     tie: str = option("all", TIE, choices=("all", "output", "none"))
-    dropout: float = option(0.1, "dropout on embeddings and before every convolution", low=0.0, high=1.0)
+    dropout: float = option(0.1, "dropout on embeddings, convolutions and before the output", low=0.0, high=1.0)
 
     def check(self, longest: int) -> None:
         if self.kernel % 2 == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypedDict, Unpack, overload
@@ -15,7 +15,13 @@ from qkv.api.loading import Loaded
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.search import Hypothesis
 from qkv.errors import UsageError
+from qkv.explain.align import Alignment, align_pairs, alignment_head
+from qkv.explain.align import Head as AlignmentHead
+from qkv.explain.importance import HeadImportance, importance
 from qkv.explain.record import AttentionMap, attention_map
+from qkv.explain.steps import decoding, forced_steps
+from qkv.explain.what_if import WhatIf, edit, what_if
+from qkv.models.attention import Head
 from qkv.models.base import TranslationModel
 from qkv.text.split import Pieces, split
 
@@ -77,6 +83,16 @@ class Options(TypedDict, total=False):
     alpha: float | None
     tag: str
     progress: Callable[[int], None]
+
+
+class Changes(TypedDict, total=False):
+    """What to change about a translation (`qkv.explain.what_if`)."""
+
+    heads_off: Iterable[Head]
+    force: tuple[int, str | int] | None
+    begin: str | None
+    drop: Collection[int]
+    replace: Mapping[int, str] | None
 
 
 class Translator(Loaded[TranslationModel]):
@@ -182,17 +198,73 @@ class Translator(Loaded[TranslationModel]):
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
 
     def attention(self, source: str, target: str | None = None, *, tag: str = "") -> AttentionMap:
-        """The weights of every layer and head while the model writes its translation, or the given one."""
-        ids = self._prefix(tag) + self.tokenizers.src.encode(source)
-        limit = self.config.data.max_length
-        if not source.strip() or len(ids) > limit:
-            raise UsageError(f"a map is made of one sentence of 1 to {limit} tokens, this has {len(ids)}")
+        """The weights of every layer and head while the model writes its translation, or the given one.
+
+        With them the steps of the decoding, with the candidates at each, and the beam as a tree; a translation that is
+        given was not searched for, so it has no beam.
+        """
+        ids = self._sentence(source, tag)
+        beam = None
         if target is None:
-            found = search_all(self.model, [ids], self.config.decode, self.tokenizers, device=self.device)
-            written = found[0][0].tokens
+            found = decoding(self.model, self.tokenizers, ids, self.config.decode, self.device)
+            written, steps, beam = found.hypotheses[0].tokens, found.steps, found.beam
         else:
             written = self.tokenizers.tgt.encode(target)
-        return attention_map(self.model, self.tokenizers, source, ids, written, self.device)
+            steps = forced_steps(self.model, self.tokenizers, ids, written, self.device)
+        recorded = attention_map(self.model, self.tokenizers, source, ids, written, self.device)
+        return dataclasses.replace(recorded, steps=steps, beam=beam)
+
+    def what_if(self, source: str, *, tag: str = "", beam: int | None = None, **changes: Unpack[Changes]) -> WhatIf:
+        """Translate a sentence as it is and with something changed: heads off, another word forced, words dropped."""
+        self._sentence(source, tag)
+        edited = edit(self.tokenizers.src, source, changes.get("drop", ()), changes.get("replace") or {})
+        self._sentence(edited, tag)
+        spec = self._decode_options(beam=beam)
+        return what_if(self.model, self.tokenizers, spec, self.device, source, tag=self._prefix(tag), **changes)
+
+    def importance(
+        self, sources: Sequence[str], targets: Sequence[str], *, progress: Callable[[int], None] = lambda done: None
+    ) -> list[HeadImportance]:
+        """What every head is worth: how much the loss of these translations grows without it, most important first."""
+        rows = [self._sentence(line, "") for line in sources]
+        return importance(
+            self.model,
+            self.tokenizers,
+            rows,
+            [self.tokenizers.tgt.encode(line) for line in targets],
+            self.device,
+            progress,
+        )
+
+    def align(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        *,
+        head: AlignmentHead | None = None,
+        rule: str = "marks",
+        tag: str = "",
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> list[Alignment]:
+        """Which words of each translation come from which words of its source.
+
+        By default through the head that the run's `alignment.json` names (`qkv align --find`), or that guided alignment
+        taught, or else the mean of all heads.
+        """
+        if len(sources) != len(targets):
+            raise UsageError(f"{len(sources)} sources but {len(targets)} targets: they must correspond line by line")
+        self._prefix(tag)
+        chosen = head or alignment_head(self.run)
+        options: dict[str, Any] = {"rule": rule, "tag": tag, "progress": progress}
+        return align_pairs(self.model, self.tokenizers, sources, targets, self.device, chosen, **options)
+
+    def _sentence(self, text: str, tag: str) -> list[int]:
+        """The ids of one sentence that the model can read as a whole."""
+        ids = self._prefix(tag) + self.tokenizers.src.encode(text)
+        limit = self.config.data.max_length
+        if not text.strip() or len(ids) > limit:
+            raise UsageError(f"this is for one sentence of 1 to {limit} tokens, and here are {len(ids)}")
+        return ids
 
     def _decode_options(self, **changed: Any) -> configs.Decode:
         given = {name: value for name, value in changed.items() if value is not None}

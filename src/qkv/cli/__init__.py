@@ -6,14 +6,15 @@ A verb is a plain function in one of the modules here, and takes its place in th
 from __future__ import annotations
 
 from qkv.cli.command import app, lab, main
+from qkv.cli.explaining import align, explain, heads, report
 from qkv.cli.measuring import doctor, speed, table1, table2, table3
 from qkv.cli.training import average, config, train
-from qkv.cli.using import evaluate, explain, score, translate
+from qkv.cli.using import evaluate, score, translate
 from qkv.cli.writing import complete, fill
 
 __all__ = ["app", "main"]
 
-for verb in (train, translate, complete, fill, score, evaluate, explain, average, config, doctor):
+for verb in (train, translate, complete, fill, score, evaluate, explain, align, heads, report, average, config, doctor):
     app.command()(verb)
 for verb in (table1, table2, table3, speed):
     lab.command()(verb)

@@ -1,4 +1,4 @@
-"""Verbs that put a trained model to use: translate, score, evaluate, explain."""
+"""Verbs that put a trained model to use: translate, score, evaluate."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def score(
 
     translator = Translator(run, weights=weights, device=device)
     sources, targets = read_lines(source), read_lines(target)
-    _same_length(source, sources, target, targets)
+    same_length(source, sources, target, targets)
     with counter("scoring", len(sources)) as advance:
         scored = translator.score(sources, targets, tag=tag, progress=advance)
     for found in scored:
@@ -143,7 +143,7 @@ def evaluate(
         _evaluate_text(loaded, source, as_json)
         return
     ours = loaded
-    sources, references = _test_set(run, source, reference)
+    sources, references = held_out(run, source, reference)
     theirs = api.Translator(against, device=device) if against else None
     compared: dict[str, Any] = {}
     lines: list[str] = []
@@ -179,7 +179,7 @@ def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -
         print(json.dumps(filled.to_dict()) if as_json else filled)
 
 
-def _test_set(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
+def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
     """The lines of both files, or the pairs that the run held out."""
     from qkv.data.lines import read_lines
     from qkv.run import Run
@@ -192,31 +192,12 @@ def _test_set(run: Path, source: str | None, reference: str | None) -> tuple[lis
         if not Path(source).exists():
             raise UsageError(f"{run} keeps no held-out pairs (no {source}): give SRC and REF")
     sources, references = read_lines(source), read_lines(reference)
-    _same_length(source, sources, reference, references)
+    same_length(source, sources, reference, references)
     return sources, references
 
 
-def _same_length(name: str, lines: Sequence[str], other: str, others: Sequence[str]) -> None:
+def same_length(name: str, lines: Sequence[object], other: str, others: Sequence[object]) -> None:
+    """Refuse two files that do not correspond line by line."""
     if len(lines) != len(others):
         counts = f"{name} has {len(lines):,} lines but {other} has {len(others):,}"
         raise QkvError(f"{counts}: they must correspond line by line")
-
-
-def explain(
-    run: RunArgument,
-    text: Annotated[str, typer.Argument(help="One source sentence.")],
-    target: Annotated[
-        str | None, typer.Option(help="Its translation; the model's own by default.", show_default=False)
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A page (.html) or data (.json).")] = Path("map.html"),
-    tag: Tag = "",
-    weights: Weights = "",
-    device: Device = "auto",
-) -> None:
-    """Draw what every head attends to while a sentence is translated."""
-    from qkv.api import Translator
-    from qkv.terminal import say
-
-    found = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
-    found.save(output)
-    say(f"{found.translation}\n{output}: {len(found.weights)} attention layers")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from qkv import config
-from qkv.data import demo
+from qkv.data import demo, links
 from qkv.errors import QkvError, UsageError
 
 BLOCK = 1 << 20  # bytes of text, both sides together, after which a block is closed
@@ -33,7 +33,10 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus whose files are known to exist: `names` are as the user wrote them, `paths` where they are."""
+    """A corpus whose files are known to exist: `names` are as the user wrote them, `paths` where they are.
+
+    The file of alignments, if there is one, is the last.
+    """
 
     names: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -42,6 +45,7 @@ class Corpus:
     langs: tuple[str, str]
     weight: float
     tag: str
+    words: str = ""  # what the alignments count as a word, a rule of `qkv.data.links`; empty: there are none
 
     def __str__(self) -> str:
         return " ".join(self.names)
@@ -83,10 +87,17 @@ def _resolve(corpus: config.Corpus, data: config.Data) -> Corpus:
         forms[0] = "tsv"
     elif corpus.src and not corpus.tgt and forms[0] == "lines":
         raise UsageError(f"corpus {corpus.src}: give tgt too, or one .tsv or .jsonl file that holds both sides")
-    if names.count("-") > 1:
-        raise UsageError("standard input (-) can be only one file")
     if corpus.text and corpus.tag:
         raise UsageError(f'corpus {corpus.text}: tag "{corpus.tag}" stands before a source, and plain text has none')
+    words = ""
+    if corpus.align:
+        if corpus.text:
+            raise UsageError(f"corpus {corpus.text}: {corpus.align} aligns two sides, and plain text has one")
+        # Aligners cut at spaces; the built-in corpus knows its words, and its gold counts punctuation marks too.
+        words = "marks" if corpus.align.startswith("demo:") else "spaces"
+        names = (*names, corpus.align)
+    if names.count("-") > 1:
+        raise UsageError("standard input (-) can be only one file")
     return Corpus(
         names=names,
         paths=tuple(find(name, data.root) for name in names),
@@ -95,6 +106,7 @@ def _resolve(corpus: config.Corpus, data: config.Data) -> Corpus:
         langs=(data.src_lang, data.tgt_lang),
         weight=corpus.weight,
         tag=corpus.tag,
+        words=words,
     )
 
 
@@ -230,7 +242,10 @@ def _uneven(corpus: Corpus, streams: list[Any], lines: tuple[bytes | None, ...],
         if not count:
             return QkvError(f"{name}: the file is empty")
     told = " but ".join(f"{name} has {count} lines" for name, count in zip(corpus.names, counts, strict=True))
-    return QkvError(f"{told}: line N of one must translate line N of the other")
+    belongs = (
+        "line N of each must belong together" if corpus.words else "line N of one must translate line N of the other"
+    )
+    return QkvError(f"{told}: {belongs}")
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -238,15 +253,32 @@ def _uneven(corpus: Corpus, streams: list[Any], lines: tuple[bytes | None, ...],
 
 def read(block: Block, on_bad: str = "error") -> list[tuple[str, ...] | None]:
     """The block's pairs (or single lines), as raw text; with on_bad = "skip", None for one that is not UTF-8."""
+    texts = len(block.files) - bool(block.corpus.words)
     columns = [
         _lines(file, span, name, block.first, on_bad)
-        for file, span, name in zip(block.files, block.spans, block.corpus.names, strict=True)
+        for file, span, name in list(zip(block.files, block.spans, block.corpus.names, strict=True))[:texts]
     ]
     if block.corpus.form == "lines":
         return [None if None in pair else cast(tuple[str, ...], pair) for pair in zip(*columns, strict=True)]
     parse = {"tsv": _tsv, "jsonl": _jsonl}[block.corpus.form]
     pairs = [None if line is None else parse(line, block, row) for row, line in enumerate(columns[0])]
     return [None if pair is None else _encodable(pair, block, row, on_bad) for row, pair in enumerate(pairs)]
+
+
+def read_alignments(block: Block) -> list[list[links.Link] | None]:
+    """The links between the words of each of the block's pairs; None where the corpus has none."""
+    if not block.corpus.words:
+        return [None] * block.count
+    lines = _lines(block.files[-1], block.spans[-1], block.corpus.names[-1], block.first, "")
+    found: list[list[links.Link] | None] = []
+    for row, line in enumerate(lines):
+        try:
+            found.append(links.parse(line or ""))
+        except ValueError as error:
+            raise QkvError(
+                f'{where(block, row, -1)}: "{error}" is no link: write source-target, e.g. 0-0 1-2'
+            ) from None
+    return found
 
 
 def _lines(file: Path, span: tuple[int, int], name: str, first: int, on_bad: str) -> list[str | None]:
@@ -284,7 +316,7 @@ def decode_line(line: bytes, where: str, on_bad: str) -> str | None:
 def _tsv(line: str, block: Block, row: int) -> tuple[str, ...]:
     columns = tuple(line.split("\t"))
     if len(columns) != 2:
-        raise QkvError(f"{_where(block, row)}: expected 2 columns separated by a tab, found {len(columns)}")
+        raise QkvError(f"{where(block, row)}: expected 2 columns separated by a tab, found {len(columns)}")
     return columns
 
 
@@ -292,13 +324,13 @@ def _jsonl(line: str, block: Block, row: int) -> tuple[str, ...]:
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise QkvError(f"{_where(block, row)}: not JSON: {error}") from None
+        raise QkvError(f"{where(block, row)}: not JSON: {error}") from None
     texts = _fields(values, block.corpus) if isinstance(values, dict) else ()
     if not texts or not all(isinstance(text, str) for text in texts):
         langs = " and ".join(f'"{lang}"' for lang in block.corpus.langs if lang) or "data.src_lang and data.tgt_lang"
         pair = f'"src" and "tgt", "source" and "target", or "translation" with {langs}'
         wanted = pair if block.corpus.sides == 2 else 'a string "text"'
-        raise QkvError(f"{_where(block, row)}: expected {wanted}")
+        raise QkvError(f"{where(block, row)}: expected {wanted}")
     return texts
 
 
@@ -321,10 +353,11 @@ def _encodable(pair: tuple[str, ...], block: Block, row: int, on_bad: str) -> tu
             return None
         half = f"U+{ord(error.object[error.start]):04X}"
         raise QkvError(
-            f'{_where(block, row)}: {half} is half of a character: repair it, or set data.on_bad = "skip"'
+            f'{where(block, row)}: {half} is half of a character: repair it, or set data.on_bad = "skip"'
         ) from None
     return pair
 
 
-def _where(block: Block, row: int) -> str:
-    return f"{block.corpus.names[0]}, line {block.first + row + 1}"
+def where(block: Block, row: int, file: int = 0) -> str:
+    """The line of a row of the block, for messages."""
+    return f"{block.corpus.names[file]}, line {block.first + row + 1}"

@@ -40,6 +40,7 @@ class Job:
         self.data, self.corpora, self.trained = data, [*train, *valid], len(train)
         self.draft, self.crew, self.progress, self.seed = draft, crew, progress, seed
         self.stream = stream  # running text: all of it, in its order
+        self.aligned = any(corpus.words for corpus in self.corpora)
         self.scratch = draft / "scratch"
         self.scratch.mkdir()
         self.tokenizers = draft / "tokenizers.json"
@@ -115,7 +116,9 @@ class Job:
         """Write ids, lengths and validation text; what the manifest says about them."""
         counts = np.zeros((len(self.corpora), len(Fate)), np.int64)
         with ExitStack() as stack:
-            parts = [_Writer(stack, self.draft, part, self.corpora[0].sides) for part in ("train", "valid")]
+            parts = [
+                _Writer(stack, self.draft, part, self.corpora[0].sides, self.aligned) for part in ("train", "valid")
+            ]
             for place, (train, valid, fates) in enumerate(self._tokenised()):
                 counts[self.blocks[place][0]] += fates
                 for writer, part in zip(parts, (train, valid), strict=True):
@@ -130,7 +133,14 @@ class Job:
             blocks = ((block, self._fates(i), self.tokenizers, on_bad) for i, (_, block) in enumerate(self.blocks))
             return self.crew.map(passes.tokenise_stream, blocks)
         tasks = (
-            (block, self._fates(place), limits if number < self.trained else given, self.tokenizers, on_bad)
+            (
+                block,
+                self._fates(place),
+                limits if number < self.trained else given,
+                self.tokenizers,
+                on_bad,
+                self.aligned,
+            )
             for place, (number, block) in enumerate(self.blocks)
         )
         return self.crew.map(passes.tokenise, tasks)
@@ -165,19 +175,20 @@ class Job:
 class _Writer:
     """Appends to the files of one part of the store."""
 
-    def __init__(self, stack: ExitStack, folder: Path, part: str, sides: int) -> None:
-        self.sides = ("src", "tgt")[-sides:]
+    def __init__(self, stack: ExitStack, folder: Path, part: str, sides: int, aligned: bool) -> None:
+        texts = ("src", "tgt")[-sides:]
+        self.columns = (*texts, "links") if aligned else texts
         self.files = {
-            (side, what): stack.enter_context((folder / f"{part}.{side}.{what}").open("wb"))
-            for side in self.sides
-            for what in ("ids", "lengths", *(["txt"] if part == "valid" else []))
+            (column, what): stack.enter_context((folder / f"{part}.{column}.{what}").open("wb"))
+            for column in self.columns
+            for what in ("ids", "lengths", *(["txt"] if part == "valid" and column in texts else []))
         }
 
     def write(self, part: Part) -> None:
-        for number, side in enumerate(self.sides):
+        for number, side in enumerate(self.columns):
             self.files[side, "ids"].write(part.ids[number])
             self.files[side, "lengths"].write(part.lengths[number])
-            if part.texts:
+            if number < len(part.texts):
                 # JSON text may hold line breaks; one line for each sentence is what scores are computed on.
                 lines = (line.replace("\n", " ").replace("\r", " ") + "\n" for line in part.texts[number])
                 self.files[side, "txt"].write("".join(lines).encode())

@@ -28,12 +28,13 @@ class Batch:
     """Text as a model sees it: what it is given, and what it must predict at each position.
 
     For sentence pairs that is a source that ends in </s>, its lengths, a target that begins with <s>, and labels that
-    end in </s>.
+    end in </s>. What is known of their alignment, if it was asked for, comes as links between their tokens.
     """
 
     inputs: tuple[Tensor, ...]  # the arguments of the model's `hidden`
     labels: Tensor  # (batch, length); <pad> where nothing is to be predicted
     tokens: int  # real labels
+    links: Tensor | None = None  # (links, 3): row, position in the source, position in the labels
 
     @property
     def source(self) -> Tensor:
@@ -56,7 +57,8 @@ class Batch:
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device)
 
-        return Batch(tuple(map(move, self.inputs)), move(self.labels), self.tokens)
+        links = None if self.links is None else move(self.links)
+        return Batch(tuple(map(move, self.inputs)), move(self.labels), self.tokens, links)
 
 
 class Position(NamedTuple):
@@ -92,8 +94,14 @@ def pad(rows: list[NDArray[Any]], value: int, *, first: int | None = None, last:
     return torch.from_numpy(matrix)
 
 
-def collate(sources: list[NDArray[Any]], targets: list[NDArray[Any]], tokenizers: Tokenizers) -> Batch:
-    """Ids without <s> and </s> as a Batch."""
+def collate(
+    sources: list[NDArray[Any]],
+    targets: list[NDArray[Any]],
+    tokenizers: Tokenizers,
+    *,
+    links: list[NDArray[Any]] | None = None,
+) -> Batch:
+    """Ids without <s> and </s> as a Batch, and the links (links, 2) between the tokens of each row, if given."""
     src, tgt = tokenizers.src, tokenizers.tgt
     return Batch(
         inputs=(
@@ -103,7 +111,14 @@ def collate(sources: list[NDArray[Any]], targets: list[NDArray[Any]], tokenizers
         ),
         labels=pad(targets, tgt.pad, last=tgt.eos),
         tokens=sum(len(row) + 1 for row in targets),
+        links=None if links is None else _number(links),
     )
+
+
+def _number(links: list[NDArray[Any]]) -> Tensor:
+    """The links of all rows together, each behind the number of its row."""
+    rows = np.repeat(np.arange(len(links)), [len(row) for row in links])[:, None]
+    return torch.from_numpy(np.concatenate([rows, np.concatenate(links)], axis=1, dtype=np.int64))
 
 
 class Updates(ABC):
@@ -157,12 +172,14 @@ class Pairs(Updates):
         tokens: int,
         micro_tokens: int = 0,
         dropout: float = 0.0,
+        aligned: bool = False,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
         device: torch.device | None = None,
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
+        self.aligned = aligned  # whether batches hold the links between tokens, which dropout would make false
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
         self.micro_tokens = micro_tokens or batches.choose_micro_tokens(self.src_widths, self.tgt_widths, tokens)
@@ -206,7 +223,8 @@ class Pairs(Updates):
             src, tgt, dropout = self.tokenizers.src, self.tokenizers.tgt, self.dropout
             sources = [_resegment(src, row, dropout, own) for row, own in zip(sources, random, strict=True)]
             targets = [_resegment(tgt, row, dropout, own) for row, own in zip(targets, random, strict=True)]
-        return collate(sources, targets, self.tokenizers)
+        links = [self.store.links(i) for i in micro] if self.aligned else None
+        return collate(sources, targets, self.tokenizers, links=links)
 
 
 def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.data.corpus import Block, read
-from qkv.errors import UsageError
+from qkv.data import links
+from qkv.data.corpus import Block, read, read_alignments, where
+from qkv.errors import QkvError, UsageError
 from qkv.text import Tokenizer, Tokenizers
 
 Hashes = NDArray[np.uint64]
@@ -153,11 +154,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Part:
-    """What a block contributes to one part of the store, for each side: ids and lengths as bytes, raw text if valid."""
+    """What a block contributes to one part of the store, for each side: ids and lengths as bytes, raw text if valid.
+
+    Where a corpus has alignments, links between tokens follow as if they were a third side: source, target, source …
+    """
 
     ids: list[bytes]
     lengths: list[bytes]
     texts: list[list[str]]
+
+
+LINKS = np.dtype("<u2")  # of positions of tokens in a sentence
 
 
 def hold_out_ends(counts: list[int], fates: Fates, wanted: int) -> None:
@@ -184,16 +191,19 @@ def tokenise_stream(block: Block, fates: bytes, path: Path, on_bad: str) -> tupl
         if text is not None:
             kept[fate].append(([side.pack_text(text[0]) + end], text))
         counts[fate] += 1
-    return _part(kept[0], [side], b"", False), _part(kept[1], [side], b"", True), counts
+    return _part(kept[0], [side.dtype], b"", 0), _part(kept[1], [side.dtype], b"", 1), counts
 
 
-def tokenise(block: Block, fates: bytes, limits: Limits, path: Path, on_bad: str) -> tuple[Part, Part, list[int]]:
+def tokenise(
+    block: Block, fates: bytes, limits: Limits, path: Path, on_bad: str, aligned: bool = False
+) -> tuple[Part, Part, list[int]]:
     """The training and the validation part of a block, and how many of its pairs met each fate."""
     tokenizers = _load(path)
     sides = [tokenizers.src, tokenizers.tgt][-block.corpus.sides :]
     kept: tuple[list[Any], list[Any]] = ([], [])
     counts = [0] * len(Fate)
-    for pair, fate in zip(read(block, on_bad), fates, strict=True):
+    given = read_alignments(block)
+    for row, (pair, fate) in enumerate(zip(read(block, on_bad), fates, strict=True)):
         if pair is not None and fate <= Fate.VALID:
             packed = [_pack(line, side, limits.max_length) for line, side in zip(pair, sides, strict=True)]
             lengths = [len(ids) // side.dtype.itemsize for ids, side in zip(packed, sides, strict=True)]
@@ -202,12 +212,37 @@ def tokenise(block: Block, fates: bytes, limits: Limits, path: Path, on_bad: str
             elif limits.uneven(lengths):
                 fate = Fate.RATIO
             else:
-                kept[fate].append((packed, pair))
+                joined = [_link(block, row, found, pair, packed, tokenizers)] if (found := given[row]) else [b""]
+                kept[fate].append((packed + joined if aligned else packed, pair))
         counts[fate] += 1
     tag = b""
     if block.corpus.tag:
         tag = np.array([sides[0].tag(block.corpus.tag)], sides[0].dtype).tobytes()
-    return _part(kept[0], sides, tag, False), _part(kept[1], sides, tag, True), counts
+    dtypes = [*(side.dtype for side in sides), *([LINKS] if aligned else [])]
+    return _part(kept[0], dtypes, tag, 0), _part(kept[1], dtypes, tag, len(sides)), counts
+
+
+def _link(
+    block: Block, row: int, found: list[links.Link], pair: tuple[str, ...], packed: list[bytes], both: Tokenizers
+) -> bytes:
+    """The links of a pair between its tokens; one with a word that is not there is an error."""
+    groups = [
+        links.tokens_of_words(side, np.frombuffer(ids, side.dtype).tolist(), text, block.corpus.words)
+        for side, ids, text in zip((both.src, both.tgt), packed, pair, strict=True)
+    ]
+    for link in found:
+        for side, word, words in zip(("source", "target"), link, map(len, groups), strict=True):
+            if word >= words:
+                raise QkvError(
+                    f"{where(block, row, -1)}: {link[0]}-{link[1]} names {side} word {word}, counted from 0, "
+                    f"of a sentence of {words} words ({_COUNTED[block.corpus.words]}): align this very text"
+                )
+    tag = bool(block.corpus.tag)  # stands before the source's tokens
+    joined = [(s + tag, t) for s, t in links.token_links(found, *groups)]
+    return np.array(joined, LINKS).tobytes()
+
+
+_COUNTED = {"spaces": "a word ends at a space", "marks": "punctuation marks are words"}
 
 
 def _pack(line: str, side: Tokenizer, max_length: int) -> bytes:
@@ -218,14 +253,15 @@ def _pack(line: str, side: Tokenizer, max_length: int) -> bytes:
     return side.pack(line)
 
 
-def _part(kept: list[tuple[list[bytes], tuple[str, ...]]], sides: list[Tokenizer], tag: bytes, texts: bool) -> Part:
+def _part(kept: list[tuple[list[bytes], tuple[str, ...]]], dtypes: list[np.dtype[Any]], tag: bytes, texts: int) -> Part:
+    """The rows of all columns end to end; the first `texts` sides keep their text."""
     ids, lengths = [], []
-    for number, side in enumerate(sides):
+    for number, dtype in enumerate(dtypes):
         before = b"" if number else tag
         rows = [before + packed[number] for packed, _ in kept]
         ids.append(b"".join(rows))
-        lengths.append((np.array([len(row) for row in rows], "<u4") // side.dtype.itemsize).astype("<u4").tobytes())
-    lines = [[pair[number] for _, pair in kept] for number in range(len(sides))] if texts else []
+        lengths.append((np.array([len(row) for row in rows], "<u4") // dtype.itemsize).astype("<u4").tobytes())
+    lines = [[pair[number] for _, pair in kept] for number in range(texts)]
     return Part(ids, lengths, lines)
 
 

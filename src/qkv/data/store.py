@@ -1,8 +1,8 @@
 """The store: tokenised text as memory-mapped ids, made once and used again as long as its inputs stay the same.
 
 A store folder holds, for `train` and `valid` and for each side, the ids of all sentences end to end and their lengths;
-the raw text of the validation pairs; the tokenizers; and `manifest.json`, which says how it was made. It is built under
-another name and renamed when it is whole.
+beside them, where a corpus has alignments, the links between tokens; the raw text of the validation pairs; the
+tokenizers; and `manifest.json`, which says how it was made. It is built under another name and renamed when whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qkv import config
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.crew import Crew
 from qkv.data.job import Job, Progress
-from qkv.data.passes import Fate
+from qkv.data.passes import LINKS, Fate
 from qkv.errors import QkvError, UsageError
 from qkv.text import Tokenizers
 
@@ -46,10 +46,12 @@ class Store:
         self.sides: list[str] = manifest["sides"]
         self.weights: tuple[float, ...] = tuple(about["weights"])
         self._counts: list[int] = about["pairs"]
-        self._ids = {side: _map(self._path(side, "ids"), manifest["dtypes"][side]) for side in self.sides}
-        self._lengths = {side: _map(self._path(side, "lengths"), "<u4") for side in self.sides}
+        columns = [*self.sides, *(["links"] if "links" in manifest["dtypes"] else [])]
+        self.aligned = "links" in columns
+        self._ids = {side: _map(self._path(side, "ids"), manifest["dtypes"][side]) for side in columns}
+        self._lengths = {side: _map(self._path(side, "lengths"), "<u4") for side in columns}
         self._ends = {side: np.cumsum(lengths, dtype=np.int64) for side, lengths in self._lengths.items()}
-        for side in self.sides:
+        for side in columns:
             if len(self._lengths[side]) != len(self) or len(self._ids[side]) != self._ends[side][-1]:
                 raise QkvError(f"{self._path(side, 'ids')}: cut off or damaged: delete {folder} and prepare again")
 
@@ -63,6 +65,12 @@ class Store:
     def tgt(self, i: int) -> NDArray[Any]:
         """The target sentence i, or the line i of plain text."""
         return self._row("tgt", i)
+
+    def links(self, i: int) -> NDArray[Any]:
+        """The links between tokens of the pair i: (links, 2), positions in the source and in the target."""
+        if not self.aligned:
+            raise UsageError(f"{self.folder}: prepared without alignments: name their file as align in [[data.train]]")
+        return self._row("links", i).reshape(-1, 2)
 
     @property
     def src_lengths(self) -> NDArray[np.uint32]:
@@ -234,13 +242,18 @@ def _settings(
     settings = {
         "data": {name: getattr(data, name) for name in kept},
         "tokenizer": given.fingerprint if given else {name: getattr(tokenizer, name) for name in vocabulary},
-        "train": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in train],
-        "valid": [[corpus.form, corpus.sides, corpus.weight, corpus.tag] for corpus in valid],
+        "train": [_kind(corpus) for corpus in train],
+        "valid": [_kind(corpus) for corpus in valid],
         "seed": seed,
         **({"stream": True} if stream else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def _kind(corpus: Corpus) -> list[Any]:
+    aligned = [corpus.words] if corpus.words else []
+    return [corpus.form, corpus.sides, corpus.weight, corpus.tag, *aligned]
 
 
 def _key(settings: dict[str, Any], inputs: list[dict[str, Any]]) -> str:
@@ -362,6 +375,8 @@ def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str
     """Write the manifest and give the draft its name, in place of an older store."""
     manifest["sides"] = ["src", "tgt"] if (draft / "train.src.ids").exists() else ["tgt"]
     manifest["dtypes"] = {"src": tokenizers.src.dtype.str, "tgt": tokenizers.tgt.dtype.str}
+    if (draft / "train.links.ids").exists():
+        manifest["dtypes"]["links"] = LINKS.str
     manifest |= {"format": FORMAT, "version": VERSION, "tokenizer": tokenizers.fingerprint}
     for part in ("train", "valid"):
         if not sum(manifest[part]["pairs"]):

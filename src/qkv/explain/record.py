@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import html
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qkv import files
 from qkv.data.loader import collate
 from qkv.errors import UsageError
+from qkv.explain import plot
+from qkv.explain.heads import LEGEND, MEASURES, Head, measure
+from qkv.explain.heads import rarest as rarest_of
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.text import Tokenizers
 
-SUFFIXES = (".html", ".json")
+SUFFIXES = (".html", ".json", *plot.FORMATS)
+PAGE = Path(__file__).parent / "page"
+PARTS = {f"/*{name}*/": name for name in ("explorer.css", "views.js", "decoding.js", "explorer.js")}
+UNITS = 10_000  # the page holds weights as whole ten-thousandths, 16 bits each
+Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionMap:
     """Weights by name (`encoder.0.self`, `decoder.1.cross` …), each (heads, queries, keys), and the tokens they join.
 
     Decoder queries are numbered as the decoder works: the query of a position is the token it is fed, and what it
     writes is the token after it. `written` holds those, so query i of a decoder attention belongs to `written[i]`.
+
+    The weights are exactly those that the model used. The page and the data file round them, to four and six decimals.
+    `steps` and `beam` tell how the search went, where it was recorded: the candidates at each step, and the tree.
     """
 
     source: list[str]
@@ -34,22 +50,110 @@ class AttentionMap:
     written: list[str]
     text: str
     translation: str
-    weights: dict[str, list[list[list[float]]]]
+    weights: dict[str, NDArray[np.float32]]
+    rare: list[bool] = field(default_factory=list)  # which source tokens count as rare; none said, none measured
+    steps: list[dict[str, Any]] | None = None
+    beam: dict[str, Any] | None = None
+
+    @cached_property
+    def words(self) -> dict[str, list[Span]]:
+        """The words of `source`, `fed` and `written`, as (begin, end) of their tokens."""
+        return {name: words(getattr(self, name)) for name in ("source", "fed", "written")}
+
+    @cached_property
+    def heads(self) -> dict[str, list[Head]]:
+        """The measures and roles of every head, by the same names as the weights."""
+        return {name: [self._measure(name, head) for head in layer] for name, layer in self.weights.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Everything as plain values, as the data file holds it."""
+        plain = self._plain()
+        plain["weights"] = {name: _decimals(layer, 6) for name, layer in self.weights.items()}
+        return plain
+
+    def page(self) -> str:
+        """A page that holds everything it needs and asks nobody else."""
+        plain = self._plain() | {"legend": LEGEND, "explained": MEASURES, "units": UNITS}
+        plain["weights"] = {name: _packed(layer) for name, layer in self.weights.items()}
+        # "</script" or "<!--" would end or break the script element that holds the data; JSON may spell it so.
+        data = json.dumps(plain, ensure_ascii=False).replace("<", "\\u003c")
+        parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
+        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation), "/*data*/": data}
+        # In one pass, because the sentence may spell a placeholder.
+        places = "|".join(map(re.escape, parts))
+        page = (PAGE / "explorer.html").read_text(encoding="utf-8")
+        return re.sub(places, lambda found: parts[found[0]], page)
 
     def save(self, path: str | Path) -> None:
-        """Write the map as a page (.html) that opens anywhere, or as data (.json)."""
+        """Write a page (.html) that opens anywhere, data (.json), or heat-maps of the cross-attention (.png, .svg)."""
         path = Path(path)
         if path.suffix not in SUFFIXES:
             raise UsageError(f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose such a name")
-        data = json.dumps(self.to_dict(), ensure_ascii=False)
         if path.suffix == ".html":
-            template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-            # "</script" or "<!--" would end or break the script element that holds the data; JSON may spell it so.
-            data = template.replace("/*data*/", data.replace("<", "\\u003c"))
-        files.write_text(path, data)
+            files.write_text(path, self.page())
+        elif path.suffix == ".json":
+            files.write_text(path, json.dumps(self.to_dict(), ensure_ascii=False))
+        else:
+            name = "source → target" if any(map(_is_cross, self.weights)) else "attention"
+            chosen = {k: v for k, v in self.weights.items() if _is_cross(k)} or self.weights
+            labels = {k: self.labels(k) for k in chosen}
+            plot.draw(chosen, labels, path, title=f"{name}: {self.text} → {self.translation}")
+
+    def labels(self, name: str) -> tuple[list[str], list[str]]:
+        """The tokens beside the rows and above the columns of an attention."""
+        rows = self.source if name.startswith("encoder") else self.written
+        return rows, self.source if _is_cross(name) or name.startswith("encoder") else self.fed
+
+    def _measure(self, name: str, weights: NDArray[np.float32]) -> Head:
+        of_source = _is_cross(name) or name.startswith("encoder")
+        rare = np.asarray(self.rare) if self.rare and of_source else None
+        return measure(weights, cross=_is_cross(name), rare=rare)
+
+    def _plain(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "weights"}
+        heads = {name: [dataclasses.asdict(head) for head in layer] for name, layer in self.heads.items()}
+        return plain | {"words": self.words, "heads": heads}
+
+
+def words(tokens: list[str]) -> list[Span]:
+    """Which tokens make up each word: a "▁" begins one, `<s>`, `</s>`, tags and closing punctuation stand alone."""
+    begins = [
+        i
+        for i, token in enumerate(tokens)
+        if i == 0 or token.startswith("▁") or _alone(token) or _alone(tokens[i - 1]) or _closing(tokens, i)
+    ]
+    return list(pairwise([*begins, len(tokens)]))
+
+
+def _alone(token: str) -> bool:
+    return token in ("<s>", "</s>", "<pad>") or (token.startswith("<2") and token.endswith(">"))
+
+
+def _closing(tokens: list[str], i: int) -> bool:
+    """Whether a word's letters end right before token i, and nothing but punctuation follows in it."""
+    if not any(c.isalnum() for c in tokens[i - 1]):
+        return False
+    for token in tokens[i:]:
+        if token.startswith("▁") or _alone(token):
+            break
+        if any(c.isalnum() for c in token):  # letters, or a byte spelled <0xE2>
+            return False
+    return True
+
+
+def _is_cross(name: str) -> bool:
+    return name.endswith("cross")
+
+
+def _decimals(layer: NDArray[np.float32], places: int) -> list[Any]:
+    rounded: list[Any] = np.round(layer.astype(np.float64), places).tolist()
+    return rounded
+
+
+def _packed(layer: NDArray[np.float32]) -> dict[str, Any]:
+    """Whole ten-thousandths as little-endian 16-bit numbers in base64: four decimals in 2.7 characters."""
+    units = np.round(layer.astype(np.float64) * UNITS).astype("<u2")
+    return {"shape": list(layer.shape), "data": base64.b64encode(units.tobytes()).decode("ascii")}
 
 
 @torch.inference_mode()
@@ -65,23 +169,22 @@ def attention_map(
     batch = collate([np.asarray(source, np.int64)], [np.asarray(target, np.int64)], tokenizers).to(device)
     with record() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
-    weights = {name: _rounded(parts) for name, parts in recording.weights.items()}
     tokens = tokenizers.tgt.tokens(target)
+    first_piece = tokenizers.src.offset + 256  # the bytes come before what was learned
     return AttentionMap(
         source=[*tokenizers.src.tokens(source), "</s>"],
         fed=["<s>", *tokens],
         written=[*tokens, "</s>"],
         text=text,
         translation=tokenizers.tgt.decode(target),
-        weights=weights,
+        weights={name: _joined(parts) for name, parts in recording.weights.items()},
+        rare=[*rarest_of(source, first_piece).tolist(), False],
     )
 
 
-def _rounded(parts: list[torch.Tensor]) -> list[list[list[float]]]:
-    """Each call recorded one (1, heads, queries, keys) tensor; four decimals are more than an eye can tell apart.
+def _joined(parts: list[torch.Tensor]) -> NDArray[np.float32]:
+    """Each call recorded one (1, heads, queries, keys) tensor.
 
     A recurrent network makes one call for each word of the target, and all see the whole source.
     """
-    weights = torch.cat(parts, dim=2)
-    rounded: list[list[list[float]]] = np.round(weights[0].double().cpu().numpy(), 4).tolist()
-    return rounded
+    return torch.cat(parts, dim=2)[0].float().cpu().numpy()  # (heads, queries, keys)

@@ -6,7 +6,6 @@ recurrence is a GRU, the convolutions are the gated ones of ConvS2S; constant fa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -206,13 +205,9 @@ LAYER_TYPES = {
 # ---- what can be counted ---------------------------------------------------------------------------------------------
 
 
-def _multiply_and_add(*shapes: object, out_shape: torch.Size, **_: object) -> int:
-    return 2 * math.prod(out_shape)
-
-
 def floating_point_operations(kind: LayerType, shape: Shape, n: int) -> int:
-    """Of the matrix products, and of the multiplications by which a depth-wise convolution does without one."""
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addcmul: _multiply_and_add})
+    """Of the matrix products and convolutions."""
+    counter = FlopCounterMode(display=False)
     # On "meta" nothing is computed, so any size is free; but for a long chain of small operations it is slow.
     shape = replace(shape, written_out=True) if kind.recurrent else replace(shape, device="meta")
     with torch.inference_mode():

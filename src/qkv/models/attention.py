@@ -1,4 +1,4 @@
-"""Attention (paper, section 3.2): masks, score functions, multi-head, windows, and a recorder for the weights.
+"""Attention (paper, section 3.2): masks, score functions, multi-head, windows, a recorder for the weights, muted heads.
 
 Two paths compute the same thing. The written-out one is equation 1 as printed and can hand its weights to a recorder;
 the fused one is PyTorch's kernel, on a window of keys where attention is restricted. Outside a `record()` block only
@@ -8,14 +8,19 @@ the fused path runs, but for additive attention, which is no product of matrices
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from qkv.errors import UsageError
+
+Head = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)
 
 
 def attention_mask(
@@ -80,6 +85,59 @@ def record() -> Iterator[Recording]:
         _recording.reset(token)
 
 
+# ---- muting ----------------------------------------------------------------------------------------------------------
+
+
+_muted: ContextVar[Mapping[str, tuple[int, ...]] | None] = ContextVar("muted", default=None)
+
+
+def heads_of(model: Any, device: torch.device) -> dict[str, int]:
+    """How many heads each attention of a translating model has, by name: those at work while it reads one token."""
+    one = torch.ones(1, 1, dtype=torch.long, device=device)
+    with torch.inference_mode(), record() as recording:
+        model.step(one, model.start(model.encode(one, one[0])))
+    return {name: parts[0].shape[1] for name, parts in recording.weights.items()}
+
+
+@contextmanager
+def without(heads: Iterable[Head], known: Mapping[str, int]) -> Iterator[None]:
+    """Inside the block these heads contribute zero to the concatenation before W^O; no weight is changed.
+
+    A name takes all heads of an attention, and `decoder.1` or `encoder` all attentions whose names begin so; a pair is
+    one head. `known` is what `heads_of` says of the model. Blocks add up.
+    """
+    muted = {name: set(silent) for name, silent in (_muted.get() or {}).items()}
+    for head in heads:
+        for name, silent in _named(head, known).items():
+            muted.setdefault(name, set()).update(silent)
+    token = _muted.set({name: tuple(sorted(silent)) for name, silent in muted.items()} or None)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
+
+
+def _named(head: Head, known: Mapping[str, int]) -> dict[str, Iterable[int]]:
+    """The attentions and heads that one name or pair means; what the model does not have is refused."""
+    if isinstance(head, str):
+        found = [name for name in known if name == head or name.startswith(f"{head}.")]
+        if not found:
+            raise _unknown(head, known)
+        return {name: range(known[name]) for name in found}
+    if len(head) != 2 or type(head[1]) is not int:  # it may have come from outside
+        raise UsageError(f'{head!r} is no head: give a name, or a name and a number such as ("decoder.0.cross", 3)')
+    name, number = head
+    if name not in known:
+        raise _unknown(name, known)
+    if not 0 <= number < known[name]:
+        raise UsageError(f"{name} has no head {number}: its heads are 0 to {known[name] - 1}")
+    return {name: (number,)}
+
+
+def _unknown(name: str, known: Mapping[str, int]) -> UsageError:
+    return UsageError(f'no attention is called "{name}": this model has {", ".join(known) or "none"}')
+
+
 # ---- equation 1 and its rivals ---------------------------------------------------------------------------------------
 
 
@@ -130,21 +188,42 @@ def attend(
     """
     recording = _recording.get()
     if recording is None and score != "additive":
-        if weight is not None:  # general: qᵀW takes the place of the query
-            q = q @ weight
-        scale = None if score == "scaled" else 1.0
-        if window and q.shape[-2] > 2 * window:  # in a shorter sequence the blocks would overlap most of it
-            return _attend_in_window(q, k, v, mask, window=window, causal=causal, dropout=dropout, scale=scale)
-        if not window and not (causal and mask is not None):
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
-        mask = _whole_mask(q, k, mask, causal, window)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, scale=scale)
-    if causal or window:
-        mask = _whole_mask(q, k, mask, causal, window)
-    weights = attention_weights(q, k, mask, score, weight)
-    if recording is not None:
-        recording.add(name, weights)
-    return F.dropout(weights, dropout) @ v
+        found = _fused(q, k, v, mask, causal=causal, window=window, score=score, weight=weight, dropout=dropout)
+    else:
+        if causal or window:
+            mask = _whole_mask(q, k, mask, causal, window)
+        weights = attention_weights(q, k, mask, score, weight)
+        if recording is not None:
+            recording.add(name, weights)
+        found = F.dropout(weights, dropout) @ v
+    muted = _muted.get()
+    if muted is not None and name in muted:
+        found = found.index_fill(1, torch.tensor(muted[name], device=found.device), 0.0)
+    return found  # (batch, heads, queries, d_v)
+
+
+def _fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    window: int,
+    score: str,
+    weight: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """PyTorch's kernel, which never holds the weights."""
+    if weight is not None:  # general: qᵀW takes the place of the query
+        q = q @ weight
+    scale = None if score == "scaled" else 1.0
+    if window and q.shape[-2] > 2 * window:  # in a shorter sequence the blocks would overlap most of it
+        return _attend_in_window(q, k, v, mask, window=window, causal=causal, dropout=dropout, scale=scale)
+    if not window and not (causal and mask is not None):
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
+    mask = _whole_mask(q, k, mask, causal, window)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, scale=scale)
 
 
 def _whole_mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor:

@@ -47,7 +47,9 @@ def parameters(spec: configs.Model, tokenizers: Tokenizers) -> int:
 def shape(spec: configs.Model) -> str:
     """The size of a model in words."""
     layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.Translating) else spec.layers
-    heads = f", {spec.heads} heads" if isinstance(spec, configs.Attentive) else ""
+    heads = ""
+    if isinstance(spec, configs.Attentive):
+        heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
     return f"d_model {spec.d_model}, {layers} layers{heads}"
 
 

@@ -76,7 +76,14 @@ def _loop(run: Run, trainer: Trainer, log: Log, asked_to_stop: list[int]) -> Non
                 meter.restart(progress)
                 better = "  best" if progress.best_step == progress.step else ""
                 log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
-                log.write("valid", progress.step, **result.to_dict(), sample=result.sample, seconds=progress.seconds)
+                log.write(
+                    "valid",
+                    progress.step,
+                    **result.to_dict(),
+                    sample=result.sample,
+                    attention_entropy=result.attention_entropy,
+                    seconds=progress.seconds,
+                )
                 save_state(run, trainer)
                 meter.restart(progress)  # nor does saving count as training speed
             if trainer.done():

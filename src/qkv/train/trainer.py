@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qkv import config as configs
-from qkv.data.loader import Pairs, Step, Updates
+from qkv.data.loader import Batch, Pairs, Step, Updates
 from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
@@ -21,6 +22,7 @@ from qkv.models.build import build
 from qkv.run import load_weights
 from qkv.train import optim
 from qkv.train.checkpoint import Progress
+from qkv.train.guided import Guide
 from qkv.train.loss import smoothed_loss
 
 
@@ -50,7 +52,8 @@ def make_updates(config: configs.Config, prepared: Prepared, device: torch.devic
             return Blocks(prepared.train, length=config.data.max_length, **common)
         case configs.EncoderOnly(masked=masked):
             return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
-    return Pairs(prepared.train, prepared.tokenizers, dropout=config.tokenizer.dropout, **common)
+    text: dict[str, Any] = {"dropout": config.tokenizer.dropout, "aligned": spec.guided_alignment > 0}
+    return Pairs(prepared.train, prepared.tokenizers, **text, **common)
 
 
 class Trainer:
@@ -66,6 +69,7 @@ class Trainer:
         self.model: Model = build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
         self.optimizer = optim.build(self.model, spec)
         self.ema = optim.Ema(self.model, spec.ema) if spec.ema else None
+        self.guide = Guide(self.model, spec.guided_alignment) if spec.guided_alignment else None
         self.progress = Progress()
         self.updates = make_updates(config, prepared, self.device)
         self.spec = dataclasses.replace(spec, steps=self._steps())
@@ -114,7 +118,7 @@ class Trainer:
         loss = nll = torch.zeros((), device=self.device)
         for batch in update.micros:
             with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                hidden = self.model.hidden(*batch.inputs)
+                hidden = self._hidden(batch)
                 part, part_nll = smoothed_loss(
                     hidden,
                     self.model.output.weight,
@@ -122,10 +126,16 @@ class Trainer:
                     smoothing=self.spec.label_smoothing,
                     pad=self.prepared.tokenizers.tgt.pad,
                 )
+            if self.guide is not None:
+                part = part + self.guide.loss(batch)
             (part / update.tokens).backward()
             loss, nll = loss + part.detach(), nll + part_nll
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip or math.inf)
         return Outcome(float(loss) / update.tokens, float(nll) / update.tokens, float(norm))
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        with nullcontext() if self.guide is None else self.guide.watching():
+            return self.model.hidden(*batch.inputs)
 
     @contextmanager
     def averaged(self) -> Iterator[Model]:

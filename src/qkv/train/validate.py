@@ -1,7 +1,8 @@
 """Validation: the loss on held-out text, and what else tells how good a model of its kind is.
 
 Models that translate are scored by BLEU of greedy translations against the raw references; a language model by the
-loss for each character and byte of the text, which no choice of tokens can flatter.
+loss for each character and byte of the text, which no choice of tokens can flatter. How sharply the attentions look is
+told by their entropy.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ from qkv.data.store import Prepared
 from qkv.decode.batched import search_all
 from qkv.decode.complete import Sampling, generate
 from qkv.evaluate import metrics
+from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
 from qkv.models.transformer import DecoderOnly
 from qkv.train.loss import smoothed_loss
 
 TOKENS = 4096  # of validation text computed at once
 SAMPLE = 48  # tokens that a language model writes to be looked at
+LOOKED_AT = 16  # sentences at most whose attention is recorded, and tokens at most: all weights are kept at once
+LOOKED_AT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Validation:
     bleu: float | None
     sample: str  # the first translation, or some text, to look at
     text: metrics.TextLoss | None = None  # the same loss for each character and byte of running text
+    attention_entropy: dict[str, float] = field(default_factory=dict)  # in nats, by name, e.g. decoder.1.cross
 
     @property
     def perplexity(self) -> float:
@@ -80,8 +85,9 @@ def validate(model: Model, prepared: Prepared, spec: config.Config, device: torc
         sample = _sample(model, prepared, spec, device)
     elif isinstance(model, TranslationModel) and spec.train.metric == "bleu":
         bleu, sample = _bleu(model, prepared, spec, device)
+    entropy = attention_entropy(model, _looked_at(prepared, spec), prepared.tokenizers.tgt.pad, device)
     model.train(training)
-    return Validation(total / tokens, bleu, sample, text)
+    return Validation(total / tokens, bleu, sample, text, entropy)
 
 
 def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.device) -> tuple[float, int]:
@@ -97,21 +103,63 @@ def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.dev
 
 def _batches(prepared: Prepared, spec: config.Config) -> Iterator[Batch]:
     """The validation text as this kind of model is measured on it: the same at every validation."""
-    store, tgt = prepared.valid, prepared.tokenizers.tgt
+    store = prepared.valid
     if isinstance(spec.model, config.DecoderOnly):
         yield from running_text(np.asarray(store.stream), spec, prepared.tokenizers.tgt)
         return
-    widths = [np.asarray(store.tgt_lengths) + 1]
-    if isinstance(spec.model, config.Translating):
-        widths.insert(0, np.asarray(store.src_lengths) + 1)
+    widths = _widths(prepared, spec)
     order = np.lexsort(widths).astype(np.int64)
     for indices in batches.cut(order, widths[0], widths[-1], max(TOKENS, *(int(side.max()) for side in widths))):
-        rows = [store.tgt(i) for i in indices]
-        if isinstance(spec.model, config.EncoderOnly):
-            random = [np.random.default_rng((int(i), 5)) for i in indices]
-            yield hide([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
-        else:
-            yield collate([store.src(i) for i in indices], rows, prepared.tokenizers)
+        yield _batch(prepared, spec, indices)
+
+
+def _widths(prepared: Prepared, spec: config.Config) -> list[batches.Lengths]:
+    """How many positions each validation sentence takes, on both sides or on its only one."""
+    widths: list[batches.Lengths] = [np.asarray(prepared.valid.tgt_lengths) + 1]
+    if isinstance(spec.model, config.Translating):
+        widths.insert(0, np.asarray(prepared.valid.src_lengths) + 1)
+    return widths
+
+
+def _batch(prepared: Prepared, spec: config.Config, indices: Sequence[int] | batches.Indices) -> Batch:
+    """Some sentences of the validation set, pairs or with tokens hidden."""
+    store, tgt = prepared.valid, prepared.tokenizers.tgt
+    rows = [store.tgt(i) for i in indices]
+    if isinstance(spec.model, config.EncoderOnly):
+        random = [np.random.default_rng((int(i), 5)) for i in indices]
+        return hide([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
+    return collate([store.src(i) for i in indices], rows, prepared.tokenizers)
+
+
+def _looked_at(prepared: Prepared, spec: config.Config) -> Batch:
+    """The beginning of the validation text, as one small batch."""
+    if isinstance(spec.model, config.DecoderOnly):
+        length = min(spec.data.max_length, LOOKED_AT_TOKENS // 4)
+        ids = np.asarray(prepared.valid.stream[:LOOKED_AT_TOKENS])
+        return block_batch(text_blocks(ids, prepared.tokenizers.tgt, length)[:LOOKED_AT])
+    widest = np.maximum.accumulate(np.max(_widths(prepared, spec), axis=0)[:LOOKED_AT])
+    rows = int((widest * np.arange(1, len(widest) + 1) <= LOOKED_AT_TOKENS).sum())
+    return _batch(prepared, spec, range(max(1, rows)))
+
+
+def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device) -> dict[str, float]:
+    """The mean entropy −Σ a log a of each attention, over heads and the positions that are not padding.
+
+    0 is a single key looked at, log n all n keys alike. A model without attention has none.
+    """
+    moved = batch.to(device)
+    with record() as recording:
+        model.hidden(*moved.inputs)
+    written = moved.labels != pad  # (batch, target)
+    read = written
+    if len(moved.inputs) > 1:
+        read = torch.arange(moved.source.shape[1], device=device) < moved.lengths[:, None]  # (batch, source)
+    means = {}
+    for name, parts in recording.weights.items():
+        weights = torch.cat(parts, dim=2).float()  # a recurrent network makes one call for each word
+        entropy = torch.special.entr(weights).sum(-1).mean(1)  # (batch, queries)
+        means[name] = float(entropy[read if name.startswith("encoder") else written].mean())
+    return {name: float(f"{mean:.6g}") for name, mean in means.items() if math.isfinite(mean)}
 
 
 def running_text(ids: Any, spec: config.Config, tokenizer: Any) -> Iterator[Batch]:

@@ -1,0 +1,101 @@
+"""What a model does, shown through the public surface: maps, decoding, what-ifs, heads, alignments, reports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import qkv
+from conftest import Call, sentences
+from qkv.errors import QkvError, UsageError
+from qkv.explain.align import Alignment, Head, alignment_head, keep_head
+from qkv.run import Run
+
+TEXT = "The cat sees the big dog."
+
+
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> qkv.Translator:
+    return qkv.Translator(tiny)
+
+
+def test_a_map_tells_how_the_decoding_went(translator: qkv.Translator) -> None:
+    found = translator.attention(TEXT)
+    best = translator.translate(TEXT)
+    assert found.translation == best.text
+    assert found.steps is not None
+    assert found.beam is not None
+    assert [step["chosen"] for step in found.steps] == found.written
+    winner = [node for node in found.beam["nodes"] if node["fate"] == "winner"]
+    assert winner[-1]["score"] == pytest.approx(best.score, abs=1e-4)
+    given = translator.attention(TEXT, "Il gatto.")
+    assert given.beam is None
+    assert [step["chosen"] for step in given.steps or []] == given.written
+    with pytest.raises(UsageError, match="one sentence of 1 to 32 tokens"):
+        translator.attention("")
+
+
+def test_what_if(translator: qkv.Translator) -> None:
+    before = translator.translate(TEXT)
+    dropped = translator.what_if(TEXT, drop=[4])
+    assert dropped.before.translation == before.text
+    assert dropped.after.translation == translator.translate("The cat sees the dog.").text
+    cut = translator.what_if(TEXT, heads_off=["decoder.0.cross"])
+    assert cut.changed
+    assert cut.likelier < 0
+    with pytest.raises(UsageError, match=r"decoder\.9\.cross"):
+        translator.what_if(TEXT, heads_off=["decoder.9.cross"])
+    with pytest.raises(UsageError, match="no word of the source would remain"):
+        translator.what_if("One.", drop=[0, 1])
+    with pytest.raises(UsageError, match="one sentence of 1 to 32 tokens"):
+        translator.what_if(TEXT * 30, drop=[0])
+
+
+def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: Path, call: Call) -> None:
+    """In the small language word i translates word i, and the full stop the full stop."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny, run)
+    pairs = sentences(40, seed=7)
+    gold = [Alignment((i, i) for i in range(len(source.split()) + 1)) for source, _ in pairs]
+    files = {"src": [s for s, _ in pairs], "tgt": [t for _, t in pairs], "gold": list(map(str, gold))}
+    for name, lines in files.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    paths = [tmp_path / "src", tmp_path / "tgt"]
+    listed = call("align", run, *paths, "--find", tmp_path / "gold")
+    aer = [float(line.split("\t")[0]) for line in listed.out.splitlines()]
+    assert aer == sorted(aer)
+    assert aer[0] < 0.2
+    kept = alignment_head(Run.open(run))
+    assert str(kept) in listed.out.splitlines()[0]
+    done = call("align", run, *paths, "--gold", tmp_path / "gold")
+    found = [Alignment.parse(line) for line in done.out.splitlines()]
+    assert found == qkv.Translator(run).align(files["src"], files["tgt"], head=kept)
+    assert f"{aer[0]:.4f}" in done.err
+    assert "must correspond line by line" in call("align", run, paths[0], tiny / "config.toml").error
+    (run / "alignment.json").write_text("{", encoding="utf-8")
+    with pytest.raises(QkvError, match="damaged"):
+        alignment_head(Run.open(run))
+    assert alignment_head(Run.open(tiny)) == Head()
+    keep_head(Run.open(run), Head("decoder.0.cross", 1))
+    assert alignment_head(Run.open(run)) == Head("decoder.0.cross", 1)
+
+
+def test_heads_are_ranked_by_what_the_loss_is_without_them(tiny: Path, call: Call, tmp_path: Path) -> None:
+    done = call("heads", tiny, "--pairs", 8, "--plot", tmp_path / "heads.svg")
+    changes = [float(line.split("\t")[0]) for line in done.out.splitlines()]
+    assert len(changes) == 2 + 2 + 2  # encoder, decoder and cross, two heads each
+    assert changes == sorted(changes, reverse=True)
+    assert (tmp_path / "heads.svg").exists()
+    row = json.loads(call("heads", tiny, "--pairs", 8, "--json").out.splitlines()[0])
+    assert row["change"] == pytest.approx(changes[0], abs=1e-4)
+    assert "heads.txt" in call("heads", tiny, "--plot", tmp_path / "heads.txt").error
+
+
+def test_a_report_of_one_run_and_of_two(tiny: Path, call: Call, tmp_path: Path) -> None:
+    assert call("report", tiny, "-o", tmp_path / "one.html").code == 0
+    assert call("report", tiny, tiny, "-o", tmp_path / "two.html").code == 0
+    assert (tmp_path / "two.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "no such run folder" in call("report", tmp_path / "none").error
