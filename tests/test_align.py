@@ -265,3 +265,11 @@ def test_markup_is_always_well_formed(source: str, translation: str, pick: rando
     assert not opened
     tags = r"<[a-z][^<>]*>"
     assert set(re.findall(tags, marked)) == set(re.findall(tags, source))  # none is lost, none invented
+
+
+def test_words_of_scripts_whose_vowels_are_signs() -> None:
+    assert links.words("हिन्दी भाषा") == ["हिन्दी", "भाषा"]
+    assert links.words("น้ำ") == ["น้ำ"]
+    assert links.words("كَتَبَ.") == ["كَتَبَ", "."]
+    with pytest.raises(UsageError, match="choose one of spaces, marks"):
+        links.words("a", "letters")

@@ -94,6 +94,12 @@ def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> N
     spec = config.Data(train=(config.Corpus(src=corpus[0], tgt=corpus[1]),))
     with pytest.raises(UsageError, match="learns from running text: give text, not pairs"):
         prepare(spec, config.Tokenizer(), tmp_path / "store", stream=True)
+    lines = "".join(line + "\n" for line in LINES)
+    (tmp_path / "long.txt").write_text(lines, encoding="utf-8")
+    (tmp_path / "short.txt").write_text(lines.replace("\n", " "), encoding="utf-8")
+    both = tuple(config.Corpus(text=str(tmp_path / name)) for name in ("long.txt", "short.txt"))
+    kept = prepare(config.Data(train=both), config.Tokenizer(kind="char"), tmp_path / "both", stream=True)
+    assert all(stop - first > 100 for first, stop in kept.train.ranges)  # a text of one line is not held out whole
     with pytest.raises(UsageError, match="1 lines of running text"):
         running_text(tmp_path / "one", "only one line")
 
@@ -267,9 +273,10 @@ def test_the_context_slides_and_generation_never_ends(kind: dict[str, Any]) -> N
     for drawn in islice(generate(model, text, Sampling(0.0), context=context, forbidden=[0, 1, 2]), 40):
         with torch.inference_mode():
             logits = model(torch.tensor([text[-seen:]]))[0, -1].clone()
+            own = logits.log_softmax(-1)
             logits[:3] = -math.inf
         assert drawn.tokens == [int(logits.argmax())]
-        assert drawn.logprobs[0] == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-4)
+        assert drawn.logprobs[0] == pytest.approx(float(own[drawn.tokens[0]]), abs=1e-4)
         text += drawn.tokens
         seen = context // 2 if seen == context else seen + 1
     assert len(text) == 43
@@ -284,6 +291,32 @@ def test_a_seed_decides_the_text_and_rows_differ() -> None:
     assert write(3) == write(3) != write(4)
     assert write(None) != write(None)
     assert len({tuple(row) for row in zip(*write(3), strict=True)}) == 4
+
+
+def test_a_text_without_a_seed_leaves_other_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    next(generate(language_model(), [4], Sampling(), context=8))
+    torch.manual_seed(0)
+    next(generate(model := language_model(), [4], Sampling(), context=8))
+    torch.manual_seed(0)
+    next(generate(model, [4], Sampling(), context=8))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_without_limits_every_token_may_come() -> None:
+    torch.manual_seed(0)
+    assert bool((Sampling().probabilities(torch.randn(1, 50_000)) > 0).all())
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    model = language_model()
+    drawn = next(generate(model, [4], Sampling(0.0), context=8, forbidden=range(29)))
+    with torch.inference_mode():
+        own = model(torch.tensor([[4]]))[0, -1].log_softmax(-1)
+    assert drawn.tokens == [29]
+    assert drawn.logprobs[0] == pytest.approx(float(own[29]), abs=1e-5)
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -347,6 +380,15 @@ def test_perplexity_is_that_of_forced_decoding(writer: Path) -> None:
     assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-4)
 
 
+def test_documents_are_evaluated_as_they_were_validated(tmp_path: Path, call: Call) -> None:
+    rows = [json.dumps({"text": "\n".join(LINES[i : i + 4])}) + "\n" for i in range(0, 400, 4)]
+    (tmp_path / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    model = config.DecoderOnly(d_model=16, d_ff=16, heads=2, layers=1)
+    run = qkv.train(plain_config(tmp_path / "text.jsonl", model, steps=3, validate_every=3), tmp_path / "run")
+    found = json.loads(call("evaluate", run.path, "--json").out)
+    assert found["bits_per_byte"] == pytest.approx(run.scores["best"]["bits_per_byte"], abs=1e-4)
+
+
 def test_completions(writer: Path) -> None:
     completer = qkv.Completer(writer)
     streamed = "".join(completer.stream("The c", max_tokens=80, temperature=0.5, seed=2))
@@ -378,12 +420,17 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     assert [len(row["tokens"]) for row in rows] == [4, 4]
     assert "add --json" in call("complete", writer, "-n", 2).error
     assert "never ends" in call("complete", writer, "--json", "--tokens", 0).error
+    assert "not UTF-8" in call("complete", writer, "-", input=b"ab\xff").error
+    with pytest.raises(UsageError, match="max_tokens = 0"):
+        next(qkv.Completer(writer).stream("a", max_tokens=0))
+    with pytest.raises(UsageError, match="list of texts"):
+        qkv.Completer(writer).complete("a", stop="ab")
     found = call("evaluate", writer)
     assert "bits per byte" in found.out
     (tmp_path / "other.txt").write_text("The cat.\n", encoding="utf-8")
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
-    assert "is a language model: use qkv complete" in call("translate", writer).error
+    assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
     assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
 
 

@@ -274,7 +274,7 @@ def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared
     valid = str(prepared.valid_text[0]), str(prepared.valid_text[1])
     (run.path / "weights" / "best.safetensors").unlink()  # it is the last weights that count
     (again,) = trials.run_all([trial], prepared, tmp_path / "work", test=valid)
-    assert again == dataclasses.replace(result, test_bleu=result.bleu)
+    assert again == dataclasses.replace(result, test_bleu=result.bleu, test=list(valid))
     assert [json.loads(line) for line in run.log.read_text(encoding="utf-8").splitlines()] == log
 
 

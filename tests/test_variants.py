@@ -93,6 +93,19 @@ def test_rotary_goes_past_the_training_length_and_learned_does_not() -> None:
         Transformer(learned, 10, 10).eval()(source, lengths, target)
 
 
+@pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
+def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None:
+    spec = config.Transformer(
+        d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, positions=positions
+    )
+    model = Transformer(spec, 10, 10)
+    long = torch.randint(3, 9, (1, 600)), torch.tensor([600]), torch.randint(3, 9, (1, 600))
+    with torch.inference_mode():
+        model(*long)
+    model(*long).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_rotary_turns_nothing_between_source_and_target() -> None:
     spec = config.Transformer(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
     model = Transformer(spec, 10, 10)

@@ -72,14 +72,14 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     if steps:
         limit = "as you say"
     elif allowed < FEWEST:
-        limit = f"fewer teach nothing, whatever the {budget / 60:g} min allowed"
+        limit = f"fewer teach nothing, so longer than the {budget / 60:g} min asked for"
     steps = steps or max(FEWEST, allowed)
     chosen = _lasting(tried, steps)
     made = steps / updates
     reasons += [
         f"auto: {shape(model)}, dropout {model.dropout} for a text of this size",
         f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({limit}): "
-        f"about {_duration(made * pass_seconds)} by the first steps' speed; --minutes and --set change this",
+        f"about {_duration(made * pass_seconds)} by the first steps' speed; --set train.steps=N changes this",
     ]
     return chosen, reasons
 

@@ -186,7 +186,9 @@ def check(config: Config) -> None:
 def _check_model(config: Config) -> None:
     model, data = config.model, config.data
     # A translation may grow past its source, with a tag or <s>, and </s>; a language model's context never grows.
-    longest = data.max_length if isinstance(model, DecoderOnly) else data.max_length + config.decode.extra_length + 2
+    longest = data.max_length + config.decode.extra_length + 2
+    if not isinstance(model, Translating):
+        longest = data.max_length + isinstance(model, EncoderOnly)  # which reads </s> too
     model.check(longest)
     if isinstance(model, Translating) and model.tie == "all" and not config.tokenizer.shared:
         raise UsageError(

@@ -39,9 +39,9 @@ class Attentive:
     positions: str = option("sinusoidal", "how order is known", choices=("sinusoidal", "learned", "rotary", "none"))
     max_positions: int = option(1024, "number of learned positions", low=1)
     bias: bool = option(False, "bias in the attention projections (the paper has none)")
-    dropout: float = option(0.1, "dropout on sub-layer outputs and embeddings (section 5.4)", low=0.0, high=1.0)
-    attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=1.0)
-    activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=1.0)
+    dropout: float = option(0.1, "dropout on sub-layer outputs and embeddings (section 5.4)", low=0.0, high=0.99)
+    attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=0.99)
+    activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=0.99)
 
     @property
     def key_width(self) -> int:
@@ -123,7 +123,7 @@ class Recurrent:
     )
     input_feeding: bool = option(True, "the last attentional state is part of the next input (Luong)")
     tie: str = option("all", TIE, choices=("all", "output", "none"))
-    dropout: float = option(0.1, "dropout on embeddings, between layers and before the output", low=0.0, high=1.0)
+    dropout: float = option(0.1, "dropout on embeddings, between layers and before the output", low=0.0, high=0.99)
 
     def check(self, longest: int) -> None:
         if self.bidirectional and self.d_model % 2:
@@ -147,7 +147,7 @@ class Convolutional:
     positions: str = option("learned", "how order is known", choices=("learned", "sinusoidal", "none"))
     max_positions: int = option(1024, "number of learned positions", low=1)
     tie: str = option("all", TIE, choices=("all", "output", "none"))
-    dropout: float = option(0.1, "dropout on embeddings, convolutions and before the output", low=0.0, high=1.0)
+    dropout: float = option(0.1, "dropout on embeddings, convolutions and before the output", low=0.0, high=0.99)
 
     def check(self, longest: int) -> None:
         if self.kernel % 2 == 0:

@@ -10,8 +10,10 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qkv.api.loading import Loaded
+from qkv.data.store import Prepared
 from qkv.decode.complete import Drawn, Sampling, generate
 from qkv.errors import UsageError
 from qkv.evaluate.metrics import TextLoss
@@ -24,7 +26,10 @@ TOKENS = 200  # how much a completion adds unless told
 
 @dataclass(frozen=True)
 class Completion:
-    """Text that a model added to a prompt, and how likely the model itself found it."""
+    """Text that a model added to a prompt, and how likely the model itself found it.
+
+    A stop text is cut off the text, but the tokens that wrote it are still among the tokens.
+    """
 
     text: str
     logprob: float
@@ -67,6 +72,8 @@ class Completer(Loaded[DecoderOnly]):
 
     def stream(self, prompt: str = "", *, max_tokens: int | None = None, **draws: Unpack[Draws]) -> Iterator[str]:
         """The text that follows the prompt, piece by piece as it is written; without `max_tokens` it never ends."""
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"max_tokens = {max_tokens}: must be at least 1, or None for a text without end")
         decoder = TextDecoder(self.tokenizer, prompt)
         for number, drawn in enumerate(self._drawn(prompt, Sampling(**draws), 1), 1):
             if piece := decoder.feed(drawn.tokens[0]):
@@ -86,6 +93,8 @@ class Completer(Loaded[DecoderOnly]):
         **draws: Unpack[Draws],
     ) -> list[Completion]:
         """`n` independent continuations of the prompt, each at most `max_tokens` long or up to a stop text."""
+        if isinstance(stop, str):
+            raise UsageError("stop takes a list of texts: put the text in brackets")
         if n < 1 or max_tokens < 1:
             raise UsageError(f"n = {n}, max_tokens = {max_tokens}: both must be at least 1")
         growing = [_Growing(self.tokenizer, prompt, tuple(stop)) for _ in range(n)]
@@ -106,6 +115,16 @@ class Completer(Loaded[DecoderOnly]):
         if not text:
             raise UsageError("an empty text cannot be foreseen: give some")
         ids = np.asarray(self.tokenizer.encode_text(text), np.int64)
+        return self._foresee(ids, text)
+
+    @torch.inference_mode()
+    def evaluate_held_out(self) -> TextLoss:
+        """The same for the text that training held out, as validation measured it."""
+        prepared = Prepared.open(self.run.store)
+        raw = prepared.valid_text[1].read_text(encoding="utf-8")
+        return self._foresee(np.asarray(prepared.valid.stream), raw)
+
+    def _foresee(self, ids: NDArray[Any], text: str) -> TextLoss:
         given = running_text(ids, self.config, self.tokenizer)
         nats, tokens = total_loss(self.model, given, self.tokenizer.pad, self.device)
         return TextLoss(nats, tokens, len(text), len(text.encode()))

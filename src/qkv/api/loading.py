@@ -33,5 +33,5 @@ class Loaded(Generic[M]):
         model = self.run.model(self.device, weights)
         if not isinstance(model, self.model_class):
             what, use = USES.get(type(self.config.model), TRANSLATES)
-            raise UsageError(f"{self.run.path} is {what}: use {use}")
+            raise UsageError(f"{self.run.path} is {what}, which cannot do this: use {use}")
         self.model: M = model

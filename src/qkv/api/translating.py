@@ -223,10 +223,15 @@ class Translator(Loaded[TranslationModel]):
         return what_if(self.model, self.tokenizers, spec, self.device, source, tag=self._prefix(tag), **changes)
 
     def importance(
-        self, sources: Sequence[str], targets: Sequence[str], *, progress: Callable[[int], None] = lambda done: None
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        *,
+        tag: str = "",
+        progress: Callable[[int], None] = lambda done: None,
     ) -> list[HeadImportance]:
         """What every head is worth: how much the loss of these translations grows without it, most important first."""
-        rows = [self._sentence(line, "") for line in sources]
+        rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
         return importance(
             self.model,
             self.tokenizers,
@@ -258,12 +263,12 @@ class Translator(Loaded[TranslationModel]):
         options: dict[str, Any] = {"rule": rule, "tag": tag, "progress": progress}
         return align_pairs(self.model, self.tokenizers, sources, targets, self.device, chosen, **options)
 
-    def _sentence(self, text: str, tag: str) -> list[int]:
+    def _sentence(self, text: str, tag: str, where: str = "") -> list[int]:
         """The ids of one sentence that the model can read as a whole."""
         ids = self._prefix(tag) + self.tokenizers.src.encode(text)
         limit = self.config.data.max_length
         if not text.strip() or len(ids) > limit:
-            raise UsageError(f"this is for one sentence of 1 to {limit} tokens, and here are {len(ids)}")
+            raise UsageError(f"{where}this is for one sentence of 1 to {limit} tokens, and here are {len(ids)}")
         return ids
 
     def _decode_options(self, **changed: Any) -> configs.Decode:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qkv.cli.options import AsJson, Device, RunArgument, Tag, Weights
 from qkv.cli.using import held_out, same_length
+from qkv.errors import UsageError
+
+if TYPE_CHECKING:
+    from qkv.explain.align import Alignment
 
 
 def explain(
@@ -32,7 +36,7 @@ def explain(
 
     found = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
     found.save(output)
-    say(f"{found.translation}\n{output}: {len(found.weights)} attention layers")
+    say(f"{found.translation or '(the translation is empty)'}\n{output}")
 
 
 def heads(
@@ -46,6 +50,7 @@ def heads(
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="How many pairs to measure on, from the first.")] = 300,
     plot: Annotated[str | None, typer.Option(help="Also draw .png or .svg.", show_default=False)] = None,
+    tag: Tag = "",
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
@@ -61,7 +66,7 @@ def heads(
     sources, references = held_out(run, source, reference)
     sources, references = sources[:pairs], references[:pairs]
     with counter("measuring", len(sources)) as advance:
-        found = translator.importance(sources, references, progress=advance)
+        found = translator.importance(sources, references, tag=tag, progress=advance)
     for each in found:
         row = dataclasses.asdict(each)
         print(json.dumps(row) if as_json else f"{each.change:+.4f}\t{each.name}\t{each.head}")
@@ -86,23 +91,28 @@ def align(
     """Word alignment of given translations, in Pharaoh format: source-target, counted from 0."""
     from qkv.api import Translator
     from qkv.data.lines import read_lines
-    from qkv.explain.align import Alignment, agreement, keep_head, rank_heads
+    from qkv.explain.align import agreement, keep_head, rank_heads
     from qkv.terminal import counter, say, writer
 
+    if find and (gold or output != "-"):
+        raise UsageError("--find only finds a head: leave --gold and --output out, and give them in a second command")
     translator = Translator(run, weights=weights, device=device)
     sources, targets = read_lines(source), read_lines(target)
     same_length(source, sources, target, targets)
     wanted = find or gold
-    right = [Alignment.parse(line) for line in read_lines(wanted)] if wanted else []
+    right = _gold(wanted) if wanted else []
     if wanted:
         same_length(source, sources, wanted, right)
     if find:
         ranked = rank_heads(
             translator.model, translator.tokenizers, sources, targets, right, translator.device, rule=words, tag=tag
         )
+        if not ranked:
+            raise UsageError(f"{source}: no pair has words on both sides: give a validation set")
         for head, found in ranked[:10]:
             print(f"{found.aer:.4f}\t{head}")
         keep_head(translator.run, ranked[0][0])
+        say(f"kept the first for `qkv align {run}`, in {run / 'alignment.json'}")
         return
     with writer(output) as write, counter("aligning", len(sources)) as advance:
         links = translator.align(sources, targets, rule=words, tag=tag, progress=advance)
@@ -110,6 +120,20 @@ def align(
             write(str(one))
     if gold:
         say(str(agreement(links, right)))
+
+
+def _gold(path: str) -> list[Alignment]:
+    """The alignments of a Pharaoh file."""
+    from qkv.data.lines import read_lines
+    from qkv.explain.align import Alignment
+
+    found = []
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            found.append(Alignment.parse(line))
+        except UsageError as error:
+            raise UsageError(f"{path}, line {number}: {error}") from None
+    return found
 
 
 def report(

@@ -35,7 +35,9 @@ def train(
     run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
-    minutes: Annotated[float, typer.Option(min=0, help="Limit for an automatic recipe; 0: 30, or 60 on a GPU.")] = 0.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Length of an automatic recipe, 100 steps at least; 0: 30, or 60 on a GPU.")
+    ] = 0.0,
     on_bad: Annotated[
         str | None, typer.Option(help="A line that is not UTF-8: error, or skip the pair.", show_default=False)
     ] = None,

@@ -129,9 +129,10 @@ def evaluate(
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
-    """BLEU, chrF and TER against raw references, each with its signature and 95 % interval.
+    """Measure a model: BLEU, chrF, TER against raw references; bits per byte of a text.
 
-    Of a model without a source: how well it foresees the text SRC, in perplexity and bits per byte, or fills its gaps.
+    Scores have their signature and 95 % interval. Of a model without a source, SRC is a text: how well it is foreseen,
+    in perplexity and bits per byte, or its gaps are filled.
     """
     from qkv import api
     from qkv.terminal import counter, writer
@@ -170,12 +171,12 @@ def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -
     from qkv.api import Completer
     from qkv.data.lines import read_lines
 
-    lines = read_lines(file or str(model.run.store / "valid.tgt.txt"))
     if isinstance(model, Completer):
-        found = model.evaluate("".join(line + "\n" for line in lines))
+        text = "".join(line + "\n" for line in read_lines(file)) if file else ""
+        found = model.evaluate(text) if file else model.evaluate_held_out()
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity}) if as_json else found)
     else:
-        filled = model.evaluate(lines)
+        filled = model.evaluate(read_lines(file or str(model.run.store / "valid.tgt.txt")))
         print(json.dumps(filled.to_dict()) if as_json else filled)
 
 

@@ -45,7 +45,9 @@ def complete(
         raise UsageError("--tokens 0 never ends, so nothing can be shown as JSON: give a number")
     completer = Completer(run, weights=weights, device=device)
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+    if prompt != prompt.encode("utf-8", "replace").decode():
+        raise UsageError("the prompt is not UTF-8: convert it")
     draws: Draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     if as_json:
         for found in completer.complete(prompt, max_tokens=tokens, n=n, stop=stop or [], **draws):

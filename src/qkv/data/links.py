@@ -11,30 +11,32 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+from qkv.errors import UsageError
 from qkv.text import Tokenizer
 
 Link = tuple[int, int]  # (source, target), both counted from 0
 
 # What a word is. Files of alignments count what stands between spaces; a reader counts punctuation marks by themselves,
 # and so does the built-in corpus: an apostrophe closes the word before it (l'amico), 's and o'clock are words.
-# Accents written apart (U+0300 …) make no difference to the count.
+# Signs that combine with a letter, as accents written apart or the vowels of many scripts, belong to its word.
+SIGNS = "".join(chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M")
 RULES = {
     "spaces": re.compile(r"\S+", re.ASCII),
-    "marks": re.compile(
-        r"o'clock|'s\b|[\w\u0300-\u036f]+(?:-[\w\u0300-\u036f]+)*(?:'(?!s\b))?|[^\w\s][\u0300-\u036f]*"
-    ),
+    "marks": re.compile(rf"o'clock|'s\b|[\w{SIGNS}]+(?:-[\w{SIGNS}]+)*(?:'(?!s\b))?|[^\w\s{SIGNS}][{SIGNS}]*"),
 }
 LINK = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 def word_spans(text: str, rule: str = "marks") -> list[tuple[int, int]]:
     """Where each word begins and ends in the text."""
+    if rule not in RULES:
+        raise UsageError(f'"{rule}" is no way to count words: choose one of {", ".join(RULES)}')
     return [match.span() for match in RULES[rule].finditer(text)]
 
 
 def words(text: str, rule: str = "marks") -> list[str]:
     """The words of a text, as alignments number them."""
-    return RULES[rule].findall(text)
+    return [text[begin:end] for begin, end in word_spans(text, rule)]
 
 
 def tokens_of_words(tokenizer: Tokenizer, ids: Sequence[int], text: str, rule: str = "marks") -> list[list[int]]:

@@ -177,7 +177,7 @@ def hold_out_ends(counts: list[int], fates: Fates, wanted: int) -> None:
             f"set data.valid_size, or give validation text (data.valid)"
         )
     for count, stop in zip(counts, np.cumsum(counts).tolist(), strict=True):
-        last = fates[stop - -(-goal * count // total) : stop]
+        last = fates[stop - min(count - 1, -(-goal * count // total)) : stop]  # something is left to train on
         last[last == Fate.TRAIN] = Fate.VALID
 
 

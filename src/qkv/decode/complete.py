@@ -41,8 +41,9 @@ class Sampling:
         # The largest logit becomes 0 first: however low the temperature, nothing overflows.
         shifted = logits.float() - logits.float().max(-1, keepdim=True).values
         ranked, order = (shifted / self.temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
-        allowed = ranked.cumsum(-1) - ranked < self.top_p  # what comes before it does not yet hold top_p
-        allowed &= ranked >= self.min_p * ranked[:, :1]
+        allowed = ranked >= self.min_p * ranked[:, :1]
+        if self.top_p < 1:
+            allowed &= ranked.cumsum(-1) - ranked < self.top_p  # what comes before it does not yet hold top_p
         if self.top_k:
             allowed[:, self.top_k :] = False
         allowed[:, 0] = True
@@ -76,16 +77,18 @@ def generate(
     """
     if not prompt:
         raise UsageError("a prompt needs at least one token: give the newline that text begins with")
-    draws = torch.Generator().manual_seed(torch.seed() % 2**63 if sampling.seed is None else sampling.seed)
+    draws = torch.Generator()  # its own, so that nobody else's random numbers change
+    draws.seed() if sampling.seed is None else draws.manual_seed(sampling.seed)
     history = torch.tensor([list(prompt[-context:])] * rows, device=device)  # (rows, tokens)
     banned = torch.tensor(list(forbidden), dtype=torch.long, device=device)
     logits, state = model.step(history, model.start(beam=rows))
     while True:
-        last = logits[:, -1].float().index_fill(-1, banned, -math.inf)
+        log_probs = logits[:, -1].float().log_softmax(-1)
+        last = log_probs.index_fill(-1, banned, -math.inf)
         if not bool(torch.isfinite(last.max(-1).values).all()):
             raise QkvError("the model's probabilities are not numbers: its weights are damaged; use another step's")
         token = _draw(sampling.probabilities(last), draws)
-        logprobs = last.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+        logprobs = log_probs.gather(-1, token[:, None]).squeeze(-1)
         yield Drawn(token.tolist(), logprobs.tolist())
         history = torch.cat([history, token[:, None]], dim=1)[:, -context:]
         if state.length >= context:

@@ -271,6 +271,11 @@ def rank_heads(
     for number, pair in _force(model, tokenizers, sources, targets, device, rule, tag):
         right = np.zeros((len(pair.target), len(pair.source)), np.bool_)
         for i, j in gold[number]:
+            if j >= len(pair.target) or i >= len(pair.source):
+                sizes = f"{len(pair.source)} and {len(pair.target)}"
+                raise UsageError(
+                    f"line {number + 1}: link {i}-{j}, but the sentences have {sizes} words: check the rule"
+                )
             right[j, i] = True
         for reading in READINGS:
             heads = _all_heads(pair.weights, reading)

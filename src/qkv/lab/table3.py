@@ -91,7 +91,7 @@ def measure(
     """
     figures.check_outputs(output)
     if unknown := set(rows) - set(ROWS):
-        raise UsageError(f"--rows {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
+        raise UsageError(f"--row {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
     usual = CPU if choose_device(device).type == "cpu" else GPU
     scale = Scale(width or usual.width, depth or usual.depth, steps or usual.steps, tokens or usual.tokens)
     base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)

@@ -89,6 +89,7 @@ class Result:
     loss: float = 0.0  # on the validation text, for each token
     bleu: float = 0.0  # likewise
     test_bleu: float | None = None
+    test: list[str] | None = None  # the files that it was measured on
     curve: tuple[Point, ...] = ()
 
     @property
@@ -198,7 +199,7 @@ def run_all(
     waiting = [
         (trial, key)
         for trial, key in zip(trials, keys, strict=True)
-        if key not in known or known[key].error or (test and known[key].test_bleu is None)
+        if key not in known or known[key].error or (test and known[key].test != list(test))
     ]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} of them done before")
     runs = (_open(trial, key, prepared, folder) for trial, key in waiting)
@@ -363,6 +364,7 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
         loss=curve[-1].loss,
         bleu=bleu(*valid),
         test_bleu=bleu(*map(read_lines, test)) if test else None,
+        test=list(test) if test else None,
         curve=curve,
     )
 

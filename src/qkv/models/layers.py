@@ -30,10 +30,12 @@ class SinusoidalPositions(nn.Module):
         self.register_buffer("table", sinusoids(length, d_model), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
-        if start + length > len(self.table):
-            longer = sinusoids(2 * (start + length), self.table.shape[1])
-            self.table = longer.to(self.table)
-        return self.table[start : start + length]
+        table = self.table
+        if start + length > len(table):
+            with torch.inference_mode(False):  # a table that grew while nobody trained must serve training too
+                table = sinusoids(2 * (start + length), table.shape[1]).to(table.device, table.dtype)
+            self.table = table
+        return table[start : start + length]
 
 
 class LearnedPositions(nn.Module):

@@ -16,6 +16,7 @@ from qkv.run import Run
 from qkv.terminal import bars, say
 from qkv.train.card import card, parameters, unit, vocabulary
 from qkv.train.loop import Interrupted, fit
+from qkv.train.trainer import make_updates
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
 
@@ -83,6 +84,7 @@ def _begin(
         config = configs.assign(config, settings)
         for reason in [*reasons, *(f"auto: but {setting}, as you say" for setting in settings)]:
             say(reason)
+    make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     return Run.create(folder, config, prepared.tokenizers, prepared.folder, command), prepared
 
 

@@ -31,7 +31,7 @@ def card(run: Run, prepared: Prepared) -> str:
     ]
     if made["command"]:
         lines.append(f"- command: `{made['command']}`")
-    figure = "BLEU (greedy)" if translates else "bits per byte"
+    figure = "bits per byte" if isinstance(config.model, configs.DecoderOnly) else "BLEU (greedy)"
     lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
     lines += ["", "## Text", "", "```", str(prepared.report), "```", ""]
