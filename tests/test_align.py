@@ -24,7 +24,6 @@ from qkv.explain.align import (
     Head,
     agreement,
     align_pairs,
-    best_head,
     choose_links,
     rank_heads,
     untranslated,
@@ -176,7 +175,6 @@ def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:
     ranked = rank_heads(model, both, sources[:30], targets[:30], gold[:30], CPU)
     head, score = ranked[0]
     assert score.aer < 0.1 < ranked[-1][1].aer
-    assert head == best_head(model, both, sources[:30], targets[:30], gold[:30], CPU)
     # The ranking counts what aligning with that head finds, and every head, reading and threshold has its place.
     for own, expected in (ranked[0], ranked[len(ranked) // 2], ranked[-1]):
         assert agreement(align_pairs(model, both, sources[:30], targets[:30], CPU, own), gold[:30]) == expected

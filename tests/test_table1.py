@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qkv.errors import QkvError, UsageError
-from qkv.lab import table1, table1_plot
+from qkv.explain import picture
+from qkv.lab import table1
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
@@ -247,8 +248,8 @@ def test_the_plot_is_drawn(name: str, tmp_path: Path) -> None:
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"out\.jpg: a plot is written as \.png or \.svg"):
+    with pytest.raises(UsageError, match=r"out\.jpg: a picture is written as \.png or \.svg"):
         table1.measure(plot="out.jpg")
-    monkeypatch.setattr(table1_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'qkv\[plot\]'"):
         table1.measure(plot="out.png")

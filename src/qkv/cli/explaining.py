@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qkv.cli.inputs import held_out, same_length
 from qkv.cli.options import AsJson, Device, RunArgument, Tag, Weights
-from qkv.cli.using import held_out, same_length
 from qkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ def heads(
 ) -> None:
     """What each head is worth: how much the loss grows without it, most important first."""
     from qkv.api import Translator
-    from qkv.explain.importance import check_plot, draw
+    from qkv.explain import picture
+    from qkv.explain.importance import draw
     from qkv.terminal import counter
 
     if plot:
-        check_plot(plot)
+        picture.check(plot)
     translator = Translator(run, weights=weights, device=device)
     sources, references = held_out(run, source, reference)
     sources, references = sources[:pairs], references[:pairs]
@@ -107,8 +108,6 @@ def align(
         ranked = rank_heads(
             translator.model, translator.tokenizers, sources, targets, right, translator.device, rule=words, tag=tag
         )
-        if not ranked:
-            raise UsageError(f"{source}: no pair has words on both sides: give a validation set")
         for head, found in ranked[:10]:
             print(f"{found.aer:.4f}\t{head}")
         keep_head(translator.run, ranked[0][0])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qkv.cli.inputs import held_out, same_length
 from qkv.cli.options import Alpha, AsJson, Beam, Device, OnBad, Penalty, RunArgument, Tag, Weights
-from qkv.errors import QkvError, UsageError
+from qkv.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api import Completer, Filler, Translation
@@ -178,27 +178,3 @@ def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -
     else:
         filled = model.evaluate(read_lines(file or str(model.run.store / "valid.tgt.txt")))
         print(json.dumps(filled.to_dict()) if as_json else filled)
-
-
-def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
-    """The lines of both files, or the pairs that the run held out."""
-    from qkv.data.lines import read_lines
-    from qkv.run import Run
-
-    if source and not reference:
-        raise UsageError(f"{source}: give REF too, its reference translations")
-    if not source or not reference:
-        store = Run.open(run).store
-        source, reference = str(store / "valid.src.txt"), str(store / "valid.tgt.txt")
-        if not Path(source).exists():
-            raise UsageError(f"{run} keeps no held-out pairs (no {source}): give SRC and REF")
-    sources, references = read_lines(source), read_lines(reference)
-    same_length(source, sources, reference, references)
-    return sources, references
-
-
-def same_length(name: str, lines: Sequence[object], other: str, others: Sequence[object]) -> None:
-    """Refuse two files that do not correspond line by line."""
-    if len(lines) != len(others):
-        counts = f"{name} has {len(lines):,} lines but {other} has {len(others):,}"
-        raise QkvError(f"{counts}: they must correspond line by line")

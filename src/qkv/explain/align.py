@@ -244,7 +244,7 @@ def align_pairs(
 ) -> list[Alignment]:
     """The alignment of each source with its target, which is forced through the model.
 
-    `head` is one that `best_head` found; without it, the mean of all heads of all layers aligns, less well.
+    `head` is one that `rank_heads` found; without it, the mean of all heads of all layers aligns, less well.
     `rule` says what a word is: punctuation marks stand alone ("marks"), or words are what spaces divide ("spaces").
     """
     found = [Alignment() for _ in sources]
@@ -287,24 +287,10 @@ def rank_heads(
                     own = Head(head.layer, head.number, reading, threshold)
                     counts.setdefault(own, np.zeros(2, np.int64))[:] += (found, same)
     sure = sum(len(set(one)) for one in gold)
+    if not counts:
+        raise UsageError("no sentence pair has words on both sides: give a validation set with gold alignments")
     scores = [(head, Agreement(int(a), sure, int(both), int(both))) for head, (a, both) in counts.items()]
     return sorted(scores, key=lambda scored: scored[1].aer)
-
-
-def best_head(
-    model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
-    sources: Sequence[str],
-    targets: Sequence[str],
-    gold: Sequence[Iterable[Link]],
-    device: torch.device,
-    **options: Any,
-) -> Head:
-    """The head and reading with the lowest alignment error rate on a validation set; options as in `rank_heads`."""
-    ranked = rank_heads(model, tokenizers, sources, targets, gold, device, **options)
-    if not ranked:
-        raise UsageError("no sentence pair has words on both sides: give a validation set with gold alignments")
-    return ranked[0][0]
 
 
 def alignment_head(run: Run) -> Head:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import Ids, by_length
-from qkv.errors import QkvError, UsageError
+from qkv.errors import UsageError
+from qkv.explain import picture
 from qkv.models.attention import heads_of, without
 from qkv.models.state import StepModel
 from qkv.text import Tokenizers
@@ -22,7 +22,6 @@ from qkv.text import Tokenizers
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg")
 TITLES = {"encoder.self": "encoder self", "decoder.self": "decoder self", "decoder.cross": "decoder → source"}
 
 
@@ -103,28 +102,14 @@ def matrices(found: Sequence[HeadImportance]) -> dict[str, list[list[float | Non
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
-def check_plot(path: str | Path) -> None:
-    """Refuse a plot that could not be drawn, before minutes are spent on measuring."""
-    if Path(path).suffix not in FORMATS:
-        raise UsageError(f"{path}: a plot is written as {' or '.join(FORMATS)}: end its name so")
-    if find_spec("matplotlib") is None:
-        raise UsageError("a plot needs matplotlib, which is not installed: pip install 'qkv[plot]'")
-
-
 def draw(found: Sequence[HeadImportance], path: str | Path, *, title: str = "") -> None:
     """One panel for each kind of attention, layers × heads, with the change in the loss written into every cell."""
-    check_plot(path)
-    import matplotlib
-    from matplotlib.figure import Figure
-
     tables = matrices(found)
     widths = [len(table[0]) for table in tables.values()]
     layers = max(map(len, tables.values()))
     largest = max([abs(one.change) for one in found] + [1e-9])
-    # The salt keeps the ids of an SVG the same from one run to the next.
-    with matplotlib.rc_context({"font.family": "sans-serif", "font.size": 9, "svg.hashsalt": "qkv"}):
-        size = (max(5.0, 0.62 * sum(widths) + 0.7 * len(widths) + 1.2), 0.42 * layers + 1.9)
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    size = (max(5.0, 0.62 * sum(widths) + 0.7 * len(widths) + 1.2), 0.42 * layers + 1.9)
+    with picture.drawn(path, size) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False, width_ratios=widths)[0]
         for axes, (kind, table) in zip(panels, tables.items(), strict=True):
             _panel(axes, table, largest)
@@ -132,11 +117,6 @@ def draw(found: Sequence[HeadImportance], path: str | Path, *, title: str = "") 
         panels[0].set_ylabel("layer")
         heading = title.replace("$", r"\$") or "Change in the loss when a head is removed"
         figure.suptitle(f"{heading}\nnats per token; red: worse without it", fontsize=11)
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
-        except OSError as error:
-            raise QkvError(f"{path}: the plot cannot be written: {error.strerror or error}") from None
 
 
 def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:

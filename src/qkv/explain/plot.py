@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from qkv.errors import QkvError, UsageError
-from qkv.terminal import say
+from qkv.explain import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg")
 CELL, MARGIN = 0.2, 1.1  # inches: of a token, and of the tokens' names
 WIDEST = 60.0  # inches; a larger picture is drawn smaller
 Labels = tuple[list[str], list[str]]
@@ -25,21 +20,12 @@ Labels = tuple[list[str], list[str]]
 
 def draw(weights: Mapping[str, NDArray[Any]], labels: Mapping[str, Labels], path: Path, *, title: str) -> None:
     """Draw every head of the named attentions; `labels` are the tokens of rows and columns."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
-    import matplotlib
-    from matplotlib import figure as figures
-
     names = list(weights)
     across = max(len(layer) for layer in weights.values())
     rows, columns = (max(len(pair[side]) for pair in labels.values()) for side in (0, 1))
     width, height = across * (columns * CELL + MARGIN), len(names) * (rows * CELL + MARGIN) + 0.5
     shrink = min(1.0, WIDEST / max(width, height))
-    # The salt keeps the ids of an SVG the same from one run to the next.
-    with matplotlib.rc_context({"font.family": "sans-serif", "font.size": 9 * shrink, "svg.hashsalt": "qkv"}):
-        figure = figures.Figure(
-            figsize=(max(width * shrink, 4), height * shrink), layout="constrained", facecolor="white"
-        )
+    with picture.drawn(path, (max(width * shrink, 4), height * shrink), font=9 * shrink) as figure:
         grid = figure.subplots(len(names), across, squeeze=False)
         for name, line in zip(names, grid, strict=True):
             for number, axes in enumerate(line):
@@ -48,20 +34,6 @@ def draw(weights: Mapping[str, NDArray[Any]], labels: Mapping[str, Labels], path
                 else:
                     axes.set_axis_off()
         figure.suptitle(title.replace("$", r"\$"), fontsize=10 * shrink)
-        with warnings.catch_warnings(record=True) as noted:
-            warnings.simplefilter("always")
-            _save(figure, path)
-    if noted:  # most likely a script that the font does not have
-        say(f"{path}: drawn, but {noted[0].message}")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Without the date the same map gives the same bytes.
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise QkvError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _heat_map(axes: Axes, head: NDArray[Any], labels: Labels, title: str) -> None:

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from qkv import files
 from qkv.data.loader import collate
 from qkv.errors import UsageError
-from qkv.explain import plot
+from qkv.explain import picture, plot
 from qkv.explain.heads import LEGEND, MEASURES, Head, measure
 from qkv.explain.heads import rarest as rarest_of
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.text import Tokenizers
 
-SUFFIXES = (".html", ".json", *plot.FORMATS)
+SUFFIXES = (".html", ".json", *picture.FORMATS)
 PAGE = Path(__file__).parent / "page"
 PARTS = {f"/*{name}*/": name for name in ("explorer.css", "views.js", "decoding.js", "explorer.js")}
 UNITS = 10_000  # the page holds weights as whole ten-thousandths, 16 bits each

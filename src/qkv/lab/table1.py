@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkv import files
 from qkv.device import choose_device, describe
+from qkv.explain import picture
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
@@ -39,7 +40,7 @@ from qkv.lab.layer_types import (
     path_length,
     sequential_operations,
 )
-from qkv.lab.table1_plot import check_plot, draw
+from qkv.lab.table1_plot import draw
 from qkv.terminal import counter
 
 
@@ -111,7 +112,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure for about so many seconds, print the table, write JSON and draw a plot (.png, .svg) if asked."""
     if plot:
-        check_plot(plot)
+        picture.check(plot)
     chosen = choose_device(device)
     torch.manual_seed(0)
     # Full fp32: cuDNN would round to TF32, and only the recurrence would gain.

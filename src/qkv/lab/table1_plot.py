@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import QkvError, UsageError
+from qkv.explain import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg")
 # Told apart by marker and dash as well as by colour; a family shares a colour.
 STYLES: dict[str, dict[str, Any]] = {
     "self-attention": {"color": "#b5121b", "marker": "o", "linestyle": "-"},
@@ -23,32 +20,15 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_plot(path: str) -> None:
-    """Refuse a plot that could not be drawn, before a minute is spent on measuring."""
-    if Path(path).suffix not in FORMATS:
-        raise UsageError(f"{path}: a plot is written as {' or '.join(FORMATS)}: end its name so")
-    if find_spec("matplotlib") is None:
-        raise UsageError("a plot needs matplotlib, which is not installed: pip install 'qkv[plot]'")
-
-
 def draw(result: dict[str, Any], path: str) -> None:
     """Two panels from what `qkv.lab.table1.measure` returns."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"font.family": "sans-serif", "font.size": 10, "svg.hashsalt": "qkv"}):
-        figure = Figure(figsize=(11, 5), layout="constrained", facecolor="white")
+    with picture.drawn(path, (11, 5), font=10) as figure:
         left, right = figure.subplots(1, 2)
         for axes, symbol, held, name in ((left, "n", "d", "sequence length n"), (right, "d", "n", "width d")):
             _panel(axes, result["complexity"], symbol, held)
             axes.set_xlabel(name)
         left.set_ylabel("milliseconds for one sequence of a batch")
         figure.suptitle(f"Table 1, measured: one layer forward ({result['machine']}, {result['precision']})")
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise QkvError(f"{path}: the plot cannot be written: {error.strerror or error}") from None
 
 
 def _panel(axes: Axes, rows: dict[str, Any], symbol: str, held: str) -> None:

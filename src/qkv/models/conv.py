@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qkv import config
 from qkv.models.attention import attend, attention_mask
 from qkv.models.base import TranslationModel
+from qkv.models.state import staying
 
 REACH = 1024  # positions that the dilations of a deep stack span before they begin anew
 SIZE = 0.1  # standard deviation of embeddings at first, the authors'; with larger ones, deep wide stacks diverged
@@ -116,9 +117,8 @@ class ConvState:
     length: int = 0
 
     def select(self, rows: Tensor) -> ConvState:
-        sentences = rows[:: self.beam] // self.beam
-        if not torch.equal(sentences, torch.arange(len(self.memory.mask), device=rows.device)):
-            self.memory = self.memory.select(sentences)
+        if (stay := staying(rows, self.beam, len(self.memory.mask))) is not None:
+            self.memory = self.memory.select(stay)
         self.past = [None if past is None else past.index_select(0, rows) for past in self.past]
         return self
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qkv import config
 from qkv.models.attention import attend, attention_mask
 from qkv.models.base import TranslationModel
-from qkv.models.state import Memory
+from qkv.models.state import Memory, staying
 
 Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
 
@@ -151,10 +151,9 @@ class RecurrentState:
     beam: int
 
     def select(self, rows: Tensor) -> RecurrentState:
-        sentences = rows[:: self.beam] // self.beam
-        if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
+        if (stay := staying(rows, self.beam, len(self.mask))) is not None:
             self.keys, self.annotations, self.mask = (
-                held.index_select(0, sentences) for held in (self.keys, self.annotations, self.mask)
+                held.index_select(0, stay) for held in (self.keys, self.annotations, self.mask)
             )
         self.cells = [tuple(part.index_select(0, rows) for part in cell) for cell in self.cells]
         self.fed = self.fed.index_select(0, rows)

@@ -80,6 +80,12 @@ class Cache:
         self.kept, self.spare = chosen, self.kept
 
 
+def staying(rows: Tensor, beam: int, sentences: int) -> Tensor | None:
+    """Which sentences the selected rows belong to; None if all stay where they are, and nothing has to move."""
+    stay = rows[::beam] // beam
+    return None if torch.equal(stay, torch.arange(sentences, device=rows.device)) else stay
+
+
 @dataclass
 class TransformerState:
     """The decoder's memory: its own past, and the source as keys and values, held once for all beams of a sentence.
@@ -94,12 +100,10 @@ class TransformerState:
     length: int = 0
 
     def select(self, rows: Tensor) -> TransformerState:
-        if self.mask is not None:
-            sentences = rows[:: self.beam] // self.beam
-            if not torch.equal(sentences, torch.arange(len(self.mask), device=rows.device)):
-                kept = [pair for pair in self.memory if pair is not None]
-                self.memory = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in kept]
-                self.mask = self.mask.index_select(0, sentences)
+        if self.mask is not None and (stay := staying(rows, self.beam, len(self.mask))) is not None:
+            kept = [pair for pair in self.memory if pair is not None]
+            self.memory = [(k.index_select(0, stay), v.index_select(0, stay)) for k, v in kept]
+            self.mask = self.mask.index_select(0, stay)
         for cache in self.caches:
             cache.select(rows)
         return self
