@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -87,8 +88,9 @@ def test_output_over_the_input_loses_nothing(tiny: Path, call: Call, tmp_path: P
 def test_json_lines(tiny: Path, call: Call) -> None:
     done = call("translate", tiny, "--json", "--n-best", "2", input=b"One cat.\n\nThe red house.\n")
     rows = [json.loads(line) for line in done.out.splitlines()]
-    fields = ["line", "text", "score", "logprob", "tokens", "alternatives", "truncated", "pieces"]
+    fields = "line text score logprob tokens alternatives truncated pieces finish_reason length_ratio looped".split()
     assert [list(row) for row in rows] == [fields] * 3
+    assert [row["finish_reason"] for row in rows] == ["stop", "blank", "stop"]
     assert [row["line"] for row in rows] == [1, 2, 3]
     assert [row["text"] for row in rows] == ["Uno gatto.", "", "Il rosso casa."]
     assert [len(row["alternatives"]) for row in rows] == [1, 0, 1]
@@ -115,6 +117,21 @@ def test_options_reach_the_translator(tiny: Path, call: Call) -> None:
     assert score("--alpha", "0")[0] == score("--alpha", "0")[1]
     assert score("--weights", "100") != score("--weights", "200")
     assert score("--beam", "1")[1] <= score("--beam", "8", "--alpha", "0")[1] + 1e-4
+    assert score("--with", str(tiny), "--dtype", "fp32") == pytest.approx(score("--dtype", "fp32"), abs=1e-4)
+
+
+def test_what_may_and_may_not_be_said(tiny: Path, call: Call) -> None:
+    def text(*options: str) -> str:
+        return call("translate", tiny, *options, input=b"One red cat.\n").out.strip()
+
+    assert text() == "Uno rosso gatto."
+    assert text("--prefix", "Tre").startswith("Tre ")
+    wanted = [word for phrase in ("casa", "cane") for word in ("--must-include", phrase)]
+    assert re.search("casa.*cane", text(*wanted, "--ordered", "--beam", "8"))
+    assert not re.search("rosso|gatto", text("--avoid", "rosso", "--avoid", "gatto"))
+    assert text("--sample", "--seed", "3", "--temperature", "2") == text(
+        "--sample", "--seed", "3", "--temperature", "2"
+    )
 
 
 def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
@@ -150,7 +167,7 @@ def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tupl
         assert process.wait(60) == 0
     assert (tmp_path / "out").read_text(encoding="utf-8") == call("translate", tiny, test_set[0]).out
     assert b"translating" in shown
-    assert b"25/?" in shown
+    assert b"25/25" in shown
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from qkv import config, presets
-from qkv.decode.search import length_penalty
+from qkv.decode.step import length_penalty
 from qkv.errors import UsageError
 from qkv.models import (
     MultiHeadAttention,

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.decode.board import Hypothesis
 from qkv.decode.complete import Sampling, generate
-from qkv.decode.search import Hypothesis, search
+from qkv.decode.search import search
 from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server

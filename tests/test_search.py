@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from qkv import config
 from qkv.data.loader import collate
+from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
-from qkv.decode.search import Hypothesis, length_penalty, search
+from qkv.decode.search import search
+from qkv.decode.step import length_penalty
 from qkv.errors import QkvError
 from qkv.models import Transformer
 from qkv.text import Tokenizer, Tokenizers

@@ -20,6 +20,7 @@ from conftest import Call, Done, sentences, tiny_config, write_pairs
 from qkv import auto, config, files
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared
+from qkv.decode.batched import search_all
 from qkv.run import Run
 from qkv.train import begin, loop, optim
 from qkv.train import trainer as trainer_module
@@ -359,12 +360,17 @@ def test_validation_sees_the_moving_average(
 
 
 def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None:
-    """What the log says of the last step is what anyone gets who translates and scores with that step's weights."""
+    """What the log says of a step is what its weights write by themselves: translating also breaks their loops."""
     run = Run.open(tiny)
     source, reference = (
         (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
     )
-    found = [each.text for each in qkv.load(run, weights="100").translate(source, beam=1)]
+    translator = qkv.load(run, weights="100")
+    ids, spec = list(map(run.tokenizers.src.encode, source)), dataclasses.replace(run.config.decode, beam=1)
+    hypotheses = search_all(translator.model, ids, spec, run.tokenizers, device=torch.device("cpu"))
+    found = [run.tokenizers.tgt.decode(each[0].tokens) for each in hypotheses]
+    for text, translation in zip(found, translator.translate(source, beam=1), strict=True):
+        assert translation.looped or translation.text == text
     logged = next(line for line in entries(tiny, "valid") if line["step"] == 100)
     assert logged["bleu"] == pytest.approx(sacrebleu.corpus_bleu(found, [reference]).score, rel=1e-5)
     assert logged["bleu"] < 99  # or nothing much was compared

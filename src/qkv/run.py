@@ -11,6 +11,8 @@ tensorboard/      the same as TensorBoard events
 scores.json       validation scores of the weights, and which are used by default
 card.md           the same for people
 store/            the tokenised training text
+alignment.json    the heads that align words best, once they were looked for
+shortlist.safetensors   the target tokens that each source token can need, once they were learned
 ```
 """
 

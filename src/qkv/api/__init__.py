@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Unpack
 
 from qkv import config as configs
+from qkv.api.asking import Options
 from qkv.api.completing import Completer, Completion
 from qkv.api.filling import Filler, Filling
-from qkv.api.translating import CHUNK, Options, Scored, Translation, Translator
+from qkv.api.results import OtherWord, Scored, Translation
+from qkv.api.translating import CHUNK, Translator
 from qkv.errors import UsageError
 from qkv.evaluate import metrics
 from qkv.run import Run
@@ -22,6 +24,7 @@ __all__ = [
     "Filler",
     "Filling",
     "Options",
+    "OtherWord",
     "Scored",
     "Translation",
     "Translator",
@@ -32,15 +35,26 @@ __all__ = [
 ]
 
 
-def load(run: str | Path | Run, *, weights: str = "", device: str = "auto") -> Translator | Completer | Filler:
-    """Open a run folder for use, as what its kind of model is good for."""
-    opened = run if isinstance(run, Run) else Run.open(run)
-    match opened.config.model:
-        case configs.DecoderOnly():
-            return Completer(opened, weights=weights, device=device)
-        case configs.EncoderOnly():
-            return Filler(opened, weights=weights, device=device)
-    return Translator(opened, weights=weights, device=device)
+def load(
+    run: str | Path | Run | Sequence[str | Path | Run],
+    *,
+    weights: str = "",
+    device: str = "auto",
+    dtype: str = "auto",
+    workers: int | None = None,
+) -> Translator | Completer | Filler:
+    """Open a run folder for use, as what its kind of model is good for; several that translate are an ensemble."""
+    runs = [run] if isinstance(run, str | Path | Run) else list(run)
+    if not runs:
+        raise UsageError("no run folder given: name at least one")
+    opened = runs[0] if isinstance(runs[0], Run) else Run.open(runs[0])
+    if isinstance(opened.config.model, configs.Translating):
+        return Translator(opened, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
+    if len(runs) > 1 or dtype not in ("auto", "fp32") or workers is not None:
+        raise UsageError(f"{opened.path}: does not translate: dtype, workers and other runs are not for it")
+    if isinstance(opened.config.model, configs.DecoderOnly):
+        return Completer(opened, weights=weights, device=device)
+    return Filler(opened, weights=weights, device=device)
 
 
 Evaluated = tuple[metrics.Scores, list[Translation]]

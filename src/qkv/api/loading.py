@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
+
+import torch
 
 from qkv import config as configs
-from qkv.device import choose_device
+from qkv.device import choose_device, choose_precision
 from qkv.errors import UsageError
-from qkv.models.base import Model
+from qkv.models.base import Model, TranslationModel
+from qkv.models.packed import DTYPES, pack
+from qkv.models.state import StepModel
 from qkv.run import Run
 
 M = TypeVar("M", bound=Model)
@@ -35,3 +40,20 @@ class Loaded(Generic[M]):
             what, use = USES.get(type(self.config.model), TRANSLATES)
             raise UsageError(f"{self.run.path} is {what}, which cannot do this: use {use}")
         self.model: M = model
+
+
+def checked(dtype: str, device: torch.device) -> str:
+    """The dtype, if the device can compute in it."""
+    if dtype not in DTYPES:
+        raise UsageError(f'dtype = "{dtype}": must be one of {", ".join(DTYPES)}')
+    if dtype == "int8" and device.type != "cpu":
+        raise UsageError(f'dtype = "int8" is for a CPU, and this is {device}: use bf16 or fp32, or another device')
+    return dtype
+
+
+def engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel[Any, Any]:
+    """The model as it computes fastest on a device, in the numbers asked for; the model itself stays as it is."""
+    if device.type == "cpu":
+        packed: Any = pack(model, dtype)
+        return cast("StepModel[Any, Any]", packed)
+    return model if choose_precision(dtype, device) == torch.float else copy.deepcopy(model).to(torch.bfloat16)

@@ -4,101 +4,103 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import Any, Unpack, overload
 
-from qkv import config as configs
-from qkv.api.loading import Loaded
-from qkv.decode.batched import score_all, search_all
-from qkv.decode.search import Hypothesis
-from qkv.errors import UsageError
-from qkv.explain.align import Alignment, align_pairs, alignment_head
-from qkv.explain.align import Head as AlignmentHead
-from qkv.explain.importance import HeadImportance, importance
-from qkv.explain.record import AttentionMap, attention_map
-from qkv.explain.steps import decoding, forced_steps
-from qkv.explain.what_if import WhatIf, edit, what_if
-from qkv.models.attention import Head
-from qkv.models.base import TranslationModel
+import torch
+from torch import Tensor
+
+from qkv.api import asking
+from qkv.api.asking import Asked, Options, without_spaces
+from qkv.api.explaining import Explained
+from qkv.api.finding import Finder, Work
+from qkv.api.loading import checked, engine
+from qkv.api.results import Alternative, OtherWord, Scored, Translation
+from qkv.data.store import Prepared
+from qkv.decode.alternatives import Borders, WordEnds, likeliest_words
+from qkv.decode.batched import score_all
+from qkv.decode.board import Hypothesis
+from qkv.decode.ensemble import AVERAGES, Ensemble
+from qkv.decode.loops import breaking, find_loop
+from qkv.decode.rules import Rules
+from qkv.decode.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
+from qkv.decode.slots import Pool
+from qkv.decode.workers import Workers, open_run
+from qkv.device import describe
+from qkv.errors import QkvError, UsageError
+from qkv.explain.record import words
+from qkv.models.state import StepModel
+from qkv.run import Run
 from qkv.text.split import Pieces, split
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
 LONGEST_SCORED = 8192  # tokens of a pair that is scored as a whole: memory grows with the square
-SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """Another translation of the same text."""
+class Translator(Explained):
+    """A trained run, ready to translate.
 
-    text: str
-    score: float
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A translation and what is known about it; `score` is `logprob` under the length penalty.
-
-    For a long input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
+    With `others` it is an ensemble of several runs that share their tokenizers, of whatever kinds they are, whose
+    probabilities (or "logprobs") are averaged. `dtype` is what the matrices are computed in: auto, fp32, bf16 or int8;
+    `workers` is how many processes translate, on a CPU.
     """
 
-    text: str
-    score: float
-    logprob: float
-    tokens: list[str]
-    alternatives: list[Alternative]
-    truncated: bool = False  # the longest length allowed was reached before the model ended
-    pieces: int = 1  # how many parts a long input was translated in; 0 for blank text
+    def __init__(
+        self,
+        run: str | Path | Run,
+        *,
+        weights: str = "",
+        device: str = "auto",
+        dtype: str = "auto",
+        workers: int | None = None,
+        others: Sequence[str | Path | Run] = (),
+        average: str = "probabilities",
+    ) -> None:
+        super().__init__(run, weights=weights, device=device)
+        self.members = [self, *(Explained(other, weights=weights, device=device) for other in others)]
+        for other in self.members[1:]:
+            if other.tokenizers.fingerprint != self.tokenizers.fingerprint:
+                raise UsageError(
+                    f"{self.run.path} and {other.run.path} have different vocabularies: only runs that were trained "
+                    f"with the same tokenizer can decide together"
+                )
+        if average not in AVERAGES:
+            raise UsageError(f'average = "{average}": must be one of {", ".join(AVERAGES)}')
+        if others and workers not in (None, 1):
+            raise UsageError("an ensemble translates in one process: leave out workers")
+        self.average = average
+        self.dtype = checked(dtype, self.device)
+        self.crew = None
+        if workers not in (None, 1) and self.device.type == "cpu":
+            self.crew = Workers(workers, open_run, str(self.run.path), weights, dtype)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The log-probability of a given translation, as a whole and token by token, </s> last."""
-
-    logprob: float
-    tokens: list[str]
-    token_logprobs: list[float]
+    @cached_property
+    def engines(self) -> list[StepModel[Any, Any]]:
+        """The models as they compute fastest, made when they are first used."""
+        return [engine(member.model, self.dtype, self.device) for member in self.members]
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
+    def engine(self) -> str:
+        """What computes, in words: `fp32 on avx512f, threads: 2`."""
+        first = self.engines[0]
+        if self.device.type == "cpu":
+            threads = f"processes: {self.crew.count}" if self.crew else f"threads: {torch.get_num_threads()}"
+            return f"{getattr(first, 'engine', 'fp32')}, {threads}"
+        return f"{'bf16' if first is not self.model else 'fp32'} on {describe(self.device)}"
 
+    @cached_property
+    def finder(self) -> Finder:
+        """What searches."""
+        model, plain = self._together(self.engines), self._together([member.model for member in self.members])
+        pool = Pool(model) if self.device.type == "cuda" else None
+        lang = self.config.data.tgt_lang
+        return Finder(model, plain, self.tokenizers, self.device, lang, pool=pool, workers=self.crew)
 
-class Options(TypedDict, total=False):
-    """How to translate; None is as the run's config has it."""
-
-    beam: int | None
-    n_best: int
-    length_penalty: str | None
-    alpha: float | None
-    tag: str
-    progress: Callable[[int], None]
-
-
-class Changes(TypedDict, total=False):
-    """What to change about a translation (`qkv.explain.what_if`)."""
-
-    heads_off: Iterable[Head]
-    force: tuple[int, str | int] | None
-    begin: str | None
-    drop: Collection[int]
-    replace: Mapping[int, str] | None
-
-
-class Translator(Loaded[TranslationModel]):
-    """A trained run, ready to translate."""
-
-    model_class = TranslationModel
+    def _together(self, models: Sequence[StepModel[Any, Any]]) -> StepModel[Any, Any]:
+        return Ensemble(models, self.average) if len(models) > 1 else models[0]
 
     @overload  # a str is a Sequence[str] too, but comes first
     def translate(self, text: str, **options: Unpack[Options]) -> Translation: ...  # type: ignore[overload-overlap]
@@ -119,28 +121,49 @@ class Translator(Loaded[TranslationModel]):
 
     def stream(self, lines: Iterable[str], *, chunk: int = CHUNK, **options: Unpack[Options]) -> Iterator[Translation]:
         """Translate lines as they come, in order and in bounded memory: `chunk` lines at a time."""
-        rest = iter(lines)
+        rest, first = iter(lines), options.get("first", 0)
         while some := list(islice(rest, chunk)):
+            options["first"] = first
             yield from self._translate(some, **options)
+            first += len(some)
 
     def _translate(
         self,
         texts: Sequence[str],
         *,
-        beam: int | None = None,
-        n_best: int = 1,
-        length_penalty: str | None = None,
-        alpha: float | None = None,
+        prefix: str | Sequence[str] = "",
+        must_include: Sequence[str] | Sequence[Sequence[str]] = (),
         tag: str = "",
+        first: int = 0,
         progress: Callable[[int], None] = lambda done: None,
+        **options: Any,
     ) -> list[Translation]:
-        if n_best < 1:
-            raise UsageError(f"n_best = {n_best}: must be at least 1")
-        spec = self._decode_options(beam=beam, length_penalty=length_penalty, alpha=alpha)
-        prefix = self._prefix(tag)
-        parts = [self._pieces(line, len(prefix)) for line in texts]
+        begun, wanted = asking.prefixes(prefix, len(texts)), asking.phrases(must_include, len(texts))
+        every = list(dict.fromkeys(phrase for phrases in wanted for phrase in phrases))
+        asked = Asked.of(self.config, self.tokenizers.tgt, must_include=every, **options)
+        if asked.shortlist and (any(begun) or every or asked.avoid):
+            raise UsageError(
+                "a shortlist has what the source can need and nothing else: leave it out with a prefix or phrases"
+            )
+        if asked.shortlist and self.finder.narrow is None:
+            self._use(Shortlist.load(self._shortlist_path(), self.tokenizers))
+        tags = self._prefix(tag)
+        parts = [self._pieces(line, len(tags)) for line in texts]
+        for number, pieces in enumerate(parts):
+            if len(pieces) > 1 and (begun[number] or wanted[number]):
+                raise UsageError(
+                    f"text {first + number + 1} is translated in {len(pieces)} pieces, and nobody knows which of them "
+                    f"the prefix or must_include is for: split it into sentences"
+                )
         line_of = [number for number, pieces in enumerate(parts) for _ in pieces]
-        sources = [prefix + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces]
+        place_of = [place for pieces in parts for place in range(len(pieces))]
+        work = Work(
+            sources=[tags + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces],
+            prefixes=[self.tokenizers.tgt.encode(begun[n].rstrip()) for n in line_of],
+            required=[asked.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
+            numbers=[((first + n) << 20) + place for n, place in zip(line_of, place_of, strict=True)],
+        )
+        self._check_positions(max([asked.rules.max_length or 0, *map(len, work.prefixes)]))
         missing = [len(pieces) for pieces in parts]
         progress(missing.count(0))
 
@@ -149,10 +172,105 @@ class Translator(Loaded[TranslationModel]):
                 missing[line_of[i]] -= 1
             progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
 
-        found = iter(
-            search_all(self.model, sources, spec, self.tokenizers, n_best=n_best, device=self.device, progress=finished)
+        found, looped = self._search(work, asked, finished)
+        ends = list(accumulate(map(len, parts), initial=0))
+        own = [slice(start, end) for start, end in pairwise(ends)]  # the sentences of each text
+        translations = [
+            self._translation(pieces, found[of], read=sum(map(len, work.sources[of])), looped=any(looped[of]))
+            for pieces, of in zip(parts, own, strict=True)
+        ]
+        for number, translation in enumerate(translations, first + 1):
+            self._check(translation, asked, f"text {number}")
+        return translations
+
+    def _search(
+        self, work: Work, asked: Asked, progress: Callable[[Sequence[int]], None]
+    ) -> tuple[list[list[Hypothesis]], list[bool]]:
+        """The n best hypotheses of each sentence, and whether it ran in a loop at first."""
+        found = self.finder.find(work, asked, progress)
+        looped = [False] * len(found)
+        again: dict[int, list[int]] = {}  # by the length of the n-grams that break the loop
+        for i, hypotheses in enumerate(found):
+            if (loop := find_loop(hypotheses[0].tokens, work.sources[i])) is not None:
+                looped[i] = True
+                again.setdefault(breaking(loop, asked.rules.no_repeat_ngram), []).append(i)
+        for n, indices in again.items():
+            rules = dataclasses.replace(asked.rules, no_repeat_ngram=n)
+            second = self.finder.find(work.some(indices), dataclasses.replace(asked, rules=rules))
+            for i, hypotheses in zip(indices, second, strict=True):
+                if find_loop(hypotheses[0].tokens, work.sources[i]) is None:
+                    found[i] = hypotheses
+        return found, looped
+
+    def _check_positions(self, longest: int) -> None:
+        """What the config allows fits into learned positions; what a call asks for may not."""
+        for member in self.members:
+            spec = member.config.model
+            positions = getattr(spec, "max_positions", 0) if getattr(spec, "positions", "") == "learned" else 0
+            if positions and longest + 2 > positions:
+                raise UsageError(
+                    f"an output of {longest} tokens: {member.run.path} learned {positions} positions, <s> and </s> "
+                    f"among them: lower max_length, or give a shorter prefix"
+                )
+
+    def _check(self, translation: Translation, asked: Asked, where: str) -> None:
+        """Phrases are forbidden in pieces; where two pieces meet, one may arise after all."""
+        for text in (translation.text, *(other.text for other in translation.alternatives)):
+            if asked.avoid is not None and (phrase := asked.avoid.occurs(text)) is not None:
+                raise QkvError(f'{where}: "{phrase}" is to be avoided, but arises where two pieces of the text meet')
+
+    def alternatives(
+        self, source: str, translation: str, position: int, n: int = 5, *, tag: str = "", beam: int | None = None
+    ) -> list[OtherWord]:
+        """The n likeliest other words at a place of a translation, each with the best way to go on from there.
+
+        `position` counts the words of the translation, or of its beginning, from 0, punctuation apart; the one behind
+        the last is the word that would come next.
+        """
+        asked = Asked.of(self.config, self.tokenizers.tgt, beam=beam)
+        ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
+        written = tgt.encode(translation)
+        spans = words(tgt.tokens(written))
+        if not 0 <= position <= len(spans):
+            raise UsageError(f"position {position}: the translation has words 0 to {len(spans) - 1}")
+        begin, end = spans[position] if position < len(spans) else (len(written), len(written))
+        before, there = written[:begin], tgt.decode(written[begin:end]).strip()
+        borders = Borders(tgt)
+        fed = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
+        likely = likeliest_words(self.finder.plain, fed, before, borders, n + 1)
+        others = [(tokens, logprob) for tokens, logprob in likely if tgt.decode(tokens).strip() != there][:n]
+        asked = dataclasses.replace(asked, rules=Rules(forbid=(WordEnds(borders),)))
+        starts = [[*before, *tokens] for tokens, _ in others]
+        work = Work([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))
+        found = []
+        for (tokens, logprob), (best,) in zip(others, self.finder.find(work, asked), strict=True):
+            text = tgt.decode(best.tokens).replace("\n", " ").strip()
+            found.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
+        return found
+
+    def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path:
+        """Learn from the training pairs which target tokens each source token can need, and keep it in the run folder.
+
+        From then on `translate(…, shortlist=True)` looks only at these, and at the `frequent` most frequent.
+        """
+        learned = Shortlist.learn(
+            Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
-        return [self._translation(pieces, list(islice(found, len(pieces)))) for pieces in parts]
+        learned.save(self._shortlist_path(), self.tokenizers)
+        self._use(learned)
+        return self._shortlist_path()
+
+    def _use(self, shortlist: Shortlist) -> None:
+        def narrow(tokens: Tensor) -> StepModel[Any, Any]:
+            pairs = zip(self.engines, self.members, strict=True)
+            return self._together(
+                [Shortlisted(each, own.model.output.weight, shortlist, tokens) for each, own in pairs]
+            )
+
+        self.finder = dataclasses.replace(self.finder, narrow=narrow, shortlist=shortlist)
+
+    def _shortlist_path(self) -> Path:
+        return self.run.path / "shortlist.safetensors"
 
     @overload
     def score(  # type: ignore[overload-overlap]
@@ -194,121 +312,41 @@ class Translator(Loaded[TranslationModel]):
                     f"line {number}: {length:,} tokens: a pair is scored as a whole, at most {LONGEST_SCORED:,}: "
                     f"split it into sentences"
                 )
-        logprobs = score_all(self.model, sources, targets, self.tokenizers, device=self.device, progress=progress)
+        model = self.finder.plain
+        logprobs = score_all(model, sources, targets, self.tokenizers, device=self.device, progress=progress)
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
-
-    def attention(self, source: str, target: str | None = None, *, tag: str = "") -> AttentionMap:
-        """The weights of every layer and head while the model writes its translation, or the given one.
-
-        With them the steps of the decoding, with the candidates at each, and the beam as a tree; a translation that is
-        given was not searched for, so it has no beam.
-        """
-        ids = self._sentence(source, tag)
-        beam = None
-        if target is None:
-            found = decoding(self.model, self.tokenizers, ids, self.config.decode, self.device)
-            written, steps, beam = found.hypotheses[0].tokens, found.steps, found.beam
-        else:
-            written = self.tokenizers.tgt.encode(target)
-            steps = forced_steps(self.model, self.tokenizers, ids, written, self.device)
-        recorded = attention_map(self.model, self.tokenizers, source, ids, written, self.device)
-        return dataclasses.replace(recorded, steps=steps, beam=beam)
-
-    def what_if(self, source: str, *, tag: str = "", beam: int | None = None, **changes: Unpack[Changes]) -> WhatIf:
-        """Translate a sentence as it is and with something changed: heads off, another word forced, words dropped."""
-        self._sentence(source, tag)
-        edited = edit(self.tokenizers.src, source, changes.get("drop", ()), changes.get("replace") or {})
-        self._sentence(edited, tag)
-        spec = self._decode_options(beam=beam)
-        return what_if(self.model, self.tokenizers, spec, self.device, source, tag=self._prefix(tag), **changes)
-
-    def importance(
-        self,
-        sources: Sequence[str],
-        targets: Sequence[str],
-        *,
-        tag: str = "",
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> list[HeadImportance]:
-        """What every head is worth: how much the loss of these translations grows without it, most important first."""
-        rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
-        return importance(
-            self.model,
-            self.tokenizers,
-            rows,
-            [self.tokenizers.tgt.encode(line) for line in targets],
-            self.device,
-            progress,
-        )
-
-    def align(
-        self,
-        sources: Sequence[str],
-        targets: Sequence[str],
-        *,
-        head: AlignmentHead | None = None,
-        rule: str = "marks",
-        tag: str = "",
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> list[Alignment]:
-        """Which words of each translation come from which words of its source.
-
-        By default through the head that the run's `alignment.json` names (`qkv align --find`), or that guided alignment
-        taught, or else the mean of all heads.
-        """
-        if len(sources) != len(targets):
-            raise UsageError(f"{len(sources)} sources but {len(targets)} targets: they must correspond line by line")
-        self._prefix(tag)
-        chosen = head or alignment_head(self.run)
-        options: dict[str, Any] = {"rule": rule, "tag": tag, "progress": progress}
-        return align_pairs(self.model, self.tokenizers, sources, targets, self.device, chosen, **options)
-
-    def _sentence(self, text: str, tag: str, where: str = "") -> list[int]:
-        """The ids of one sentence that the model can read as a whole."""
-        ids = self._prefix(tag) + self.tokenizers.src.encode(text)
-        limit = self.config.data.max_length
-        if not text.strip() or len(ids) > limit:
-            raise UsageError(f"{where}this is for one sentence of 1 to {limit} tokens, and here are {len(ids)}")
-        return ids
-
-    def _decode_options(self, **changed: Any) -> configs.Decode:
-        given = {name: value for name, value in changed.items() if value is not None}
-        return self.config.replace(decode=given).decode
-
-    def _prefix(self, tag: str) -> list[int]:
-        """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
-        if tag:
-            return [self.tokenizers.src.tag(tag)]
-        if self.tokenizers.src.tags and all(corpus.tag for corpus in self.config.data.train):
-            known = ", ".join(self.tokenizers.src.tags)
-            raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
-        return []
 
     def _pieces(self, line: str, prefix: int) -> Pieces:
         room = self.config.data.max_length - prefix
         return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room)
 
-    def _translation(self, pieces: Pieces, found: list[list[Hypothesis]]) -> Translation:
-        """Put the hypotheses of all pieces together, rank by rank."""
+    def _translation(
+        self, pieces: Pieces, found: list[list[Hypothesis]], *, read: int = 0, looped: bool = False
+    ) -> Translation:
+        """Put the hypotheses of all pieces together, rank by rank; `read` is how many tokens the input had."""
         if not found:
-            return Translation("", 0.0, 0.0, [], [], pieces=0)
-        ranks = [self._join(pieces, hypotheses) for hypotheses in zip(*found, strict=False)]
+            return Translation("", 0.0, 0.0, [], [], pieces=0, finish_reason="blank")
+        ranks = [self._join(pieces, rank) for rank in zip(*found, strict=False)]
         best, alternatives = ranks[0], ranks[1:]
+        written = [token for hypotheses in found for token in hypotheses[0].tokens]
+        truncated = any(hypotheses[0].truncated for hypotheses in found)
         return Translation(
             text=best.text,
             score=best.score,
             logprob=best.logprob,
-            tokens=self.tokenizers.tgt.tokens([token for hypotheses in found for token in hypotheses[0].tokens]),
+            tokens=self.tokenizers.tgt.tokens(written),
             alternatives=alternatives,
-            truncated=any(hypotheses[0].truncated for hypotheses in found),
+            truncated=truncated,
             pieces=len(found),
+            finish_reason="length" if truncated else "stop",
+            length_ratio=len(written) / max(1, read),
+            looped=looped,
         )
 
     def _join(self, pieces: Pieces, hypotheses: tuple[Hypothesis, ...]) -> Alternative:
         texts = [self.tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in hypotheses]
-        language = re.split(r"[-_]", self.config.data.tgt_lang.lower())[0]
         glue = " "
-        if language in SPACELESS:  # one space between sentences is the source's way of writing
+        if without_spaces(self.config.data.tgt_lang):  # one space between sentences is the source's way of writing
             glue = ""
             pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
         text = pieces.join(texts, glue).strip()

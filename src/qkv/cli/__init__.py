@@ -9,7 +9,8 @@ from qkv.cli.command import app, lab, main
 from qkv.cli.explaining import align, explain, heads, report
 from qkv.cli.measuring import doctor, speed, table1, table2, table3
 from qkv.cli.training import average, config, train
-from qkv.cli.using import evaluate, score, translate
+from qkv.cli.translating import translate
+from qkv.cli.using import evaluate, score
 from qkv.cli.writing import complete, fill
 
 __all__ = ["app", "main"]

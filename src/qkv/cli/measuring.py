@@ -33,14 +33,38 @@ def doctor() -> None:
 
 def speed(
     what: Annotated[str, typer.Argument(help="train, decode or all.")] = "all",
-    seconds: Annotated[float, typer.Option(help="How long to measure each setting.")] = 10.0,
+    model: Annotated[
+        str, typer.Option(show_default=False, help="Random weights to decode with: small, base or demo.")
+    ] = "",
+    run: Annotated[str, typer.Option(help="Or a run to decode with.", show_default=False)] = "",
+    src: Annotated[str, typer.Option(help="The text that it decodes.", show_default=False)] = "",
+    beam: Annotated[list[int] | None, typer.Option(help="1 and 4; repeatable.", show_default=False)] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sentences at once: 1, 64 and 512; repeatable.", show_default=False)
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only settings whose names hold this; repeatable.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure each setting, in three rounds at least.")] = 10.0,
     device: Device = "auto",
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Also write JSON.", show_default=False)] = None,
+    output: Output = None,
 ) -> None:
-    """Training and decoding speed against the same architecture built from torch.nn.Transformer."""
+    """Speed on the same weights: decoding against other engines, training against torch.nn.Transformer."""
     from qkv.lab.speed import measure
 
-    measure(what, seconds=seconds, device=device, output=output)
+    measure(
+        what,
+        model=model,
+        run=run,
+        src=src,
+        beams=beam or (),
+        batches=batch or (),
+        only=only or (),
+        seconds=seconds,
+        device=device,
+        outputs=output or (),
+        command=command_line(),
+    )
 
 
 def table1(

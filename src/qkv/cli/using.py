@@ -1,81 +1,20 @@
-"""Verbs that put a trained model to use: translate, score, evaluate."""
+"""Verbs that measure what a trained model does with text: score, evaluate."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qkv.cli.inputs import held_out, same_length
-from qkv.cli.options import Alpha, AsJson, Beam, Device, OnBad, Penalty, RunArgument, Tag, Weights
+from qkv.cli.options import Alpha, AsJson, Beam, Device, Penalty, RunArgument, Tag, Weights
 from qkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Completer, Filler, Translation
-
-
-def translate(
-    run: RunArgument,
-    file: Annotated[str, typer.Argument(help="Text file, a line for each sentence; - is standard input.")] = "-",
-    beam: Beam = None,
-    n_best: Annotated[
-        int, typer.Option(help="Translations of each line: number, rank, score and text, tab-separated.")
-    ] = 1,
-    length_penalty: Penalty = None,
-    alpha: Alpha = None,
-    tag: Tag = "",
-    output: Annotated[str, typer.Option("--output", "-o", help="File to write; - is standard output.")] = "-",
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
-    on_bad: Annotated[
-        OnBad, typer.Option(help="A line that is not UTF-8: error, or skip: it stays empty.")
-    ] = OnBad.error,
-) -> None:
-    """Translate text: as many lines out as in."""
-    from qkv.api import CHUNK, Translator
-    from qkv.data.lines import Lines
-    from qkv.terminal import counter, say, writer
-
-    translator = Translator(run, weights=weights, device=device)
-    if " " in file and not Path(file).exists():
-        raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
-    typed = file == "-" and sys.stdin.isatty()  # someone types: answer line by line
-    lines = Lines(file, on_bad.value)
-    shown = not typed and (output != "-" or not sys.stdout.isatty())  # a bar and the text would mix
-    with writer(output) as write, counter("translating", shown=shown) as advance:
-        found = translator.stream(
-            lines,
-            chunk=1 if typed else CHUNK,
-            progress=advance,
-            beam=beam,
-            n_best=n_best,
-            length_penalty=length_penalty,
-            alpha=alpha,
-            tag=tag,
-        )
-        ended_early = 0
-        for number, each in enumerate(found, 1):
-            write(_shown(each, number, n_best, as_json))
-            ended_early += each.truncated
-    if ended_early:
-        say(f"{file}: {ended_early:,} translations reached the longest length allowed (decode.extra_length)")
-    if lines.bad:
-        say(f"{file}: {lines.bad:,} lines were not UTF-8 and stay empty")
-
-
-def _shown(found: Translation, number: int, n_best: int, as_json: bool) -> str:
-    """A translation as output: JSON, a row for each of the n best, or the text."""
-    if as_json:
-        return json.dumps({"line": number, **found.to_dict()}, ensure_ascii=False)
-    if n_best > 1:
-        ranked = [(found.score, found.text), *((other.score, other.text) for other in found.alternatives)]
-        return "\n".join(f"{number}\t{rank}\t{score:.4f}\t{text}" for rank, (score, text) in enumerate(ranked, 1))
-    return found.text
+    from qkv.api import Completer, Filler
 
 
 def score(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qkv import config
 from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
+from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
-from qkv.decode.search import Hypothesis, search
+from qkv.decode.search import Kind, begin, search
+from qkv.decode.slots import Pool
+from qkv.decode.step import PLAIN, Choice, Special
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
+from qkv.text import Tokenizer, Tokenizers
 
 Ids = Sequence[int]
 
@@ -38,26 +43,100 @@ def search_all(
     n_best: int = 1,
     device: torch.device,
     progress: Callable[[Sequence[int]], None] = lambda finished: None,
+    choice: Choice = PLAIN,
+    max_length: int | None = None,
+    prefixes: Sequence[Ids] | None = None,
+    numbers: Sequence[int] | None = None,
+    kind: Callable[[Sequence[int]], Kind] | None = None,
+    pool: Pool | None = None,
 ) -> list[list[Hypothesis]]:
-    """The n best hypotheses of each source, in the order of the sources; `progress` hears which ones are finished."""
+    """The n best hypotheses of each source, in the order of the sources; `progress` hears which ones are finished.
+
+    Each begins with its sentence's prefix. `max_length` takes the place of the source's length + `extra_length`.
+    `numbers` are the sentences' own, by which draws are seeded; `kind` makes the search for the sentences of a batch,
+    where the usual one will not do. A `pool` keeps searches that are made for one model on a GPU, and makes them.
+    """
+    work = Work(
+        sources,
+        [len(ids) + spec.extra_length if max_length is None else max_length for ids in sources],
+        prefixes or [()] * len(sources),
+        numbers or range(len(sources)),
+    )
+    if pool is not None and kind is None and sources and pool.serves(model, choice):
+        return _in_slots(pool, work, spec, tokenizers, n_best, choice, progress)
     results: list[list[Hypothesis]] = [[] for _ in sources]
-    src, tgt = tokenizers.src, tokenizers.tgt
     budget = batch_tokens(spec, device) // max(spec.beam, n_best)
     for batch in by_length([len(ids) + 1 for ids in sources], budget):
-        rows = [np.asarray(sources[i], np.int64) for i in batch]
         found = search(
             model,
-            pad(rows, src.pad, last=src.eos).to(device),
-            torch.tensor([len(row) + 1 for row in rows], device=device),
+            *work.tensors(batch, tokenizers.src, device),
             spec,
-            bos=tgt.bos,
-            eos=tgt.eos,
-            pad=tgt.pad,
+            bos=tokenizers.tgt.bos,
+            eos=tokenizers.tgt.eos,
+            pad=tokenizers.tgt.pad,
             n_best=n_best,
+            longest=torch.tensor([work.longest[i] for i in batch], device=device),
+            prefix=work.beginnings(batch).to(device),
+            choice=choice,
+            numbers=[work.numbers[i] for i in batch],
+            kind=kind(batch.tolist()) if kind else begin,
         )
         for i, hypotheses in zip(batch, found, strict=True):
             results[i] = hypotheses
         progress(batch.tolist())
+    return results
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sentences, and of each the longest output, what it begins with, and its number in the whole input."""
+
+    sources: Sequence[Ids]
+    longest: Sequence[int]
+    prefixes: Sequence[Ids]
+    numbers: Sequence[int]
+
+    def tensors(self, batch: batches.Indices, tokenizer: Tokenizer, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The sources of a batch with </s>, padded, and their lengths."""
+        rows = [np.asarray(self.sources[i], np.int64) for i in batch]
+        lengths = torch.tensor([len(row) + 1 for row in rows], device=device)
+        return pad(rows, tokenizer.pad, last=tokenizer.eos).to(device), lengths
+
+    def beginnings(self, batch: batches.Indices) -> Tensor:
+        """The prefixes of a batch, -1 behind shorter ones."""
+        rows = [torch.tensor(self.prefixes[i], dtype=torch.long) for i in batch]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _in_slots(
+    pool: Pool,
+    work: Work,
+    spec: config.Decode,
+    tokenizers: Tokenizers,
+    n_best: int,
+    choice: Choice,
+    progress: Callable[[Sequence[int]], None],
+) -> list[list[Hypothesis]]:
+    """All sentences, longest first, through slots that they enter and leave."""
+    src, tgt = tokenizers.src, tokenizers.tgt
+    order = sorted(range(len(work.sources)), key=lambda i: -len(work.sources[i]))
+    results: list[list[Hypothesis]] = [[] for _ in order]
+
+    def finished(place: int, hypotheses: list[Hypothesis]) -> None:
+        results[order[place]] = hypotheses
+        progress([order[place]])
+
+    pool.run(
+        [torch.tensor([*work.sources[i], src.eos]) for i in order],
+        [work.longest[i] for i in order],
+        [work.prefixes[i] for i in order],
+        spec,
+        Special(tgt.bos, tgt.eos, tgt.pad),
+        choice,
+        n_best=n_best,
+        pad_id=src.pad,
+        finished=finished,
+    )
     return results
 
 

@@ -11,7 +11,8 @@ import torch
 
 from qkv import config
 from qkv.decode.batched import score_all
-from qkv.decode.search import Hypothesis, length_penalty
+from qkv.decode.board import Hypothesis
+from qkv.decode.step import length_penalty
 from qkv.errors import UsageError
 from qkv.explain.record import words
 from qkv.explain.steps import Read

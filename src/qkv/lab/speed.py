@@ -1,7 +1,8 @@
-"""Training and decoding speed, as a ratio against torch.nn.Transformer: same weights, same text, same run.
+"""Training speed, as a ratio against torch.nn.Transformer: same weights, same text, same run.
 
 The two take turns, round after round, so that whatever else the machine does falls on both; the figure is the median
-over the rounds. Before anything is timed the two are shown to compute the same.
+over the rounds. Before anything is timed the two are shown to compute the same. Decoding has more peers, and a module
+of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from rich.table import Table
 from qkv import config, files
 from qkv.data.lines import Lines
 from qkv.data.loader import Batch, collate
-from qkv.decode.batched import by_length, search_all
+from qkv.decode.batched import by_length
 from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
+from qkv.lab import decoding
 from qkv.lab.peers import TorchTransformer
 from qkv.models.base import parameter_count
 from qkv.models.transformer import Transformer
@@ -39,18 +41,26 @@ from qkv.train.loss import smoothed_loss
 
 PEER = "torch.nn.Transformer"
 SENTENCES = 8192  # of the demo corpus
-DECODING = {  # beam, and sentences decoded in one call: as many as a small file has, or as a server might gather
-    "greedy, 512 sentences": (1, 512),
-    "greedy, 64 sentences": (1, 64),
-    "beam 4, 512 sentences": (4, 512),
-    "beam 4, 64 sentences": (4, 64),
-}
 
 
-def measure(what: str, *, seconds: float = 10.0, device: str = "auto", output: str | None = None) -> dict[str, Any]:
-    """Measure, print a table, and write JSON if asked: the `demo` model on the demo corpus."""
+def measure(
+    what: str, *, seconds: float = 10.0, device: str = "auto", outputs: Sequence[str] = (), **decode: Any
+) -> dict[str, Any]:
+    """The speed of training, of decoding, or of all; `decode` is what `qkv.lab.decoding.measure` wants besides."""
     if what not in ("train", "decode", "all"):
         raise UsageError(f"lab speed {what}: choose one of train, decode, all")
+    if what == "all" and outputs:
+        raise UsageError("--output: one file for one table: measure train and decode one after the other")
+    results = {}
+    if what != "decode":
+        results["train"] = train(seconds=seconds, device=device, outputs=outputs)
+    if what != "train":
+        results["decode"] = decoding.measure(seconds=seconds, device=device, outputs=outputs, **decode)
+    return results
+
+
+def train(*, seconds: float = 10.0, device: str = "auto", outputs: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure, print a table, and write JSON if asked: the `demo` model on the demo corpus."""
     chosen = choose_device(device)
     spec = demo()
     torch.manual_seed(0)
@@ -58,22 +68,16 @@ def measure(what: str, *, seconds: float = 10.0, device: str = "auto", output: s
     assert isinstance(spec.model, config.Transformer)
     ours = Transformer(spec.model, tokenizers.src.size, tokenizers.tgt.size).to(chosen)
     peer = TorchTransformer(copy.deepcopy(ours)).to(chosen)
-    rows = {}
-    if what != "decode":
-        batches = _batches(sources, targets, tokenizers, spec.train, chosen)
-        rows["train"] = _train(ours, peer, batches, spec.train, seconds)
-    if what != "train":
-        for name, (beam, count) in DECODING.items():
-            rows[name] = _decode(ours, peer, sources, tokenizers, beam, count, chosen, seconds)
+    batches = _batches(sources, targets, tokenizers, spec.train, chosen)
     result = {
         "machine": f"{platform.processor() or platform.machine()}, {describe(chosen)}",
         "torch": torch.__version__,
         "model": f"demo, {parameter_count(ours):,} parameters",
         "peer": PEER,
-        "rows": rows,
+        "rows": {"train": _train(ours, peer, batches, spec.train, seconds)},
     }
     _print(result)
-    if output:
+    for output in outputs:
         files.write_text(Path(output), json.dumps(result, indent=2) + "\n")
     return result
 
@@ -128,40 +132,6 @@ def _train(
         return one
 
     return _take_turns(step(ours, our_loss), step(peer, peer_loss), seconds)
-
-
-@torch.inference_mode()
-def _decode(
-    ours: Transformer,
-    peer: TorchTransformer,
-    sources: list[list[int]],
-    tokenizers: Tokenizers,
-    beam: int,
-    count: int,
-    device: torch.device,
-    seconds: float,
-) -> dict[str, Any]:
-    """Output tokens a second, `count` sentences in each call; both must write the same tokens.
-
-    Untrained weights seldom end a sentence, so the limit does: the length of the source and five tokens more.
-    """
-    spec = config.Decode(beam=beam, extra_length=5)
-    ours, peer = ours.eval(), peer.eval()
-
-    def run(model: Any) -> Callable[[int], int]:
-        def one(number: int) -> int:
-            start = number * count % len(sources)
-            found = search_all(model, sources[start : start + count], spec, tokenizers, device=device)
-            return sum(len(h[0].tokens) + 1 for h in found)
-
-        return one
-
-    a, b = (
-        [h[0].tokens for h in search_all(m, sources[:count], spec, tokenizers, device=device)] for m in (ours, peer)
-    )
-    if a != b:
-        raise QkvError(f"beam {beam}: our output and the peer's differ: the comparison would mean nothing")
-    return _take_turns(run(ours), run(peer), seconds)
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> None:

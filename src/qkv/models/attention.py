@@ -99,6 +99,11 @@ def heads_of(model: Any, device: torch.device) -> dict[str, int]:
     return {name: parts[0].shape[1] for name, parts in recording.weights.items()}
 
 
+def is_watched() -> bool:
+    """Whether weights are recorded or heads muted here, which only the models of this package can do."""
+    return _recording.get() is not None or _muted.get() is not None
+
+
 @contextmanager
 def without(heads: Iterable[Head], known: Mapping[str, int]) -> Iterator[None]:
     """Inside the block these heads contribute zero to the concatenation before W^O; no weight is changed.
@@ -274,10 +279,10 @@ def _attend_in_window(
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotary positions (Su et al., 2021): turn each pair (2i, 2i + 1) of x by its position's angle.
 
-    `table` is that of the sinusoids, (length, d_k): sines and cosines of the same angles. The product of a query and a
-    key then depends on the distance between them alone.
+    `table` is that of the sinusoids, (length, d_k), or one for each row, (rows, 1, length, d_k): sines and cosines of
+    the same angles. The product of a query and a key then depends on the distance between them alone.
     """
-    sin, cos = table[:, 0::2], table[:, 1::2]  # (length, d_k / 2)
+    sin, cos = table[..., 0::2], table[..., 1::2]  # (length, d_k / 2)
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return turned.flatten(-2).to(x.dtype)
@@ -323,15 +328,16 @@ class MultiHeadAttention(nn.Module):
         elif score == "additive":
             self.score_weight = nn.Parameter(torch.empty(heads, d_k).normal_(std=d_k**-0.5))
 
-    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, d_model): each (batch, heads, length, d_k or d_v).
 
-        `start` is the position of the first, for those that are turned by their position.
+        `start` is the position of the first, of all rows or of each, for those that are turned by their position.
         """
         widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
         q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
         if self.rotary is not None:
             table = self.rotary(start, x.shape[1])
+            table = table[:, None] if isinstance(start, Tensor) else table  # alike for all heads
             q, k = rotate(q, table), rotate(k, table)
         return q, k, v
 
@@ -363,6 +369,10 @@ class MultiHeadAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             name=self.name,
         )
+        return self.merge(heads)
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """What the heads found, (batch, heads, queries, d_v), side by side and mapped to (batch, queries, d_model)."""
         mapped: Tensor = self.output(heads.transpose(1, 2).flatten(2))
         return mapped
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.errors import UsageError
+from qkv.models.kernels import add_norm
 
 
 def sinusoids(length: int, d_model: int) -> Tensor:
@@ -29,8 +30,14 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.register_buffer("table", sinusoids(length, d_model), persistent=False)
 
-    def forward(self, start: int, length: int) -> Tensor:
+    def forward(self, start: int | Tensor, length: int) -> Tensor:
+        """Those of `length` positions from `start` on: (length, d_model), or (rows, length, d_model) of several starts.
+
+        Several starts must lie inside the table: nobody asks the device where they are.
+        """
         table = self.table
+        if isinstance(start, Tensor):
+            return table[_from(start, length)]
         if start + length > len(table):
             with torch.inference_mode(False):  # a table that grew while nobody trained must serve training too
                 table = sinusoids(2 * (start + length), table.shape[1]).to(table.device, table.dtype)
@@ -45,13 +52,19 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
 
-    def forward(self, start: int, length: int) -> Tensor:
+    def forward(self, start: int | Tensor, length: int) -> Tensor:
+        if isinstance(start, Tensor):
+            return self.table[_from(start, length)]
         if start + length > len(self.table):
             raise UsageError(
                 f"a sequence of {start + length} tokens, but model.max_positions = {len(self.table)}: "
                 f"learned positions end there; split the text, or train with more or with sinusoidal positions"
             )
         return self.table[start : start + length]
+
+
+def _from(starts: Tensor, length: int) -> Tensor:
+    return starts[:, None] + torch.arange(length, device=starts.device)  # (rows, length)
 
 
 class Embedding(nn.Module):
@@ -66,7 +79,7 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor, start: int = 0) -> Tensor:
+    def forward(self, ids: Tensor, start: int | Tensor = 0) -> Tensor:
         x = self.tokens(ids) * self.scale  # (batch, length, d_model)
         if self.positions is not None:
             x = x + self.positions(start, ids.shape[1]).to(x.dtype)
@@ -124,5 +137,4 @@ class Residual(nn.Module):
         if self.pre:
             summed: Tensor = x + self.dropout(sublayer(self.norm(x)))
             return summed
-        normed: Tensor = self.norm(x + self.dropout(sublayer(x)))
-        return normed
+        return add_norm(x, self.dropout(sublayer(x)), self.norm)

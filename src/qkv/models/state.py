@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from qkv.models.attention import MultiHeadAttention, attention_mask
 
 SPARE = 16  # positions by which a cache grows
 
@@ -86,6 +88,22 @@ def staying(rows: Tensor, beam: int, sentences: int) -> Tensor | None:
     return None if torch.equal(stay, torch.arange(sentences, device=rows.device)) else stay
 
 
+class DecoderState(Protocol):
+    """What the layers of a Transformer's decoder need of its memory, whatever holds it."""
+
+    length: Any  # tokens so far: of all rows an int, or of each a tensor (rows,)
+
+    def attend_to_past(self, layer: int, attention: MultiHeadAttention, y: Tensor, window: int) -> Tensor:
+        """Self-attention of the newest positions y (rows, n, d_model), which are remembered."""
+        ...
+
+    def attend_to_source(self, layer: int, attention: MultiHeadAttention, y: Tensor) -> Tensor: ...
+
+    def move(self, n: int) -> None:
+        """Stand behind n more tokens."""
+        ...
+
+
 @dataclass
 class TransformerState:
     """The decoder's memory: its own past, and the source as keys and values, held once for all beams of a sentence.
@@ -98,6 +116,30 @@ class TransformerState:
     mask: Tensor | None  # (sentences, 1, 1, source)
     beam: int
     length: int = 0
+
+    def attend_to_past(self, layer: int, attention: MultiHeadAttention, y: Tensor, window: int) -> Tensor:
+        q, k, v = attention.project(y, start=self.length)
+        k, v = self.caches[layer].append(k, v, self.length)
+        n = q.shape[2]
+        if window:  # nobody looks further back
+            k, v = k[:, :, -(window + n) :], v[:, :, -(window + n) :]
+        mask = None
+        if n > 1 or window:
+            mask = attention_mask(n, k.shape[2], causal=True, window=window, device=q.device)
+        attended: Tensor = attention(q, k, v, mask)
+        return attended
+
+    def attend_to_source(self, layer: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
+        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
+        memory = self.memory[layer]
+        assert memory is not None
+        rows, n, width = y.shape
+        q = attention.project_query(y.reshape(rows // self.beam, self.beam * n, width))
+        attended: Tensor = attention(q, *memory, self.mask)
+        return attended.reshape(rows, n, width)
+
+    def move(self, n: int) -> None:
+        self.length += n
 
     def select(self, rows: Tensor) -> TransformerState:
         if self.mask is not None and (stay := staying(rows, self.beam, len(self.mask))) is not None:

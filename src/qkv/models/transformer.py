@@ -6,6 +6,7 @@ Both stacks also stand alone: the decoder as a language model, the encoder as a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -13,7 +14,9 @@ from qkv import config
 from qkv.models.attention import MultiHeadAttention, attention_mask
 from qkv.models.base import Model, TranslationModel, make_positions
 from qkv.models.layers import Embedding, FeedForward, Residual, SinusoidalPositions, make_norm
-from qkv.models.state import Cache, Memory, TransformerState
+from qkv.models.state import Cache, DecoderState, Memory, TransformerState
+
+StateT = TypeVar("StateT", bound=DecoderState)
 
 
 class EncoderLayer(nn.Module):
@@ -56,33 +59,14 @@ class DecoderLayer(nn.Module):
         x = self.residuals[-1](x, self.feed_forward)
         return x
 
-    def step(self, x: Tensor, cache: Cache, memory: tuple[Tensor, Tensor] | None, state: TransformerState) -> Tensor:
-        """The newest n target positions: x (rows, n, d_model), rows = sentences × beam."""
-        x = self.residuals[0](x, lambda y: self._attend_to_past(y, cache, state.length))
-        if memory is not None:
-            x = self.residuals[1](x, lambda y: self._attend_to_source(y, memory, state))
+    def step(self, x: Tensor, state: DecoderState, layer: int) -> Tensor:
+        """The newest n target positions: x (rows, n, d_model), rows = sentences × beam; the state knows the others."""
+        x = self.residuals[0](x, lambda y: state.attend_to_past(layer, self.attention, y, self.window))
+        cross = self.cross_attention
+        if cross is not None:
+            x = self.residuals[1](x, lambda y: state.attend_to_source(layer, cross, y))
         x = self.residuals[-1](x, self.feed_forward)
         return x
-
-    def _attend_to_past(self, y: Tensor, cache: Cache, length: int) -> Tensor:
-        q, k, v = self.attention.project(y, start=length)
-        k, v = cache.append(k, v, length)
-        n = q.shape[2]
-        if self.window:  # nobody looks further back
-            k, v = k[:, :, -(self.window + n) :], v[:, :, -(self.window + n) :]
-        mask = None
-        if n > 1 or self.window:
-            mask = attention_mask(n, k.shape[2], causal=True, window=self.window, device=q.device)
-        attended: Tensor = self.attention(q, k, v, mask)
-        return attended
-
-    def _attend_to_source(self, y: Tensor, memory: tuple[Tensor, Tensor], state: TransformerState) -> Tensor:
-        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
-        assert self.cross_attention is not None
-        rows, n, width = y.shape
-        q = self.cross_attention.project_query(y.reshape(rows // state.beam, state.beam * n, width))
-        attended: Tensor = self.cross_attention(q, *memory, state.mask)
-        return attended.reshape(rows, n, width)
 
 
 class Transformer(TranslationModel):
@@ -125,13 +109,9 @@ class Transformer(TranslationModel):
         ]
         return TransformerState([Cache() for _ in self.decoder], projected, memory.mask, beam)
 
-    def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
+    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
-        x = self.target(tokens, start=state.length)
-        for layer, cache, memory in zip(self.decoder, state.caches, state.memory, strict=True):
-            x = layer.step(x, cache, memory, state)
-        state.length += tokens.shape[1]
-        return self.project(self.decoder_norm(x)), state
+        return self.project(_newest(self, tokens, state)), state
 
 
 class DecoderOnly(Model):
@@ -159,13 +139,9 @@ class DecoderOnly(Model):
         """The state before the first token; there is no source, so nothing to remember, and any number of rows."""
         return TransformerState([Cache() for _ in self.decoder], [None for _ in self.decoder], None, beam)
 
-    def step(self, tokens: Tensor, state: TransformerState) -> tuple[Tensor, TransformerState]:
+    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
-        x = self.target(tokens, start=state.length)
-        for layer, cache in zip(self.decoder, state.caches, strict=True):
-            x = layer.step(x, cache, None, state)
-        state.length += tokens.shape[1]
-        return self.project(self.decoder_norm(x)), state
+        return self.project(_newest(self, tokens, state)), state
 
 
 class EncoderOnly(Model):
@@ -189,6 +165,16 @@ class EncoderOnly(Model):
             x = layer(x, mask)
         normed: Tensor = self.encoder_norm(x)
         return normed
+
+
+def _newest(model: Transformer | DecoderOnly, tokens: Tensor, state: DecoderState) -> Tensor:
+    """The decoder's last layer at n more tokens of each row; the state moves behind them."""
+    x = model.target(tokens, start=state.length)
+    for i, layer in enumerate(model.decoder):
+        x = layer.step(x, state, i)
+    state.move(tokens.shape[1])
+    normed: Tensor = model.decoder_norm(x)
+    return normed
 
 
 def _attention(spec: config.Attentive, name: str) -> MultiHeadAttention:

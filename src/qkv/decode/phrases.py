@@ -1,0 +1,400 @@
+"""Phrases that a translation must have, and phrases that it must not have.
+
+Both are about the text, not about tokens: case-sensitive and in whole words, so that a forbidden "cat" does not forbid
+"category", and a required one is not met by it. A text can be spelt in several ways; the rules below see all of them.
+In languages without spaces there are no words to be whole, and a phrase is found wherever its characters stand.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv import config
+from qkv.decode.beams import Beams
+from qkv.decode.board import Board
+from qkv.decode.search import Kind
+from qkv.decode.step import PLAIN, Choice, Search, Special
+from qkv.errors import UsageError
+from qkv.models.state import StepModel
+from qkv.text import Tokenizer
+
+LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
+BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less
+
+
+def clean(phrases: Sequence[str], name: str) -> tuple[str, ...]:
+    """The phrases as they are looked for: composed characters, single spaces; blank ones are refused."""
+    if isinstance(phrases, str):
+        raise UsageError(f"{name} takes a list of phrases: put the phrase in brackets")
+    found = tuple(" ".join(unicodedata.normalize("NFC", phrase).split()) for phrase in phrases)
+    if "" in found:
+        raise UsageError(f"{name} has a blank phrase: leave it out")
+    return found
+
+
+def find(phrase: str, text: str, whole_words: bool = True, start: int = 0) -> int:
+    """Where a phrase ends in the text, from `start` on; -1 if it does not occur."""
+    while (place := text.find(phrase, start)) >= 0:
+        end = place + len(phrase)
+        inside = place > 0 and _is_word(phrase[0]) and _is_word(text[place - 1])
+        goes_on = end < len(text) and _is_word(phrase[-1]) and _is_word(text[end])
+        if not whole_words or not (inside or goes_on):
+            return end
+        start = place + 1
+    return -1
+
+
+def _is_word(character: str) -> bool:
+    """Letters, digits, the accents on them, and the underscore."""
+    return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")
+
+
+def _first(piece: bytes) -> str:
+    """The first character of what a token writes; U+FFFD if it is not whole."""
+    return piece[:4].decode("utf-8", "replace")[:1]
+
+
+# ---- forbidden -------------------------------------------------------------------------------------------------------
+
+
+class Avoid:
+    """A rule that forbids the token with which a phrase would be complete, however it is spelt.
+
+    A word that goes on behind the phrase is another word: it is forbidden only in the spelling that writes the phrase
+    first and the rest of the word after it, because nobody knows whether the rest will come. Where it must come, as in
+    a required phrase whose spelling is `exempt`, or behind a prefix, only what lengthens the word may follow.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        phrases: Sequence[str],
+        tokenizer: Tokenizer,
+        whole_words: bool = True,
+        exempt: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        self.phrases, self.whole_words = clean(phrases, "avoid"), whole_words
+        self.bytes = _written(tokenizer)
+        vocabulary = sorted((piece, token) for token, piece in enumerate(self.bytes) if piece)
+        forms = {unicodedata.normalize(form, phrase) for phrase in self.phrases for form in ("NFC", "NFD")}
+        self.patterns = [_Pattern(form.encode(), vocabulary, whole_words) for form in sorted(forms)]
+        self.apart = {
+            token for token, piece in enumerate(self.bytes) if not _joins(piece)
+        }  # what ends a word, and </s>
+        self.exempt = {spelt[:n] for spelt in exempt for n in range(1, len(spelt))}
+
+    def __call__(self, log_probs: Tensor, board: Board) -> None:
+        places: list[tuple[int, int, int]] = []
+        parts = (board.tokens, board.length, board.longest, board.logprob)
+        for s, (sentence, length, longest, logprobs) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
+            for r, (tokens, logprob) in enumerate(zip(sentence, logprobs, strict=True)):
+                if logprob > -math.inf:
+                    found = self.forbidden(tokens[1 : 1 + length], left=longest - length)
+                    places += [(s, r, token) for token in found]
+        if places:
+            log_probs[tuple(torch.tensor(places, device=log_probs.device).T)] = -math.inf
+
+    def forbidden(self, tokens: Sequence[int], left: int = 0) -> set[int]:
+        """The tokens that would complete a phrase behind these; `left` is how many may still follow."""
+        text = b"".join(map(self.bytes.__getitem__, tokens))
+        found = {token for pattern in self.patterns for token in pattern.completing(text)}
+        if left > 1:  # a word that must go on needs room for it
+            found -= {token for token in found if self._exempts([*tokens, token])}
+        if any(pattern.complete(text) for pattern in self.patterns):
+            found |= self.apart
+        return found
+
+    def _exempts(self, tokens: Sequence[int]) -> bool:
+        return any(tuple(tokens[-len(begun) :]) == begun for begun in self.exempt)
+
+    def occurs(self, text: str) -> str | None:
+        """A forbidden phrase that the text has."""
+        composed = unicodedata.normalize("NFC", text)
+        return next((phrase for phrase in self.phrases if find(phrase, composed, self.whole_words) >= 0), None)
+
+
+class _Pattern:
+    """The bytes of one phrase, and which tokens complete it when so many of them are written already."""
+
+    def __init__(self, phrase: bytes, vocabulary: list[tuple[bytes, int]], whole_words: bool) -> None:
+        self.phrase = phrase
+        text = phrase.decode()
+        self.left, self.right = (whole_words and _is_word(text[end]) for end in (0, -1))  # where a word must not go on
+        self.after: dict[int, list[int]] = {}
+        for done in range(len(phrase)):
+            rest = phrase[done:]
+            begin = bisect.bisect_left(vocabulary, (rest, -1))
+            fitting = []
+            while begin < len(vocabulary) and vocabulary[begin][0].startswith(rest):
+                piece, token = vocabulary[begin]
+                if self._ends(piece[len(rest) :]):
+                    fitting.append(token)
+                begin += 1
+            if fitting:
+                self.after[done] = fitting
+        self.within = [token for piece, token in vocabulary if self._holds(piece)]  # whatever stands before
+
+    def completing(self, text: bytes) -> list[int]:
+        """The tokens with which the phrase is complete behind a text."""
+        found = list(self.within)
+        for done, tokens in self.after.items():
+            if self._stands(text, done):
+                found += tokens
+        return found
+
+    def complete(self, text: bytes) -> bool:
+        """Whether the text ends in the phrase, which it will have unless the last word goes on."""
+        return self.right and self._stands(text, len(self.phrase))
+
+    def _stands(self, text: bytes, done: int) -> bool:
+        """Whether the text ends in so many bytes of the phrase, and they begin where a word may."""
+        before = text[: len(text) - done]
+        return text.endswith(self.phrase[:done]) and not (self.left and before and _is_word(_last(before)))
+
+    def _ends(self, rest: bytes) -> bool:
+        return not (self.right and rest and _is_word(_first(rest)))
+
+    def _holds(self, piece: bytes) -> bool:
+        place = piece.find(self.phrase, 1)
+        while place > 0:
+            if self._ends(piece[place + len(self.phrase) :]) and not (self.left and _is_word(_last(piece[:place]))):
+                return True
+            place = piece.find(self.phrase, place + 1)
+        return False
+
+
+def _last(text: bytes) -> str:
+    return text[-4:].decode("utf-8", "replace")[-1]
+
+
+def _written(tokenizer: Tokenizer) -> list[bytes]:
+    """What each token writes; a newline becomes a space in a translation."""
+    return [tokenizer.bytes_of(token).replace(b"\n", b" ") for token in range(tokenizer.size)]
+
+
+# ---- required --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Required:
+    """The phrases that one translation must have, each with the tokens by which it is written if it must be."""
+
+    phrases: tuple[str, ...]
+    spelt: tuple[tuple[int, ...], ...]
+    ordered: bool
+    whole_words: bool
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(
+        cls, phrases: Sequence[str], tokenizer: Tokenizer, *, ordered: bool = False, whole_words: bool = True
+    ) -> Required:
+        """Several phrases, to come in this order or in any; one that is given twice is asked for twice if ordered."""
+        cleaned = clean(phrases, "must_include")
+        if not ordered:
+            cleaned = tuple(dict.fromkeys(cleaned))
+        spelt = tuple(tuple(spell(phrase, tokenizer, space=whole_words)) for phrase in cleaned)
+        return cls(cleaned, spelt, ordered, whole_words, tokenizer)
+
+    def __str__(self) -> str:
+        return ", ".join(f'"{phrase}"' for phrase in self.phrases)
+
+    def missing(self, text: str) -> list[int]:
+        """The numbers of the phrases that a text lacks; if they are ordered, all from the first that it lacks."""
+        composed = unicodedata.normalize("NFC", text)
+        if not self.ordered:
+            return [i for i, phrase in enumerate(self.phrases) if find(phrase, composed, self.whole_words) < 0]
+        end = 0
+        for i, phrase in enumerate(self.phrases):
+            end = find(phrase, composed, self.whole_words, end)
+            if end < 0:
+                return list(range(i, len(self.phrases)))
+        return []
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens write; bytes that are no character, or not yet, are left out."""
+        joined = b"".join(map(self.tokenizer.bytes_of, tokens))
+        return joined.decode("utf-8", "ignore").replace("\n", " ").removeprefix(" ")
+
+    def room(self, missing: Sequence[int]) -> int:
+        """How many tokens write these phrases from the beginning."""
+        return sum(len(self.spelt[i]) for i in missing)
+
+    def need(self, tokens: Sequence[int]) -> int:
+        """How many tokens more will certainly do."""
+        missing = self.missing(self.text(tokens))
+        begun = [self._begun(i, tokens)[-1] for i in (missing[:1] if self.ordered else missing)]
+        return self.room(missing) - max(begun, default=0)
+
+    def advancing(self, tokens: Sequence[int]) -> set[int]:
+        """The tokens that begin a missing phrase, or go on with it."""
+        missing = self.missing(self.text(tokens))
+        wanted = missing[:1] if self.ordered else missing
+        return {self.spelt[i][begun] for i in wanted for begun in self._begun(i, tokens)}
+
+    def _begun(self, i: int, tokens: Sequence[int]) -> list[int]:
+        """How many tokens of a phrase may stand at the end, fewest first; 0 is always among them."""
+        spelt = self.spelt[i]
+        most = min(len(spelt) - 1, len(tokens))
+        return [n for n in range(most + 1) if tuple(tokens[len(tokens) - n :]) == spelt[:n]]
+
+
+def spell(phrase: str, tokenizer: Tokenizer, *, space: bool = True) -> list[int]:
+    """The tokens of a phrase as the tokenizer cuts it, with the space before it, or without it as long as they go."""
+    if space:
+        return tokenizer.encode(phrase)
+    pieces = {tokenizer.bytes_of(token): token for token in range(tokenizer.offset, tokenizer.size)}
+    rest, tokens = phrase.encode(), []
+    while rest:
+        length = next(n for n in range(min(len(rest), tokenizer.max_token_bytes), 0, -1) if rest[:n] in pieces)
+        tokens.append(pieces[rest[:length]])
+        rest = rest[length:]
+    return tokens
+
+
+def check_conflict(required: Sequence[str], prefix: str, avoid: Avoid) -> None:
+    """Refuse what must be written if it has a forbidden phrase in it; at the end of a prefix a word may still go on."""
+    for phrase, text in [(phrase, phrase) for phrase in required] + [(prefix, prefix + LETTER)]:
+        if (forbidden := avoid.occurs(text)) is not None:
+            raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: leave out one of the two')
+
+
+class Constrained(Beams):
+    """Beam search whose hypotheses end only when they have met all phrases (Post and Vilar, 2018).
+
+    Those that live on are taken in turn from banks, one for each number of phrase tokens still needed, so that a
+    hypothesis that pays for a phrase is not crowded out by those that have not. As soon as no more room is left than
+    the missing phrases need, only tokens that write them may follow. What is met is a function of the tokens alone.
+    """
+
+    def __init__(self, *args: Any, required: Sequence[Required], lengths: Tensor) -> None:
+        super().__init__(*args, lengths=lengths)
+        self.plain = False  # `choose` looks at all log-probabilities
+        self.required = required  # of each sentence in the batch
+        self.joining = _joining(required[0].tokenizer).to(lengths.device)
+
+    def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
+        for slot, most, begun in zip(slots.tolist(), longest.tolist(), forced.tolist(), strict=True):
+            required = self.required[self.numbers[slot]]
+            prefix = [token for token in begun if token >= 0]
+            room = max(0, most - len(prefix))
+            if (need := required.need(prefix)) > room:
+                raise UsageError(
+                    f"must_include: {required} takes {need} tokens, but the output may have {room} more: "
+                    f"raise max_length, or ask for less"
+                )
+        super().place(slots, longest, forced)
+
+    def choose(self, log_probs: Tensor, merit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        allowed = merit.clone()
+        written = self._written()
+        for slot, rows in written.items():
+            for row, tokens in rows.items():
+                left = int(self.board.longest[slot]) - len(tokens)
+                self._forbid(allowed[slot, row], self.required[self.numbers[slot]], tokens, left)
+        totals, parents, chosen = super().choose(log_probs, allowed)
+        for slot, rows in written.items():
+            best = set(zip(parents[slot, 0].tolist(), chosen[slot, 0].tolist(), strict=True))
+            values = self.board.logprob[slot, :, None] + allowed[slot]
+            kept = self._banks(values, self.required[self.numbers[slot]], rows, best)
+            if not kept and float(self.board.ended_score[slot, 0]) == -math.inf:
+                unmet = self.required[self.numbers[slot]]
+                raise UsageError(f"must_include: {unmet} cannot be met together with the other rules: ask for less")
+            totals[slot], parents[slot], chosen[slot] = -math.inf, 0, self.special.pad
+            for place, (row, token) in enumerate(kept):
+                totals[slot, 0, place] = self.board.logprob[slot, row] + log_probs[slot, row, token]
+                parents[slot, 0, place], chosen[slot, 0, place] = row, token
+        return totals, parents, chosen
+
+    def _written(self) -> dict[int, dict[int, list[int]]]:
+        """What each living row has written, by slot and row; where a prefix is still being forced, nothing is asked."""
+        board, found = self.board, {}
+        forced = board.forced.gather(1, board.length[:, None]).squeeze(1).tolist()
+        rows = zip(
+            board.tokens.tolist(), board.length.tolist(), board.logprob.tolist(), board.done.tolist(), strict=True
+        )
+        for slot, (sentence, length, logprobs, done) in enumerate(rows):
+            if not done and forced[slot] < 0:
+                living = (row for row, logprob in enumerate(logprobs) if logprob > -math.inf)
+                found[slot] = {row: sentence[row][1 : 1 + length] for row in living}
+        return found
+
+    def _forbid(self, merit: Tensor, required: Required, tokens: list[int], left: int) -> None:
+        """Take away, in one row (vocab,), </s> while phrases are missing, and what would leave no room for them."""
+        text = required.text(tokens)
+        lost = required.room(required.missing(text))  # what is needed after a token that writes no phrase …
+        broken = required.room(required.missing(text + LETTER))  # … or that lengthens the last word
+        end = -math.inf if lost else merit[self.special.eos].item()
+        if broken >= left:
+            advancing = {token: merit[token].item() for token in required.advancing(tokens)}
+            merit.masked_fill_(self.joining, -math.inf)
+            if lost >= left:
+                merit.masked_fill_(~self.joining, -math.inf)
+            for token, value in advancing.items():
+                merit[token] = value if required.need([*tokens, token]) < left else -math.inf
+        merit[self.special.eos] = end
+
+    def _banks(
+        self, values: Tensor, required: Required, rows: dict[int, list[int]], best: set[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """The continuations (row, token) that are ranked, best first: at most `width` that end and as many that do not.
+
+        `values` (rows, vocab) are those of all; looked at are the `best` of all, the best of each row, and those that
+        advance a phrase.
+        """
+        eos = self.special.eos
+        for row, tokens in rows.items():
+            best |= {(row, token) for token in (eos, int(values[row].argmax()), *required.advancing(tokens))}
+        value = {pair: values[pair].item() for pair in best if pair[0] in rows}
+        ranked = sorted((pair for pair in value if value[pair] > -math.inf), key=lambda pair: (-value[pair], pair))
+        ending = [pair for pair in ranked if pair[1] == eos][: self.width]
+        banks: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, token in ranked:
+            if token != eos:
+                banks[required.need([*rows[row], token])].append((row, token))
+        going_on: list[tuple[int, int]] = []
+        for turn in range(self.width):
+            going_on += [banks[need][turn] for need in sorted(banks) if turn < len(banks[need])]
+        return sorted(ending + going_on[: self.width], key=lambda pair: (-value[pair], pair))
+
+
+def _joins(piece: bytes) -> bool:
+    """Whether a token may lengthen the word before it: it begins with a letter, or with a part of a character."""
+    return bool(piece) and ((first := _first(piece)) == "\ufffd" or _is_word(first))
+
+
+@lru_cache(maxsize=4)
+def _joining(tokenizer: Tokenizer) -> Tensor:
+    """The tokens that may lengthen a word: (vocab,)."""
+    return torch.tensor([_joins(tokenizer.bytes_of(token)) for token in range(tokenizer.size)])
+
+
+def constrained(required: Sequence[Required]) -> Kind:
+    """What `search` makes instead of its usual search: one in which sentence i of the batch must meet required[i]."""
+
+    def begin(
+        model: StepModel[Any, Any],
+        spec: config.Decode,
+        special: Special,
+        *,
+        lengths: Tensor,
+        capacity: int,
+        n_best: int = 1,
+        choice: Choice = PLAIN,
+        numbers: Sequence[int] | None = None,
+    ) -> Search:
+        board = Board.empty(len(lengths), max(spec.beam, n_best, BEAM), n_best, capacity, lengths.device)
+        return Constrained(model, spec, choice, special, board, required=required, lengths=lengths)
+
+    return begin

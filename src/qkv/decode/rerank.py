@@ -1,0 +1,95 @@
+"""Minimum Bayes risk: of several translations, the one that the others agree with most (Kumar and Byrne, 2004).
+
+Each candidate stands for what the model believes, so the best is the one with the highest mean utility when every
+candidate in turn is taken for the reference. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a
+candidate are counted once, and those that two of them share are found for all pairs at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import UsageError
+
+UTILITIES = ("chrf", "bleu")
+
+
+def rerank(texts: Sequence[str], scores: Sequence[float], utility: str, tokenizer: str = "13a") -> list[int]:
+    """The places of the candidates, by mean utility and then by the model's own score, best first.
+
+    A text that comes several times, as samples do, counts as often. `tokenizer` is sacreBLEU's, for BLEU.
+    """
+    gained = expected_utility(texts, utility, tokenizer)
+    # Sums in another order round differently: what is equal but for that is a tie.
+    return sorted(range(len(texts)), key=lambda i: (-round(gained[i], 9), -scores[i]))
+
+
+def expected_utility(texts: Sequence[str], utility: str, tokenizer: str = "13a") -> list[float]:
+    """The mean utility of each text over all of them, itself included, as references."""
+    distinct = list(dict.fromkeys(texts))
+    times = Counter(texts)
+    weights = np.array([times[text] for text in distinct], np.float64)
+    gained = dict(zip(distinct, (utilities(distinct, utility, tokenizer) @ weights / len(texts)).tolist(), strict=True))
+    return [gained[text] for text in texts]
+
+
+def utilities(texts: Sequence[str], utility: str, tokenizer: str = "13a") -> NDArray[np.float64]:
+    """sacreBLEU's sentence score of every text (rows) with every text as its reference (columns)."""
+    if utility not in UTILITIES:
+        raise UsageError(f'rerank = "{utility}": must be one of {", ".join(UTILITIES)}')
+    metric = _metric(utility, tokenizer)
+    segments = [metric._preprocess_segment(text) for text in texts]
+    if utility == "chrf":
+        counted = [_character_ngrams("".join(segment.split()), metric.char_order) for segment in segments]
+    else:
+        counted = [_word_ngrams(segment.split(), metric.max_ngram_order) for segment in segments]
+    shared, totals = _shared(counted)  # (orders, texts, texts), (orders, texts)
+    lengths = [len(segment.split()) for segment in segments]
+
+    def score(i: int, j: int) -> float:
+        ours, theirs, both = totals[:, i].tolist(), totals[:, j].tolist(), shared[:, i, j].tolist()
+        if utility == "chrf":
+            statistics = [count for counts in zip(ours, theirs, both, strict=True) for count in counts]
+        else:
+            statistics = [lengths[i], lengths[j], *both, *ours]
+        return float(metric._compute_score_from_stats(statistics).score)
+
+    return np.array([[score(i, j) for j in range(len(texts))] for i in range(len(texts))]).reshape(len(texts), -1)
+
+
+@cache
+def _metric(utility: str, tokenizer: str) -> Any:
+    if utility == "chrf":
+        from sacrebleu.metrics.chrf import CHRF
+
+        return CHRF()
+    from sacrebleu.metrics.bleu import BLEU
+
+    return BLEU(tokenize=tokenizer, effective_order=True)
+
+
+def _character_ngrams(text: str, orders: int) -> list[Counter[Any]]:
+    return [Counter(text[i : i + n] for i in range(len(text) - n + 1)) for n in range(1, orders + 1)]
+
+
+def _word_ngrams(words: list[str], orders: int) -> list[Counter[Any]]:
+    return [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for n in range(1, orders + 1)]
+
+
+def _shared(counted: list[list[Counter[Any]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many n-grams of each order every two texts have in common, (orders, texts, texts), and each alone has."""
+    shared, totals = [], []
+    for counters in zip(*counted, strict=True):  # of one order: a counter for each text
+        column = {ngram: place for place, ngram in enumerate(dict.fromkeys(n for each in counters for n in each))}
+        counts = np.zeros((len(counters), len(column)), np.int64)
+        for row, each in enumerate(counters):
+            counts[row, [column[ngram] for ngram in each]] = list(each.values())
+        shared.append([np.minimum(row, counts).sum(1) for row in counts])
+        totals.append(counts.sum(1))
+    return np.array(shared), np.array(totals)

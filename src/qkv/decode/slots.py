@@ -1,0 +1,240 @@
+"""Continuous batching: a fixed number of slots, which sentences enter when others have left.
+
+On a GPU the step of the whole search is captured once and replayed, without a word between the host and the device: the
+host looks at flags of some steps before, while the device is busy with the next ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv import config
+from qkv.decode.board import Hypothesis
+from qkv.decode.search import begin
+from qkv.decode.step import Choice, Search, Special
+from qkv.models.state import StepModel
+from qkv.models.static import StaticState, can_hold
+
+MOST = 512  # sentences at a time: more do not make a large GPU any faster
+LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
+
+
+class Pool:
+    """The searches that are made for one model, kept for the next call: capturing one takes longer than a sentence."""
+
+    def __init__(self, model: StepModel[Any, Any], keep: int = 4) -> None:
+        self.model, self.keep = model, keep
+        self.made: OrderedDict[Any, Slots] = OrderedDict()
+
+    def serves(self, model: StepModel[Any, Any], choice: Choice) -> bool:
+        """Whether this model's search with these rules can be made of steps that are all alike."""
+        return (
+            model is self.model
+            and can_hold(model)
+            and not choice.coverage
+            and choice.sampling is None
+            and all(getattr(rule, "capturable", False) for rule in (*choice.forbid, *choice.prefer))
+        )
+
+    def run(
+        self,
+        sources: Sequence[Tensor],
+        longest: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        spec: config.Decode,
+        special: Special,
+        choice: Choice,
+        *,
+        n_best: int,
+        pad_id: int,
+        finished: Callable[[int, list[Hypothesis]], None],
+    ) -> None:
+        """Decode sources (ids with </s>), longest first; `finished` hears of each as it ends."""
+        rows = max(spec.beam, n_best)
+        source = -(-max(map(len, sources)) // 16) * 16
+        capacity = -(-(max(*longest, *map(len, prefixes)) + 2) // 32) * 32
+        slots = min(1 << (len(sources).bit_length() - 1), MOST, self._room(rows, capacity, source))
+        key = (spec, special, slots, capacity, source, n_best, choice)
+        if key not in self.made:
+            self.made[key] = Slots(
+                self.model,
+                spec,
+                special,
+                slots=slots,
+                capacity=capacity,
+                source=source,
+                n_best=n_best,
+                choice=choice,
+            )
+        self.made.move_to_end(key)
+        while len(self.made) > self.keep:
+            self.made.popitem(last=False)
+        self.made[key].run(sources, longest, prefixes, pad_id=pad_id, finished=finished)
+
+    def _room(self, rows: int, capacity: int, source: int) -> int:
+        """As many sentences as a quarter of the memory that is free can hold the keys and values of."""
+        model: Any = self.model
+        if not torch.cuda.is_available():
+            return MOST
+        own = sum(a.attention.heads * (a.attention.d_k + a.attention.d_v) for a in model.decoder)
+        size = own * (rows * capacity + source) * model.output.weight.element_size()
+        return max(1, int(torch.cuda.mem_get_info()[0] // 4 // size))
+
+
+class Slots:
+    """A search that holds `slots` sentences at a time and any number in all.
+
+    `capacity` is room for <s>, the longest output and </s>; `source` for the longest source with its </s>. Sentences
+    enter through doors, each for a fixed number of them: one for all slots, and one for those that come later.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Any,
+        spec: config.Decode,
+        special: Special,
+        *,
+        slots: int,
+        capacity: int,
+        source: int,
+        n_best: int = 1,
+        choice: Choice,
+    ) -> None:
+        self.slots, self.device = slots, model.output.weight.device
+        lengths = torch.ones(slots, dtype=torch.long, device=self.device)
+        self.search = begin(model, spec, special, lengths=lengths, capacity=capacity, n_best=n_best, choice=choice)
+        self.search.state = StaticState(model, slots, self.search.rows, capacity, source)
+        self.advance: Callable[[], object] = self.search.advance
+        self.group = max(1, slots // 8)  # the fewest that leave and enter at once: meanwhile the device waits
+        self.doors = [Door(self.search, size, source, capacity) for size in sorted({self.group, slots})]
+        self.lag = 0
+        if self.device.type == "cuda":
+            self.search.eager = False
+            self.advance, self.lag = captured(self.advance), LAG
+            for door in self.doors:
+                door.enter = captured(door.enter)
+            self.search.board.done.fill_(True)
+            self.flags = torch.empty(LAG + 1, slots, dtype=torch.bool, pin_memory=True)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        sources: Sequence[Tensor],
+        longest: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        *,
+        pad_id: int,
+        finished: Callable[[int, list[Hypothesis]], None],
+    ) -> None:
+        """Decode sources (ids with </s>), in the order given; `finished` hears of each as it ends."""
+        waiting = deque(range(len(sources)))
+        held: list[int | None] = [None] * self.slots
+        since = [0] * self.slots  # the step at which each slot was filled: flags from before are another sentence's
+        flags: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        step = 0
+        while waiting or any(number is not None for number in held):
+            free = [slot for slot, number in enumerate(held) if number is None]
+            while waiting and free:
+                door = next(door for door in self.doors if door.size >= min(len(free), len(waiting)))
+                some = [waiting.popleft() for _ in range(min(len(free), len(waiting), door.size))]
+                door.let_in(free[: len(some)], sources, longest, prefixes, some, pad_id)
+                for slot, entered in zip(free, some, strict=False):
+                    held[slot], since[slot] = entered, step
+                free = free[len(some) :]
+            self.advance()
+            step += 1
+            flags.append((step, *self._flags(step)))
+            if len(flags) <= self.lag:
+                continue
+            seen, done, event = flags.popleft()
+            if event is not None:
+                event.synchronize()
+            over = [
+                slot
+                for slot, is_done in enumerate(done.tolist())
+                if is_done and held[slot] is not None and seen > since[slot]
+            ]
+            busy = sum(number is not None for number in held) - len(over)
+            if over and (not busy or len(over) >= self.group):
+                for slot, hypotheses in zip(over, self.search.finished(over), strict=True):
+                    number = held[slot]
+                    assert number is not None
+                    held[slot] = None
+                    finished(number, hypotheses)
+
+    def _flags(self, step: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Which slots are done, on their way to the host."""
+        done = self.search.board.done
+        if not self.lag:
+            return done.clone(), None
+        copied = self.flags[step % len(self.flags)]
+        copied.copy_(done, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return copied, event
+
+
+class Door:
+    """Where `size` sentences enter at once: the encoder reads them, and the search begins in their slots."""
+
+    def __init__(self, search: Search, size: int, source: int, capacity: int) -> None:
+        self.search, self.size = search, size
+        device = search.board.done.device
+
+        def numbers(*shape: int, value: int) -> Tensor:
+            return torch.full((size, *shape), value, dtype=torch.long, device=device)
+
+        self.source, self.lengths = numbers(source, value=search.special.pad), numbers(value=1)
+        self.slots, self.longest, self.forced = numbers(value=0), numbers(value=0), numbers(capacity, value=-1)
+        self.enter: Callable[[], object] = self._enter
+
+    def _enter(self) -> None:
+        self.search.state.admit(self.slots, self.search.model.encode(self.source, self.lengths))
+        self.search.place(self.slots, self.longest, self.forced)
+
+    def let_in(
+        self,
+        slots: list[int],
+        sources: Sequence[Tensor],
+        longest: Sequence[int],
+        prefixes: Sequence[Sequence[int]],
+        numbers: list[int],
+        pad: int,
+    ) -> None:
+        """Begin these sentences in these slots; where they are fewer than the door takes, the last enters again."""
+        more = self.size - len(numbers)
+        slots, numbers = slots + slots[-1:] * more, numbers + numbers[-1:] * more
+        width = self.source.shape[1]
+        rows = torch.full((self.size, width), pad, dtype=torch.long)
+        for row, number in zip(rows, numbers, strict=True):
+            row[: len(sources[number])] = sources[number]
+        forced = torch.full(self.forced.shape, -1, dtype=torch.long)
+        for row, number in zip(forced, numbers, strict=True):
+            if prefixes[number]:
+                row[: len(prefixes[number])] = torch.tensor(prefixes[number])
+        lists = torch.tensor([[len(sources[i]) for i in numbers], slots, [longest[i] for i in numbers]])
+        for held, new in zip(
+            (self.source, self.forced, self.lengths, self.slots, self.longest), (rows, forced, *lists), strict=True
+        ):
+            held.copy_(new)
+        self.enter()
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    """Work on a GPU as a graph; doing it twice before lets libraries choose their kernels."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay

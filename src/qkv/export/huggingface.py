@@ -1,0 +1,123 @@
+"""Our Transformer as a model of Hugging Face's transformers: MarianMTModel, or Pegasus where the norm comes first.
+
+Both have the sines of the positions in the first half of d_model and the cosines in the second, where ours take turns,
+so everything that touches the residual stream changes its order. Their attentions have biases: zero if ours has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.errors import UsageError
+from qkv.export.parts import Linear, check, engine, projections
+from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.text.tokenizer import BOS, EOS, PAD
+
+CAN: dict[str, tuple[Any, ...]] = {
+    "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
+    "activation": ("relu", "gelu"),
+    "attention": ("scaled", "dot", "general"),
+    "rms_norm": (False,),
+    "window": (0,),
+}
+
+
+def to_huggingface(model: Transformer, *, max_positions: int = 1024) -> Any:
+    """A transformers model with a copy of these weights, on the CPU: `.generate`, `.save_pretrained` and all.
+
+    Our search's rules are in its generation config: never <pad> or <s>, and </s> at the longest length allowed.
+    """
+    spec = model.spec
+    check(spec, "transformers", CAN)
+    for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
+        if width * spec.heads != spec.d_model:
+            raise UsageError(f"model.{name} = {width}: transformers cannot express it, only d_model / heads")
+    theirs = _empty(spec, len(model.source.tokens.weight), len(model.target.tokens.weight), max_positions)
+    ours = dict(_weights(model))
+    kept = {
+        name: tensor for name, tensor in theirs.state_dict().items() if name.endswith(("positions.weight", "_bias"))
+    }
+    theirs.load_state_dict(kept | ours)
+    theirs.generation_config.update(suppress_tokens=[PAD, BOS], forced_eos_token_id=EOS)
+    return theirs.eval()
+
+
+def _empty(spec: config.Transformer, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+    transformers = engine("transformers")
+    shape = {
+        "vocab_size": src_vocab,
+        "d_model": spec.d_model,
+        "encoder_layers": spec.encoder_layers,
+        "decoder_layers": spec.decoder_layers,
+        "encoder_ffn_dim": spec.d_ff,
+        "decoder_ffn_dim": spec.d_ff,
+        "encoder_attention_heads": spec.heads,
+        "decoder_attention_heads": spec.heads,
+        "activation_function": spec.activation,
+        "dropout": spec.dropout,
+        "max_position_embeddings": max_positions,
+        "scale_embedding": True,
+        "tie_word_embeddings": spec.tie != "none",
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "decoder_start_token_id": BOS,
+        "eos_token_id": EOS,
+        "forced_eos_token_id": EOS,
+    }
+    if spec.norm == "pre":
+        check(spec, "transformers' Pegasus", {"tie": ("all",)})
+        return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**shape))
+    apart = {"share_encoder_decoder_embeddings": spec.tie == "all", "decoder_vocab_size": tgt_vocab}
+    return transformers.MarianMTModel(transformers.MarianConfig(**shape, **apart))
+
+
+def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Our weights under their names."""
+    d_model = model.spec.d_model
+    order = torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])  # sines, then cosines
+    source, target = (side.tokens.weight.detach().cpu()[:, order] for side in (model.source, model.target))
+    if model.spec.tie == "all":
+        yield "model.shared.weight", target
+    yield "model.encoder.embed_tokens.weight", source
+    yield "model.decoder.embed_tokens.weight", target
+    yield "lm_head.weight", model.output.weight.detach().cpu()[:, order]
+    for stack in ("encoder", "decoder"):
+        for i, layer in enumerate(getattr(model, stack)):
+            for name, tensor in _layer(layer, order):
+                yield f"model.{stack}.layers.{i}.{name}", tensor
+        final = getattr(model, f"{stack}_norm")
+        if isinstance(final, nn.LayerNorm):
+            yield from _norm(f"model.{stack}.layer_norm", final, order)
+
+
+def _layer(layer: EncoderLayer | DecoderLayer, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+    attentions = {"self_attn": layer.attention}
+    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
+        attentions["encoder_attn"] = layer.cross_attention
+    for name, attention in attentions.items():
+        *inputs, output = projections(attention)
+        for part, linear in zip("qkv", inputs, strict=True):
+            yield from _linear(f"{name}.{part}_proj", linear, order, reads=True)
+        yield from _linear(f"{name}.out_proj", output, order, reads=False)
+    yield from _linear("fc1", Linear.of(layer.feed_forward.inner), order, reads=True)
+    yield from _linear("fc2", Linear.of(layer.feed_forward.outer), order, reads=False)
+    for name, residual in zip([*attentions, "final"], layer.residuals, strict=True):
+        yield from _norm(f"{name}_layer_norm", residual.norm, order)  # type: ignore[arg-type]
+
+
+def _linear(name: str, linear: Linear, order: Tensor, *, reads: bool) -> Iterator[tuple[str, Tensor]]:
+    """What reads the residual stream has its order in the columns, what writes it in the rows."""
+    weight = linear.weight.cpu()
+    bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.cpu()
+    yield f"{name}.weight", weight[:, order] if reads else weight[order]
+    yield f"{name}.bias", bias if reads else bias[order]
+
+
+def _norm(name: str, norm: nn.LayerNorm, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"{name}.weight", norm.weight.detach().cpu()[order]
+    yield f"{name}.bias", norm.bias.detach().cpu()[order]

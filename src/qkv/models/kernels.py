@@ -1,0 +1,366 @@
+"""Kernels for inference on a GPU, each with a plain twin that serves wherever Triton does not.
+
+`lookup` is the attention of one query a row to keys that lie in several rows: when beams go on from one another, their
+keys stay where they are and a table says in whose row each position lies. The twin gathers the keys; the kernel reads
+them where they are, and of each row only as many as it has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+triton: Any = None
+tl: Any = None
+if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # half a second, for those who can use it
+    with suppress(ImportError):  # not on every platform: the plain twins serve
+        triton, tl = import_module("triton"), import_module("triton.language")
+
+BLOCK, WARPS = 32, 1  # positions that `lookup` reads at once, and warps for them
+CACHED = 2**17  # numbers that stay in the cache of a core
+CHUNK = 64  # neighbours in the vocabulary, of which the largest is found first
+New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
+
+
+def lookup(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    origin: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    new: New | None = None,
+) -> Tensor:
+    """softmax(q · keys) · values for queries q (rows, heads, d_k): (rows, heads, d_v).
+
+    `keys` (places, capacity, heads, d_k) and `values` hold position t of row r at [origin[r, t], t]; the row has
+    `length[r]` of them, and a `window` leaves it the last and so many before it. `origin` is (rows, capacity). If there
+    are `new` keys and values, they belong at position `length[r]` of row r, and are put there first.
+    """
+    chosen = lookup_kernel if triton is not None and q.is_cuda else lookup_plain
+    return chosen(q, keys, values, origin, length, scale=scale, window=window, new=new)
+
+
+def lookup_plain(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    origin: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    window: int,
+    new: New | None,
+) -> Tensor:
+    if new is not None:
+        row = torch.arange(len(q), device=q.device)
+        keys[row, length], values[row, length] = new
+        length = length + 1
+    place = torch.arange(keys.shape[1], device=keys.device)
+    k, v = (held[origin.long(), place].transpose(1, 2) for held in (keys, values))  # (rows, heads, capacity, width)
+    allowed = place < length[:, None]
+    if window:
+        allowed &= place >= length[:, None] - 1 - window
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, allowed[:, None, None], scale=scale).squeeze(2)
+
+
+def lookup_kernel(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    origin: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    window: int,
+    new: New | None,
+) -> Tensor:
+    (rows, heads, d_k), d_v = q.shape, values.shape[3]
+    found = q.new_empty(rows, heads, d_v)
+    q, new_k, new_v = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (q, *(new or (q, q))))
+    _look_up[(rows, heads)](
+        q,
+        new_k,
+        new_v,
+        keys,
+        values,
+        origin,
+        length,
+        found,
+        scale * math.log2(math.e),
+        window,
+        heads,
+        keys.shape[1],
+        *(x.stride(0) for x in (q, new_k, new_v)),
+        *origin.stride(),
+        d_k=d_k,
+        d_v=d_v,
+        width_k=triton.next_power_of_2(d_k),
+        width_v=triton.next_power_of_2(d_v),
+        has_new=new is not None,
+        block=BLOCK,
+        num_warps=WARPS,
+    )
+    return found
+
+
+def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+    """norm(x + y); one kernel where nobody needs gradients."""
+    fused = triton is not None and x.is_cuda and isinstance(norm, nn.LayerNorm) and not torch.is_grad_enabled()
+    return add_norm_kernel(x, y, norm) if fused else norm(x + y)
+
+
+def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+    assert isinstance(norm, nn.LayerNorm)
+    x, y = x.contiguous(), y.contiguous()
+    normed, width = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    rows = x.numel() // width
+    _add_norm[(rows,)](x, y, norm.weight, norm.bias, normed, norm.eps, width, block=block, num_warps=4)
+    return normed
+
+
+def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    """What a search asks of logits (rows, vocab), in one pass: log Σ exp of each row, and the largest of each chunk.
+
+    The tokens `never` (two of them), and `eos` in the rows where it is too `early`, are part of the sum but become -inf
+    in `logits`, and none of the largest.
+    """
+    chosen = scan_kernel if triton is not None and logits.is_cuda else scan_plain
+    return chosen(logits, never, early, eos)
+
+
+def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    largest = _largest(logits)
+    total = _log_sum_exp(logits, largest.amax(1))
+    logits.index_fill_(1, never, -math.inf)
+    if early is not None:
+        logits[:, eos].masked_fill_(early, -math.inf)
+    for chunk in {token // CHUNK for token in (*never.tolist(), eos)}:  # the largest there may be forbidden now
+        largest[:, chunk] = logits[:, chunk * CHUNK : (chunk + 1) * CHUNK].amax(-1)
+    return total, largest
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Of each chunk; the last may be shorter."""
+    whole = logits.shape[1] // CHUNK
+    found = [logits[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(-1)] if whole else []
+    if logits.shape[1] % CHUNK:
+        found.append(logits[:, whole * CHUNK :].amax(-1, keepdim=True))
+    return torch.cat(found, dim=1).float()
+
+
+def _log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
+    """Some rows at a time, in memory that stays in the cache: fresh memory for all costs more than the exponentials."""
+    rows, vocab = logits.shape
+    some = max(1, CACHED // vocab)
+    scratch = logits.new_empty(min(some, rows), vocab, dtype=torch.float)
+    total = largest.new_empty(rows)
+    for start in range(0, rows, some):
+        now = slice(start, min(start + some, rows))
+        terms = scratch[: now.stop - start]
+        torch.sub(logits[now], largest[now, None], out=terms).exp_()
+        torch.sum(terms, dim=1, out=total[now])
+    return total.log_().add_(largest)
+
+
+def scan_kernel(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits.shape
+    total = logits.new_empty(rows, dtype=torch.float)
+    largest = logits.new_empty(rows, -(-vocab // CHUNK), dtype=torch.float)
+    step = math.gcd(vocab, logits.stride(0), 8)  # told to the compiler, which then reads so many at once
+    _scan[(rows,)](
+        logits,
+        never,
+        never if early is None else early,
+        total,
+        largest,
+        vocab // step,
+        largest.shape[1],
+        eos,
+        logits.stride(0) // step,
+        has_early=early is not None,
+        step=step,
+        chunk=CHUNK,
+        chunks=64,
+        num_warps=8,
+    )
+    return total, largest
+
+
+def top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row (rows, n), largest first, and where they are; of equals in a short row the first."""
+    few = k <= 16 and k <= values.shape[1] <= 8192
+    if triton is not None and values.is_cuda and few:
+        return top_kernel(values, k)
+    best, places = values.sort(dim=1, descending=True, stable=True) if values.shape[1] <= 64 else values.topk(k, dim=1)
+    return best[:, :k], places[:, :k]
+
+
+def top_kernel(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    rows, count = values.shape
+    best, places = values.new_empty(rows, k), values.new_empty(rows, k, dtype=torch.long)
+    block = triton.next_power_of_2(count)
+    _top[(rows,)](values.contiguous(), best, places, count, k, block=block, num_warps=max(1, min(8, block // 512)))
+    return best, places
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _scan(  # type: ignore[no-untyped-def]
+        logits,
+        never,
+        early,
+        total,
+        largest,
+        vocab,
+        count,
+        eos,
+        logits_row,
+        has_early: tl.constexpr,
+        step: tl.constexpr,
+        chunk: tl.constexpr,
+        chunks: tl.constexpr,
+    ):
+        """One program a row; every chunk of a block has the running maximum and sum of a softmax of its own."""
+        row = tl.program_id(0).to(tl.int64)
+        vocab *= step
+        logits += row * logits_row * step
+        largest += row * count
+        inside = tl.arange(0, chunks)[:, None] * chunk + tl.arange(0, chunk)
+        highest = tl.full((chunks,), -1e30, tl.float32)  # not -inf, whose difference to itself is no number
+        summed = tl.zeros((chunks,), tl.float32)
+        for start in range(0, count, chunks):
+            token = start * chunk + inside
+            value = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            found = tl.max(value, axis=1)
+            which = start + tl.arange(0, chunks)
+            tl.store(largest + which, found, mask=which < count)
+            above = tl.maximum(highest, found)
+            summed = summed * tl.exp(highest - above) + tl.sum(tl.exp(value - above[:, None]), axis=1)
+            highest = above
+        above_all = tl.max(highest, axis=0)
+        tl.store(total + row, above_all + tl.log(tl.sum(summed * tl.exp(highest - above_all), axis=0)))
+        # What may not follow is seldom the largest, but where it is, its chunk has another.
+        first, second = tl.load(never).to(tl.int32), tl.load(never + 1).to(tl.int32)
+        third = first
+        if has_early:
+            third = tl.where(tl.load(early + row) != 0, eos, first)
+        tl.debug_barrier()  # all have been read, and the largest of all chunks written
+        forbidden = tl.full((), float("-inf"), logits.dtype.element_ty)
+        tl.store(logits + first, forbidden)
+        tl.store(logits + second, forbidden)
+        tl.store(logits + third, forbidden)
+        tl.debug_barrier()
+        for i in tl.static_range(3):
+            which_one = (first if i == 0 else second if i == 1 else third) // chunk
+            token_there = which_one * chunk + tl.arange(0, chunk)
+            there = tl.load(logits + token_there, mask=token_there < vocab, other=float("-inf")).to(tl.float32)
+            tl.store(largest + which_one, tl.max(there, axis=0))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _top(values, best, places, count, k, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a row, which is held whole: the largest is taken out k times."""
+        row = tl.program_id(0).to(tl.int64)
+        inside = tl.arange(0, block)
+        value = tl.load(values + row * count + inside, mask=inside < count, other=float("-inf"))
+        taken = inside >= count
+        for i in range(k):
+            # Where all that is left is -inf, one that was not taken yet is still another place.
+            left = tl.where(taken, float("-inf"), value)
+            largest = tl.max(left, axis=0)
+            place = tl.min(tl.where((left == largest) & (taken == 0), inside, block), axis=0)
+            tl.store(best + row * k + i, largest)
+            tl.store(places + row * k + i, place.to(tl.int64))
+            taken = taken | (inside == place)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _look_up(  # type: ignore[no-untyped-def]
+        q,
+        new_k,
+        new_v,
+        keys,
+        values,
+        origin,
+        length,
+        found,
+        scale,
+        window,
+        heads,
+        capacity,
+        q_row,
+        new_k_row,
+        new_v_row,
+        origin_row,
+        origin_position,
+        d_k: tl.constexpr,
+        d_v: tl.constexpr,
+        width_k: tl.constexpr,
+        width_v: tl.constexpr,
+        has_new: tl.constexpr,
+        block: tl.constexpr,
+    ):
+        """One program a row and head: blocks of positions, with the running maximum and sum of a softmax."""
+        row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        in_k, in_v = tl.arange(0, width_k), tl.arange(0, width_v)
+        real_k, real_v = in_k < d_k, in_v < d_v
+        query = tl.load(q + row * q_row + head * d_k + in_k, mask=real_k, other=0.0).to(tl.float32)
+        count = tl.load(length + row).to(tl.int32)
+        largest = tl.full((), float("-inf"), tl.float32)
+        total = tl.full((), 0.0, tl.float32)
+        mean = tl.zeros((width_v,), tl.float32)
+        first = 0
+        if has_new:
+            newest_k = tl.load(new_k + row * new_k_row + head * d_k + in_k, mask=real_k, other=0.0)
+            newest_v = tl.load(new_v + row * new_v_row + head * d_v + in_v, mask=real_v, other=0.0)
+            end = (row * capacity + count) * heads + head
+            tl.store(keys + end * d_k + in_k, newest_k, mask=real_k)
+            tl.store(values + end * d_v + in_v, newest_v, mask=real_v)
+            largest = tl.sum(newest_k.to(tl.float32) * query, axis=0) * scale
+            total += 1.0
+            mean += newest_v.to(tl.float32)
+            if window > 0:
+                first = tl.maximum(0, count - window)
+        elif window > 0:
+            first = tl.maximum(0, count - 1 - window)
+        for start in range(first, count, block):
+            position = start + tl.arange(0, block)
+            real = position < count
+            where = tl.load(origin + row * origin_row + position * origin_position, mask=real, other=0).to(tl.int64)
+            place = (where * capacity + position) * heads + head
+            k = tl.load(keys + (place * d_k)[:, None] + in_k, mask=real[:, None] & real_k, other=0.0).to(tl.float32)
+            v = tl.load(values + (place * d_v)[:, None] + in_v, mask=real[:, None] & real_v, other=0.0).to(tl.float32)
+            score = tl.where(real, tl.sum(k * query, axis=1) * scale, float("-inf"))
+            highest = tl.maximum(largest, tl.max(score, axis=0))
+            shrink = tl.exp2(largest - highest)  # scores are in powers of 2
+            weight = tl.exp2(score - highest)
+            total = total * shrink + tl.sum(weight, axis=0)
+            mean = mean * shrink + tl.sum(v * weight[:, None], axis=0)
+            largest = highest
+        result = (mean / total).to(found.dtype.element_ty)
+        tl.store(found + (row * heads + head) * d_v + in_v, result, mask=real_v)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _add_norm(x, y, weight, bias, normed, eps, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a position."""
+        row = tl.program_id(0).to(tl.int64) * width
+        inside = tl.arange(0, block)
+        real = inside < width
+        total = tl.load(x + row + inside, mask=real, other=0.0).to(tl.float32)
+        total += tl.load(y + row + inside, mask=real, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / width
+        centred = tl.where(real, total - mean, 0.0)
+        scale = 1 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
+        result = centred * scale * tl.load(weight + inside, mask=real, other=0.0).to(tl.float32)
+        result += tl.load(bias + inside, mask=real, other=0.0).to(tl.float32)
+        tl.store(normed + row + inside, result.to(normed.dtype.element_ty), mask=real)

@@ -1,0 +1,304 @@
+"""The CPU engine: a copy of a trained model whose matrices are packed once, as the kernels of this processor want them.
+
+fp32 is exact; bf16 and int8 round. int8 keeps a scale for each output of a matrix, and one for its inputs, found anew
+at every call. The kernels are those that torch ships; one that is missing, or whose product is wrong on this processor,
+is left aside, and the engine says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv.errors import UsageError
+from qkv.models.attention import MultiHeadAttention
+from qkv.models.base import Model
+from qkv.models.conv import WeightNorm
+from qkv.models.packed_transformer import PackedTransformer, fits
+from qkv.models.transformer import DecoderOnly, Transformer
+
+DTYPES = ("auto", "fp32", "bf16", "int8")
+ROWS = 64  # for which oneDNN lays out a weight; the layout serves any number
+MUCH = 300_000  # numbers in a product, about what the second cache holds
+
+
+# ---- matrices --------------------------------------------------------------------------------------------------------
+
+
+class Product(Protocol):
+    """x (…, inputs) to xWᵀ + b (…, outputs), both fp32; negative ones become zero if `relu`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor: ...
+
+
+class Plain:
+    """As torch does it by itself."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y.relu_() if relu else y
+
+
+class OneDNN:
+    """oneDNN's, with the weight in blocks."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype).contiguous(), ROWS)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        self.kernel = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        y: Tensor = self.kernel(x.to(self.dtype), self.weight, self.bias, "relu" if relu else "none", [], "")
+        return y.float()
+
+
+class OneDNN16(OneDNN):
+    """The same in bf16, added up in fp32."""
+
+    dtype = torch.bfloat16
+
+
+class OneDNN8:
+    """oneDNN's with bytes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        rounded, self.scale = round_weight(weight)
+        self.zero, self.half = torch.zeros(len(weight), dtype=torch.int), torch.tensor(0.5)
+        self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.bias = bias
+        self.kernel = torch.ops.onednn.qlinear_pointwise.default
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        low, high = (float(end) for end in x.aminmax())
+        low, high = min(low, 0.0), max(high, 0.0)
+        scale = (high - low) / 254 or 1.0  # one less than there are: rounding at both ends cannot leave the byte
+        zero = round(-low / scale)
+        rounded = torch.add(self.half + zero, x, alpha=1 / scale).to(torch.uint8)
+        y: Tensor = self.kernel(
+            rounded, scale, zero, self.weight, self.scale, self.zero, self.bias,
+            1.0, 0, torch.float32, "relu" if relu else "none", [], "",
+        )  # fmt: skip
+        return y
+
+
+class FBGEMM8:
+    """FBGEMM's with bytes, which rounds the inputs on the way."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        rounded, scale = round_weight(weight)
+        before = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            with warnings.catch_warnings():  # torch announces that it will go one day: then it is missing
+                warnings.simplefilter("ignore")
+                zero = torch.zeros(len(scale), dtype=torch.long)
+                whole = torch._make_per_channel_quantized_tensor(rounded, scale.double(), zero, 0)
+                self.packed = torch.ops.quantized.linear_prepack(whole, bias)
+        finally:
+            torch.backends.quantized.engine = before
+        kernels = torch.ops.quantized.linear_dynamic.default, torch.ops.quantized.linear_relu_dynamic.default
+        self.kernels = [getattr(kernel, "_op", kernel) for kernel in kernels]  # past a check that takes as long as they
+        # Without these instructions pairs are added up in 16 bits, which the inputs must leave room for.
+        self.reduced = not {"avx512_vnni", "avx_vnni"} & processor()
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        y: Tensor = self.kernels[relu](x, self.packed, self.reduced)
+        return y
+
+
+class Int8:
+    """FBGEMM's where little is written, oneDNN's where much is: the one rounds faster, the other writes once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.little, self.much, self.outputs = FBGEMM8(weight, bias), OneDNN8(weight, bias), len(weight)
+
+    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        return (self.much if rows * self.outputs > MUCH else self.little)(x, relu)
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight (outputs, inputs) as bytes from -127 to 127, and for each output what they count."""
+    scale = weight.abs().amax(1).clamp_min(1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+KERNELS: dict[str, tuple[type[Product], ...]] = {  # the fastest first
+    "fp32": (OneDNN, Plain),
+    "bf16": (OneDNN16,),
+    "int8": (Int8, FBGEMM8, OneDNN8),
+}
+INSTRUCTIONS = {  # the best first
+    "fp32": ("avx512f", "avx2", "asimd"),
+    "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
+    "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "asimddp"),
+}
+BF16 = frozenset(INSTRUCTIONS["bf16"])
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.03}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes: `int8 on avx512_vnni`."""
+
+    dtype: str
+    kernel: type[Product]
+    instructions: str
+    reason: str = ""  # why it is not what was asked for
+    kept: torch.dtype = torch.float32  # of the keys and values that a Transformer remembers
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.instructions}" + (f" ({self.reason})" if self.reason else "")
+
+
+def choose(dtype: str = "auto", flags: frozenset[str] | None = None) -> Engine:
+    """The engine for a processor of these flags, by default this one's; fp32 where another dtype is not to be had.
+
+    `auto` is fp32: it computes what was trained. bf16 needs instructions of its own, without which it is slow.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f'dtype = "{dtype}": must be one of {", ".join(DTYPES)}')
+    flags = processor() if flags is None else flags
+    wanted, reason = "fp32" if dtype == "auto" else dtype, ""
+    best = next((name for name in INSTRUCTIONS[wanted] if name in flags), "")
+    if best or wanted == "fp32":
+        for kernel in KERNELS[wanted]:
+            reason = fault(kernel, wanted)
+            if not reason:
+                # What rounds matrices may round these too: half the memory is read at each step.
+                halved = wanted != "fp32" and not BF16.isdisjoint(flags)
+                return Engine(wanted, kernel, best or "any processor", kept=torch.bfloat16 if halved else torch.float32)
+    else:
+        reason = "the processor has no instructions for it"
+    return Engine("fp32", Plain, "any processor", reason) if wanted == "fp32" else _instead(wanted, reason, flags)
+
+
+def _instead(wanted: str, reason: str, flags: frozenset[str]) -> Engine:
+    exact = choose("fp32", flags)
+    return Engine(exact.dtype, exact.kernel, exact.instructions, f"not {wanted}: {reason}")
+
+
+@cache
+def processor() -> frozenset[str]:
+    """What the processor can do, in the system's own words; nothing where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split())
+
+
+@cache
+def fault(kernel: type[Product], dtype: str) -> str:
+    """What is wrong with a kernel here; nothing if it gives the right product of a small matrix."""
+    draws = torch.Generator().manual_seed(1)
+    weight, x, bias = (torch.randn(*shape, generator=draws) for shape in ((24, 32), (5, 32), (24,)))
+    x = torch.cat([x] * (MUCH // x.shape[0] // len(weight) + 1))
+    try:
+        product = kernel(weight, bias)
+        y = torch.cat([product(x[:5], relu=True), product(x, relu=True)[5:]])
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"torch has no kernel for it here ({(str(error) or type(error).__name__).splitlines()[0]:.60})"
+    right = F.linear(x, weight, bias).relu()
+    wrong = float((y - right).abs().max() / right.abs().max())
+    return "" if wrong <= TOLERANCE[dtype] else f"its kernel computes wrongly here, by {wrong:.0%}"
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
+    """A copy of a model for the search on a CPU, with the same four calls; its `engine` says what was chosen.
+
+    Transformers with ordinary attention become a `PackedTransformer`. Every other model stays what it is, with packed
+    matrices in place of its own, but for the recurrences of an RNN, for which torch has its own kernels.
+    """
+    engine = choose(dtype)
+    with torch.no_grad():
+        if isinstance(model, Transformer | DecoderOnly) and fits(model):
+            packed: nn.Module = PackedTransformer(model, engine.kernel, engine.kept)
+        else:
+            packed = _replace(copy.deepcopy(model), engine.kernel)
+    packed.engine = engine  # type: ignore[assignment]
+    return packed.eval().requires_grad_(False)
+
+
+class PackedLinear(nn.Module):
+    """In place of an nn.Linear."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+def _replace(model: nn.Module, kernel: type[Product]) -> nn.Module:
+    """Put packed matrices in the place of all others."""
+    if isinstance(model, Model):
+        model.project = kernel(model.output.weight, None)  # type: ignore[method-assign,assignment]
+    for module in list(model.modules()):
+        if isinstance(module, MultiHeadAttention):
+            _replace_parts(module, kernel)
+        elif isinstance(module, WeightNorm):
+            _replace_normed(module, kernel)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child is not getattr(model, "output", None):
+                setattr(parent, name, PackedLinear(kernel(child.weight, child.bias)))
+    return model
+
+
+def _replace_parts(attention: MultiHeadAttention, kernel: type[Product]) -> None:
+    """The joint matrix is used as a whole or in parts: the parts become matrices of their own."""
+    queries = attention.heads * attention.d_k
+    weight, bias = attention.qkv.weight, attention.qkv.bias
+
+    def part(rows: slice) -> Product:
+        return kernel(weight[rows], None if bias is None else bias[rows])
+
+    query, memory = part(slice(0, queries)), part(slice(queries, None))
+
+    def split(x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (attention.heads, -1))
+        return heads.transpose(1, 2)  # (batch, heads, length, width)
+
+    def project_query(x: Tensor) -> Tensor:
+        return split(query(x))
+
+    def project_memory(x: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = memory(x).tensor_split([queries], dim=-1)
+        return split(k), split(v)
+
+    attention.project_query = project_query  # type: ignore[method-assign]
+    attention.project_memory = project_memory  # type: ignore[method-assign,assignment]
+
+
+def _replace_normed(matrix: WeightNorm, kernel: type[Product]) -> None:
+    """Its norm is taken once for all."""
+    weight = matrix.weight()
+    product = kernel(weight, matrix.bias)
+
+    def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return product(x)
+
+    matrix.forward = forward  # type: ignore[method-assign]
+    matrix.weight = lambda: weight  # type: ignore[method-assign]

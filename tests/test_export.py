@@ -1,0 +1,243 @@
+"""Exports: other engines compute the same from our weights, write the same text, and refuse by name what they lack."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.data.loader import pad
+from qkv.decode.batched import score_all, search_all
+from qkv.errors import UsageError
+from qkv.export import to_ctranslate2, to_huggingface
+from qkv.export.ctranslate2 import vocabulary
+from qkv.models import Transformer
+from qkv.text import Tokenizers
+from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
+
+CPU = torch.device("cpu")
+WORDS = 40  # learned tokens; the vocabulary has the bytes too
+EXTRA = 30  # tokens by which a translation may be longer than its source: the taught models seldom need so many
+TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
+TOKENIZERS = Tokenizers(TOKENIZER, TOKENIZER)
+NAMES = vocabulary(TOKENIZER)
+SMALL: dict[str, Any] = {
+    "d_model": 32,
+    "d_ff": 48,
+    "heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "dropout": 0.0,
+    "max_positions": 32,
+}
+
+
+def some_model(**options: Any) -> Transformer:
+    """Large random weights: no bias is zero, no gain one."""
+    torch.manual_seed(1)
+    model = Transformer(config.Transformer(**SMALL | options), TOKENIZER.size, TOKENIZER.size).eval()
+    gains = {id(m.weight) for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
+    for p in model.parameters():
+        nn.init.normal_(p, mean=1.0 if id(p) in gains else 0.0, std=0.2)
+    return model
+
+
+def some_ids(count: int, seed: int) -> list[list[int]]:
+    """Sentences of one to twelve words."""
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 13, (count,), generator=draws).tolist()
+    return [torch.randint(TOKENIZER.size - WORDS, TOKENIZER.size, (n,), generator=draws).tolist() for n in lengths]
+
+
+@cache
+def taught_model(norm: str) -> Transformer:
+    """One that has half learned to copy: unlike random ones it says many things, and mostly comes to an end."""
+    torch.manual_seed(2)
+    spec = config.Transformer(**SMALL | {"norm": norm, "decoder_layers": 2})
+    model = Transformer(spec, TOKENIZER.size, TOKENIZER.size)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    for step in range(120):
+        ids = as_rows(some_ids(32, seed=100 + step))
+        logits = model(ids, (ids != PAD).sum(1), F.pad(ids[:, :-1], (1, 0), value=BOS))
+        F.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=PAD).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def as_rows(sentences: list[list[int]]) -> Tensor:
+    """(batch, width): each with </s> behind it, and padding."""
+    return pad([torch.tensor(ids).numpy() for ids in sentences], PAD, last=EOS)
+
+
+def as_names(sentences: list[list[int]], *last: int) -> list[list[str]]:
+    return [[NAMES[i] for i in (*ids, *last)] for ids in sentences]
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+both = [
+    {},
+    {"norm": "pre"},
+    {"activation": "gelu"},
+    {"bias": True},
+    {"attention": "dot"},
+    {"attention": "general", "bias": True},
+]
+untied = [{"tie": "output"}, {"tie": "none"}]
+more: list[dict[str, Any]] = [
+    {"norm": "pre", "tie": "none"},
+    {"rms_norm": True},
+    {"rms_norm": True, "norm": "pre"},
+    {"activation": "swiglu"},
+    {"positions": "learned"},
+    {"positions": "none"},
+    {"positions": "rotary"},
+    {"positions": "rotary", "attention": "dot"},
+    {"d_k": 12, "d_v": 12},
+]
+
+
+def words(options: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in options.items()) or "paper"
+
+
+@pytest.mark.parametrize("options", [*both, *untied, *more], ids=words)
+def test_ctranslate2_scores_as_we_do(options: dict[str, Any], tmp_path: Path) -> None:
+    model = some_model(**options)
+    sources, targets = some_ids(12, seed=3), some_ids(12, seed=4)
+    ours = score_all(model, sources, targets, TOKENIZERS, device=CPU)
+    theirs = translator(model, tmp_path).score_batch(as_names(sources, EOS), as_names(targets))
+    for mine, scored in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(scored.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [*both, *untied], ids=words)
+def test_transformers_logits_are_ours(options: dict[str, Any], tmp_path: Path) -> None:
+    model = some_model(**options)
+    source = as_rows(some_ids(12, seed=3))
+    target = F.pad(as_rows(some_ids(12, seed=4)), (1, 0), value=BOS)
+    inputs = {"input_ids": source, "attention_mask": (source != PAD).long(), "decoder_input_ids": target}
+    theirs = to_huggingface(model)
+    theirs.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        ours = model(source, (source != PAD).sum(1), target)
+        for each in (theirs, type(theirs).from_pretrained(tmp_path).eval()):
+            torch.testing.assert_close(each(**inputs).logits, ours, atol=1e-4, rtol=0)
+
+
+def translator(model: Transformer, folder: Path) -> Any:
+    to_ctranslate2(model, TOKENIZERS, folder)
+    return importlib.import_module("ctranslate2").Translator(str(folder), compute_type="float32")
+
+
+# ---- the same text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> None:
+    """Without a length penalty: the others divide by length**alpha, the paper by ((5 + length) / 6)**alpha."""
+    model, sources = taught_model(norm), some_ids(40, seed=5)
+    spec = config.Decode(beam=beam, length_penalty="none", extra_length=EXTRA)
+    found = [hypotheses[0] for hypotheses in search_all(model, sources, spec, TOKENIZERS, device=CPU)]
+    ended = [i for i, hypothesis in enumerate(found) if not hypothesis.truncated]
+    assert len(ended) > 20
+    assert len({tuple(hypothesis.tokens) for hypothesis in found}) > 20
+
+    named = translator(model, tmp_path).translate_batch(
+        as_names(sources, EOS),
+        beam_size=beam,
+        length_penalty=0.0,
+        return_scores=True,
+        min_decoding_length=0,  # or </s> is taken out of the first step, and all else is likelier for it
+        max_decoding_length=12 + EXTRA,
+    )
+    rows = to_huggingface(model).generate(
+        as_rows(sources),
+        attention_mask=(as_rows(sources) != PAD).long(),
+        num_beams=beam,
+        do_sample=False,
+        max_new_tokens=12 + EXTRA + 1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **({"length_penalty": 0.0} if beam > 1 else {}),
+    )
+    for i in ended:  # the others have one limit for all sentences, and what they cut there costs them nothing
+        tokens = found[i].tokens
+        assert named[i].hypotheses[0] == as_names([tokens])[0]
+        assert named[i].scores[0] == pytest.approx(found[i].logprob, abs=1e-4)
+        assert rows.sequences[i, 1 : len(tokens) + 2].tolist() == [*tokens, EOS]
+        if beam > 1:
+            assert float(rows.sequences_scores[i]) == pytest.approx(found[i].logprob, abs=1e-4)
+
+
+def test_a_folder_for_ctranslate2_has_our_tokenizer(tmp_path: Path) -> None:
+    to_ctranslate2(some_model(), TOKENIZERS, tmp_path / "new" / "folder")
+    loaded = Tokenizers.load(tmp_path / "new" / "folder" / "tokenizer.json")
+    assert loaded.fingerprint == TOKENIZERS.fingerprint
+
+
+def test_every_token_has_a_name_of_its_own() -> None:
+    tokenizer = Tokenizer("word", ["<s>", "<2it>", "Ġ<s>", "ab"], tags=("it",))
+    names = vocabulary(tokenizer)
+    assert len(set(names)) == len(names) == tokenizer.size
+    assert names[:4] == ["<pad>", "<s>", "</s>", "<2it>"]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"positions": "learned"},
+        {"positions": "rotary"},
+        {"activation": "swiglu"},
+        {"rms_norm": True},
+        {"window": 4},
+        {"attention": "additive"},
+        {"d_k": 12, "d_v": 8},
+        {"tie": "output", "norm": "pre"},
+    ],
+    ids=words,
+)
+def test_transformers_refuses_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* cannot express it, only"):
+        to_huggingface(some_model(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 4}, {"attention": "additive"}, {"attention": "general", "positions": "rotary"}, {"d_v": 12, "d_k": 8}],
+    ids=words,
+)
+def test_ctranslate2_refuses_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* cannot express it, only"):
+        to_ctranslate2(some_model(**options), TOKENIZERS, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("package", ["ctranslate2", "transformers"])
+def test_a_missing_engine_says_how_to_get_it(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("importlib.import_module", import_module)
+    export: dict[str, Callable[[Transformer], Any]] = {
+        "transformers": to_huggingface,
+        "ctranslate2": lambda model: to_ctranslate2(model, TOKENIZERS, tmp_path),
+    }
+    with pytest.raises(UsageError, match=f"pip install {package}"):
+        export[package](some_model())

@@ -1,0 +1,264 @@
+"""The CPU engine: packed fp32 is the plain model, for every kind; bf16 and int8 are near it and write the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conftest import sentences
+from qkv import config
+from qkv.decode.batched import search_all
+from qkv.errors import UsageError
+from qkv.models import packed
+from qkv.models.build import build
+from qkv.models.packed import OneDNN, Plain, choose, fault, pack, processor
+from qkv.models.packed_transformer import ROOM, PackedTransformer
+from qkv.run import Run
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+SHORT: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+MODERN: dict[str, Any] = {"norm": "pre", "rms_norm": True, "activation": "swiglu", "positions": "rotary", "bias": True}
+KINDS: dict[str, config.Translating] = {
+    "transformer": config.Transformer(**SMALL),
+    "modern": config.Transformer(**SMALL, **MODERN),
+    "learned": config.Transformer(
+        **SMALL, attention="dot", activation="gelu", positions="learned", tie="none", d_k=6, d_v=6
+    ),
+    "widths": config.Transformer(**SMALL, d_k=5, d_v=6),
+    "window": config.Transformer(**SMALL, window=3),
+    "general": config.Transformer(**SMALL, attention="general", bias=True),
+    "additive": config.Transformer(**SMALL, attention="additive"),
+    "gru": config.Recurrent(**SHORT),
+    "lstm": config.Recurrent(**SHORT, cell="lstm", attention="general", bidirectional=False),
+    "conv": config.Convolutional(**SHORT),
+    "separable": config.Convolutional(**SHORT, convolution="separable"),
+}
+VOCAB = 50
+LENGTHS = torch.tensor([9, 3, 7, 9, 1])
+
+
+def made(spec: config.Model) -> Any:
+    torch.manual_seed(0)
+    model = build(spec, VOCAB, VOCAB).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # they begin at zero, and would hide a bias that was lost
+                parameter.normal_(std=0.2)
+    return model
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randint(4, VOCAB, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def walk(model: Any, beam: int, steps: int = 40) -> list[Tensor]:
+    """Logits of a search that feeds one token or several, reorders beams, and loses two sentences on its way."""
+    draws = torch.Generator().manual_seed(7)
+    state, rows, seen = model.start(model.encode(draw(5, 9), LENGTHS), beam), 5 * beam, []
+    for step in range(steps):
+        tokens = torch.randint(4, VOCAB, (rows, 3 if step % 5 == 2 else 1), generator=draws)
+        logits, state = model.step(tokens, state)
+        seen.append(logits)
+        stay = torch.arange(rows // beam)
+        if step in (4, 12):
+            stay = torch.cat([stay[:1], stay[2:].flip(0)])
+        parents = torch.randint(0, beam, (len(stay), beam), generator=draws)
+        rows = len(stay) * beam
+        state = state.select((stay[:, None] * beam + parents).flatten())
+    return seen
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_packed_fp32_is_the_plain_model_on_any_way_of_a_search(kind: str, beam: int) -> None:
+    plain = made(KINDS[kind])
+    for ours, theirs in zip(walk(pack(plain, "fp32"), beam), walk(plain, beam), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_what_all_beams_have_in_common_is_kept_once() -> None:
+    plain = made(KINDS["transformer"])
+    ours: Any = pack(plain, "fp32")
+    states = [model.start(model.encode(draw(5, 9), LENGTHS), 3) for model in (ours, plain)]
+    first = torch.arange(15) // 3 * 3 + 1  # all beams go on from the second
+    for step in range(30):
+        tokens = draw(15, 1)
+        (a, states[0]), (b, states[1]) = (m.step(tokens, state) for m, state in zip((ours, plain), states, strict=True))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        rows = first if step < 20 else torch.arange(15)
+        states = [state.select(rows) for state in states]
+    assert 10 <= states[0].settled <= 20  # one past until then, three from there on
+    assert states[0].own.shape[1] < 30 * 3 - 2 * 10 + 3 * ROOM
+
+
+def test_ordinary_transformers_take_the_fast_way() -> None:
+    assert {kind for kind in KINDS if isinstance(pack(made(KINDS[kind])), PackedTransformer)} == {
+        "transformer",
+        "modern",
+        "learned",
+    }
+
+
+@pytest.mark.parametrize("options", [{}, MODERN, {"window": 3}], ids=["fast", "modern", "window"])
+@torch.inference_mode()
+def test_a_language_model_is_packed_too(options: dict[str, Any]) -> None:
+    plain = made(config.DecoderOnly(d_model=32, d_ff=64, heads=4, layers=2, **options))
+    ours = pack(plain, "fp32")
+    ids = draw(3, 12)
+    whole = plain(ids)
+    state = ours.start(beam=3)
+    stepped = []
+    for part in ids.split([5, 1, 1, 4, 1], dim=1):
+        logits, state = ours.step(part, state)
+        stepped.append(logits)
+    torch.testing.assert_close(torch.cat(stepped, dim=1), whole, rtol=1e-5, atol=1e-5)
+    assert state.length == 12
+
+
+@torch.inference_mode()
+def test_an_encoder_is_packed_too() -> None:
+    plain = made(config.EncoderOnly(d_model=32, d_ff=64, heads=4, layers=2))
+    torch.testing.assert_close(pack(plain)(draw(5, 9), LENGTHS), plain(draw(5, 9), LENGTHS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_stepped_is_full(kind: str) -> None:
+    plain = made(KINDS[kind])
+    ours = pack(plain, "fp32")
+    target = draw(5, 40)  # longer than a cache is at first
+    state, stepped = ours.start(ours.encode(draw(5, 9), LENGTHS)), []
+    for token in target.split(1, dim=1):
+        logits, state = ours.step(token, state)
+        stepped.append(logits)
+    torch.testing.assert_close(torch.cat(stepped, dim=1), plain(draw(5, 9), LENGTHS, target), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_long_and_many_sentences_are_encoded_as_any_other() -> None:
+    plain = made(KINDS["transformer"])
+    ours: Any = pack(plain, "fp32")
+    for batch, width in ((2, 200), (40, 30)):  # by the fused kernel; in several blocks, some of them padded
+        source = draw(batch, width)
+        lengths = torch.arange(batch).mul(7).remainder(width).add(1)
+        lengths[0] = width
+        outputs = [m.step(draw(batch, 3), m.start(m.encode(source, lengths)))[0] for m in (ours, plain)]
+        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_alone_is_as_in_any_batch(kind: str) -> None:
+    ours = pack(made(KINDS[kind]), "fp32")
+    source, target = draw(5, 9), draw(5, 6)
+    together, _ = ours.step(target, ours.start(ours.encode(source, LENGTHS)))
+    for i, length in enumerate(LENGTHS.tolist()):
+        memory = ours.encode(source[i : i + 1, :length], LENGTHS[i : i + 1])
+        alone, _ = ours.step(target[i : i + 1], ours.start(memory))
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=1e-5)
+
+
+# The largest logit is about 4. A product of n terms rounded to 8 bits is off by about √n · 2⁻⁸ of a term's size.
+BOUND = {"bf16": 0.15, "int8": 0.3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", BOUND)
+@torch.inference_mode()
+def test_rounded_is_near(kind: str, dtype: str) -> None:
+    if choose(dtype).dtype != dtype:
+        pytest.skip(str(choose(dtype)))
+    plain = made(KINDS[kind])
+    for ours, theirs in zip(walk(pack(plain, dtype), 3), walk(plain, 3), strict=True):
+        off = (ours - theirs).abs().max()
+        assert 0 < off < BOUND[dtype] * max(1.0, float(theirs.abs().max()) / 4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
+    run = Run.open(tiny)
+    model: Any = run.model(CPU)
+    sources = [run.tokenizers.src.encode(source) for source, _ in sentences(60, seed=5)]
+    spec = config.Decode(beam=3, batch_tokens=400)
+    ours, theirs = (
+        search_all(engine, sources, spec, run.tokenizers, device=CPU) for engine in (pack(model, dtype), model)
+    )
+    same = sum(a[0].tokens == b[0].tokens for a, b in zip(ours, theirs, strict=True))
+    assert same == len(sources) if dtype == "fp32" else same >= 0.95 * len(sources)
+
+
+def test_the_original_is_untouched_and_apart() -> None:
+    plain = made(KINDS["conv"])
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    ours = pack(plain, "fp32")
+    with torch.inference_mode():
+        first = ours.step(draw(5, 2), ours.start(ours.encode(draw(5, 9), LENGTHS)))[0]
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+    assert "project" not in vars(plain)
+    assert all(parameter.requires_grad for parameter in plain.parameters())
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    with torch.inference_mode():
+        assert torch.equal(ours.step(draw(5, 2), ours.start(ours.encode(draw(5, 9), LENGTHS)))[0], first)
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_exact() -> None:
+    assert choose("auto").dtype == choose().dtype == "fp32"
+    with pytest.raises(UsageError, match="must be one of auto, fp32, bf16, int8"):
+        choose("fp8")
+
+
+def test_bf16_and_int8_only_where_the_processor_has_them() -> None:
+    poor = choose("bf16", frozenset({"avx2"}))
+    assert str(poor) == "fp32 on avx2 (not bf16: the processor has no instructions for it)"
+    assert choose("int8", frozenset()).dtype == "fp32"
+    assert processor() is processor()
+
+
+def test_a_missing_or_wrong_kernel_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(Plain):
+        def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+            raise RuntimeError("no such kernel\nand many lines more")
+
+    class Wrong(Plain):
+        def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+            return super().__call__(x, relu) * 1.5
+
+    flags = frozenset({"avx2", "avx512_vnni"})
+    monkeypatch.setitem(packed.KERNELS, "int8", (Missing, Wrong, Plain))
+    assert choose("int8", flags).kernel is Plain
+    monkeypatch.setitem(packed.KERNELS, "int8", (Wrong, Missing))
+    fallen = choose("int8", flags)
+    assert (fallen.dtype, "no such kernel" in fallen.reason, "\n" in str(fallen)) == ("fp32", True, False)
+    monkeypatch.setitem(packed.KERNELS, "fp32", (Wrong,))
+    last = choose("fp32", flags)
+    assert last.kernel is Plain
+    assert "computes wrongly here, by 50%" in last.reason
+
+
+def test_every_kernel_that_is_here_is_right() -> None:
+    draws = torch.Generator().manual_seed(3)
+    x, weight, bias = (torch.randn(*shape, generator=draws) for shape in ((7, 33), (19, 33), (19,)))
+    for dtype, kernels in packed.KERNELS.items():
+        for kernel in kernels:
+            if fault(kernel, dtype):
+                continue
+            for b in (bias, None):
+                for given in (x, x + 2, x.abs(), -x.abs(), x[None], torch.zeros(2, 33)):
+                    wanted = F.linear(given, weight, b)
+                    bound = packed.TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
+                    torch.testing.assert_close(kernel(weight, b)(given), wanted, rtol=0, atol=bound)
+                    torch.testing.assert_close(kernel(weight, b)(given, relu=True), wanted.relu(), rtol=0, atol=bound)
+    assert not fault(OneDNN, "fp32") or not torch.backends.mkldnn.is_available()

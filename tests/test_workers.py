@@ -1,0 +1,145 @@
+"""Several processes give what one gives, in the same order; one that dies says why and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import sentences
+from qkv import config
+from qkv.decode.batched import search_all
+from qkv.decode.workers import CPU, Opened, Workers, describe, open_run, search_in, worker_count
+from qkv.errors import QkvError, UsageError
+from qkv.models.packed import choose
+
+
+@pytest.fixture(scope="module")
+def workers(tiny: Path) -> Iterator[Workers[Opened]]:
+    with Workers(2, open_run, str(tiny), "", "fp32") as crew:
+        yield crew
+
+
+@pytest.fixture(scope="module")
+def opened(tiny: Path) -> Opened:
+    return open_run(str(tiny), "", "fp32")
+
+
+def ids(opened: Opened, count: int) -> list[list[int]]:
+    return [opened[1].src.encode(source) for source, _ in sentences(count, seed=3)]
+
+
+@pytest.mark.parametrize(("beam", "n_best"), [(1, 1), (3, 2)])
+def test_processes_give_what_one_gives_in_the_same_order(
+    workers: Workers[Opened], opened: Opened, beam: int, n_best: int
+) -> None:
+    spec = config.Decode(beam=beam, batch_tokens=60)
+    sources = [*ids(opened, 40), []]
+    alone = search_all(opened[0], sources, spec, opened[1], n_best=n_best, device=CPU)
+    heard: list[int] = []
+    found = search_in(workers, sources, spec, n_best=n_best, progress=heard.extend)
+    assert [[h.tokens for h in hypotheses] for hypotheses in found] == [[h.tokens for h in each] for each in alone]
+    for ours, theirs in zip(found, alone, strict=True):
+        assert [h.logprob for h in ours] == pytest.approx([h.logprob for h in theirs], abs=1e-4)
+    assert sorted(heard) == list(range(len(sources)))
+    assert heard != sorted(heard)  # the longest came first
+
+
+def test_nothing_to_do_is_done_at_once(workers: Workers[Opened]) -> None:
+    assert search_in(workers, [], config.Decode()) == []
+
+
+def slower_first(opened: Opened, number: int, among: int) -> tuple[int, int]:
+    """The first tasks take longest, so that results come in another order than tasks went."""
+    import time
+
+    time.sleep(0.02 * (among - number))
+    return number, os.getpid()
+
+
+def test_results_are_in_the_order_of_the_tasks_and_from_every_process(workers: Workers[Opened]) -> None:
+    came: list[int] = []
+    done = workers.map(slower_first, [(n, 6) for n in range(6)], lambda number, result: came.append(number))
+    assert [number for number, _ in done] == list(range(6))
+    assert len({process for _, process in done}) == 2
+    assert sorted(came) == list(range(6))
+
+
+def misbehave(opened: Opened, how: str) -> str:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    if how == "refuse":
+        raise UsageError("this was asked wrongly")
+    if how == "fail":
+        raise ZeroDivisionError("by zero")
+    return how
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("kill", QkvError, "killed by SIGKILL, perhaps for lack of memory: use fewer workers"),
+        ("exit", QkvError, "ended with exit code 3"),
+        ("refuse", UsageError, "this was asked wrongly"),
+        ("fail", QkvError, "ZeroDivisionError: by zero"),
+    ],
+)
+def test_a_process_that_dies_or_fails_says_why(
+    workers: Workers[Opened], how: str, kind: type[QkvError], message: str
+) -> None:
+    tasks = [("well",), (how,), ("well",), ("well",)]
+    workers.start()
+    processes = [worker.process for worker in workers.crew]
+    with pytest.raises(kind, match=message) as caught:
+        workers.map(misbehave, tasks)
+    assert "\n" not in str(caught.value)
+    assert type(caught.value) is kind
+    assert all(process.poll() is not None for process in processes)  # nobody is left behind
+    assert not workers.crew
+    if how == "fail":  # new ones start by themselves
+        assert workers.map(misbehave, [("well",)] * 3) == ["well"] * 3
+
+
+def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
+    with Workers(1, open_run, str(tmp_path / "nowhere")) as crew, pytest.raises(UsageError, match="no such run folder"):
+        crew.map(misbehave, [("well",)])
+    with pytest.raises(UsageError, match="workers = 0"):
+        Workers(0, open_run, "")
+
+
+SCRIPT = """
+import sys
+from qkv import config
+from qkv.decode.workers import Workers, open_run, search_in
+workers = Workers(1, open_run, sys.argv[1])
+print(search_in(workers, [[5, 6]], config.Decode(beam=1))[0][0].tokens)
+print(workers.crew[0].process.pid)
+"""
+
+
+def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: Opened) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tiny], capture_output=True, text=True, check=True)
+    found, process = done.stdout.splitlines()
+    spec = config.Decode(beam=1)
+    assert found == str(search_all(opened[0], [[5, 6]], spec, opened[1], device=CPU)[0][0].tokens)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
+
+
+def test_as_many_workers_as_cores_unless_there_is_too_little_to_do() -> None:
+    assert worker_count(threads=4) == 4
+    assert worker_count(tokens=10, threads=4) == 1
+    assert worker_count(tokens=10**9, threads=4) == 4
+    assert 1 <= worker_count() <= (os.cpu_count() or 1)
+
+
+def test_the_engine_in_one_line() -> None:
+    assert describe(choose("fp32", frozenset({"avx2"})), 2) == "fp32 on avx2, 2 workers of 1 thread"
+    assert describe(choose("fp32", frozenset({"avx2"})), 1, threads=4) == "fp32 on avx2, 1 worker of 4 threads"
