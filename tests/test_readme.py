@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import lzma
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, side in (("en", 0), ("de", 1)):
         (tmp_path / f"train.{name}").write_text("".join(pair[side] + "\n" for pair in pairs), encoding="utf-8")
         (tmp_path / f"test.{name}").write_text("".join(pair[side] + "\n" for pair in pairs[::30]), encoding="utf-8")
+    (tmp_path / "big.en.xz").write_bytes(lzma.compress((tmp_path / "test.en").read_bytes()))
     (tmp_path / "book.txt").write_text("".join(f"{source}\n" for source, _ in pairs), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -60,12 +63,15 @@ def test_the_commands_run(folder: Path) -> None:
         if arguments[0] == "train":
             arguments += SMALL + (SMALLER if "base.toml" in arguments else [])
             arguments += ["--set", "data.max_length=32"] if "--text" in arguments else []
+        if "runs/other" in arguments:  # another model with the same tokenizer
+            shutil.copytree("runs/mine", "runs/other")
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             cli.app(arguments, standalone_mode=False)
         if target:
             (folder / target).write_text(out.getvalue(), encoding="utf-8")
     assert (folder / "map.html").exists()
+    assert len((folder / "big.de").read_text(encoding="utf-8").splitlines()) == 5
 
 
 def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ is left aside, and the engine says why.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,9 @@ from qkv.models.base import Model
 from qkv.models.conv import WeightNorm
 from qkv.models.packed_transformer import PackedTransformer, fits
 from qkv.models.transformer import DecoderOnly, Transformer
+
+# oneDNN keeps a kernel for each shape it has met, up to 1,024: hundreds of megabytes in a search whose batches shrink.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
 ROWS = 64  # for which oneDNN lays out a weight; the layout serves any number
