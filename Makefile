@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 
 # pytest comes last, so that its summary is the last line.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -35,7 +35,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/qkv lab speed
+	$(BIN)/qkv lab speed train
+	$(BIN)/qkv lab speed decode --batch 64 --seconds 4
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/make_options.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -366,3 +367,10 @@ def test_options_are_made_of_the_config(translator: Translator) -> None:
     assert asked.whole_words
     chinese = translator.config.replace(data={"tgt_lang": "zh-CN"})
     assert not Asked.of(chinese, translator.tokenizers.tgt).whole_words
+
+
+def test_the_engine_says_what_it_is(tiny: Path) -> None:
+    threads = f"threads: {torch.get_num_threads()}"
+    assert re.fullmatch(rf"fp32 on .+, {threads}", qkv.load(tiny, device="cpu").engine)
+    assert qkv.load(tiny, device="cpu", dtype="int8").engine.startswith(("int8 on ", "fp32 on "))  # or why not
+    assert qkv.load(tiny, device="cpu", workers=2).engine.endswith("processes: 2")
