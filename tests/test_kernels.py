@@ -61,6 +61,12 @@ for count, k in ((5, 1), (5, 4), (37, 8), (600, 8)):
     found = kernels.top_kernel(values, k)
     assert torch.equal(found[0], best[:, :k])
     assert torch.equal(found[1], places[:, :k])
+values = torch.full((2, 100), float("nan"))  # what broken weights give
+values[1, 40] = 1.0
+best, places = kernels.top_kernel(values, 4)
+assert int(places.max()) < 100
+assert best[0].tolist() == [-inf] * 4
+assert (best[1, 0], places[1, 0]) == (1.0, 40)
 print("equal")
 """
 

@@ -195,8 +195,9 @@ def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
     assert same == len(sources) if dtype == "fp32" else same >= 0.95 * len(sources)
 
 
-def test_the_original_is_untouched_and_apart() -> None:
-    plain = made(KINDS["conv"])
+@pytest.mark.parametrize("kind", ["conv", "transformer"])
+def test_the_original_is_untouched_and_apart(kind: str) -> None:
+    plain = made(KINDS[kind]).train()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     ours = pack(plain, "fp32")
     with torch.inference_mode():
@@ -204,6 +205,7 @@ def test_the_original_is_untouched_and_apart() -> None:
     assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
     assert "project" not in vars(plain)
     assert all(parameter.requires_grad for parameter in plain.parameters())
+    assert all(module.training for module in plain.modules())
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.zero_()

@@ -16,8 +16,10 @@ from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling
 from qkv.decode.slots import Pool, Slots
 from qkv.decode.step import PLAIN, Special
+from qkv.decode.trace import trace
 from qkv.errors import UsageError
 from qkv.models import Transformer
+from qkv.models.attention import heads_of, record, without
 from qkv.models.static import can_hold
 from qkv.text import Tokenizer, Tokenizers
 
@@ -68,8 +70,10 @@ def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> No
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 12), st.integers(1, 4), st.data())
-def test_any_number_of_slots_in_any_order(seed: int, slots: int, count: int, beam: int, data: st.DataObject) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 12), st.integers(1, 4), st.integers(0, 2), st.data())
+def test_any_number_of_slots_in_any_order(
+    seed: int, slots: int, count: int, beam: int, lag: int, data: st.DataObject
+) -> None:
     made, spec = model(), config.Decode(beam=beam)
     lines = sentences(count, seed)
     order = data.draw(st.permutations(range(count)))
@@ -77,6 +81,7 @@ def test_any_number_of_slots_in_any_order(seed: int, slots: int, count: int, bea
     longest = [data.draw(st.integers(1, 8)) for _ in range(count)]
     special = Special(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
     made_slots = Slots(made, spec, special, slots=slots, capacity=16, source=16, choice=PLAIN)
+    made_slots.lag = lag  # as on a GPU, where the host sees what was some steps before
     for _ in range(2):  # what is left of one call must not be seen in the next
         found: dict[int, list[Hypothesis]] = {}
 
@@ -112,6 +117,37 @@ def test_rules_hold_in_slots() -> None:
     lines, choice = sentences(12, 5), Rules(no_repeat_ngram=2, min_length=4).choice()
     expected = search_all(made, lines, spec, BYTES, device=CPU, choice=choice)
     assert_alike(search_all(made, lines, spec, BYTES, device=CPU, choice=choice, pool=Pool(made)), expected)
+
+
+def test_what_is_watched_is_no_work_for_a_pool() -> None:
+    made = model()
+    pool = Pool(made)
+    with trace():
+        assert not pool.serves(made, PLAIN)
+    with without(["decoder.0.cross"], heads_of(made, CPU)):
+        assert not pool.serves(made, PLAIN)
+    with record():
+        assert not pool.serves(made, PLAIN)
+
+
+def test_learned_positions_are_used_to_the_last() -> None:
+    made, spec = model(positions="learned", max_positions=27), config.Decode(beam=2, extra_length=16)
+    lines = [*sentences(3), list(range(5, 14))]  # 9 + 16 + 2 positions
+    expected = search_all(made, lines, spec, BYTES, device=CPU)
+    assert_alike(search_all(made, lines, spec, BYTES, device=CPU, pool=Pool(made)), expected)
+
+
+def test_a_prefix_that_writes_nothing_is_refused() -> None:
+    made = model()
+    for pool in (None, Pool(made)):
+        with pytest.raises(UsageError, match="prefix"):
+            search_all(made, [[7]], config.Decode(), BYTES, device=CPU, prefixes=[[BYTES.tgt.eos]], pool=pool)
+
+
+def test_options_that_one_beam_cannot_serve_are_refused() -> None:
+    for rules in (Rules(groups=2), Rules(coverage=0.5)):
+        with pytest.raises(UsageError, match="beam"):
+            search_all(model(), [[7]], config.Decode(beam=1), BYTES, device=CPU, choice=rules.choice())
 
 
 def test_a_pool_makes_a_search_once_and_forgets_old_ones() -> None:

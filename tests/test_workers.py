@@ -14,9 +14,8 @@ import pytest
 from conftest import sentences
 from qkv import config
 from qkv.decode.batched import search_all
-from qkv.decode.workers import CPU, Opened, Workers, describe, open_run, search_in, worker_count
+from qkv.decode.workers import CPU, Opened, Workers, open_run, search_in, worker_count
 from qkv.errors import QkvError, UsageError
-from qkv.models.packed import choose
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +137,3 @@ def test_as_many_workers_as_cores_unless_there_is_too_little_to_do() -> None:
     assert worker_count(tokens=10, threads=4) == 1
     assert worker_count(tokens=10**9, threads=4) == 4
     assert 1 <= worker_count() <= (os.cpu_count() or 1)
-
-
-def test_the_engine_in_one_line() -> None:
-    assert describe(choose("fp32", frozenset({"avx2"})), 2) == "fp32 on avx2, 2 workers of 1 thread"
-    assert describe(choose("fp32", frozenset({"avx2"})), 1, threads=4) == "fp32 on avx2, 1 worker of 4 threads"

@@ -17,6 +17,8 @@ def choose_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f'device "{name}" cannot be used ({reason}): use auto or cpu') from None
+    if device.type == "cuda" and device.index is not None:  # kernels and graphs are launched on the current one
+        torch.cuda.set_device(device)
     # cuDNN's attention plans anew for every shape it meets, which takes longer than the attention of a whole epoch.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device

@@ -32,6 +32,7 @@ from qkv.decode.workers import Workers, open_run
 from qkv.device import describe
 from qkv.errors import QkvError, UsageError
 from qkv.explain.record import words
+from qkv.models.base import Model
 from qkv.models.state import StepModel
 from qkv.run import Run
 from qkv.text.split import Pieces, split
@@ -196,7 +197,10 @@ class Translator(Explained):
                 again.setdefault(breaking(loop, asked.rules.no_repeat_ngram), []).append(i)
         for n, indices in again.items():
             rules = dataclasses.replace(asked.rules, no_repeat_ngram=n)
-            second = self.finder.find(work.some(indices), dataclasses.replace(asked, rules=rules))
+            try:
+                second = self.finder.find(work.some(indices), dataclasses.replace(asked, rules=rules))
+            except QkvError:  # what must be written cannot be without repetition: the first stays
+                continue
             for i, hypotheses in zip(indices, second, strict=True):
                 if find_loop(hypotheses[0].tokens, work.sources[i]) is None:
                     found[i] = hypotheses
@@ -263,9 +267,10 @@ class Translator(Explained):
     def _use(self, shortlist: Shortlist) -> None:
         def narrow(tokens: Tensor) -> StepModel[Any, Any]:
             pairs = zip(self.engines, self.members, strict=True)
-            return self._together(
-                [Shortlisted(each, own.model.output.weight, shortlist, tokens) for each, own in pairs]
-            )
+            # A packed model has its matrix in a form of its own, any other in the numbers that it computes with.
+            weights = [(each if isinstance(each, Model) else own.model).output.weight for each, own in pairs]
+            models = zip(self.engines, weights, strict=True)
+            return self._together([Shortlisted(each, weight, shortlist, tokens) for each, weight in models])
 
         self.finder = dataclasses.replace(self.finder, narrow=narrow, shortlist=shortlist)
 

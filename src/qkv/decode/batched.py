@@ -15,7 +15,7 @@ from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
-from qkv.decode.search import Kind, begin, search
+from qkv.decode.search import Kind, begin, check_prefix, search
 from qkv.decode.slots import Pool
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.models.state import StepModel
@@ -126,12 +126,14 @@ def _in_slots(
         results[order[place]] = hypotheses
         progress([order[place]])
 
+    special = Special(tgt.bos, tgt.eos, tgt.pad)
+    check_prefix(torch.tensor([token for prefix in work.prefixes for token in prefix], dtype=torch.long), special)
     pool.run(
         [torch.tensor([*work.sources[i], src.eos]) for i in order],
         [work.longest[i] for i in order],
         [work.prefixes[i] for i in order],
         spec,
-        Special(tgt.bos, tgt.eos, tgt.pad),
+        special,
         choice,
         n_best=n_best,
         pad_id=src.pad,

@@ -23,8 +23,6 @@ class Beams(Search):
     after another.
     """
 
-    reorders = True
-
     def __init__(self, *args: Any, lengths: Tensor | None = None) -> None:
         super().__init__(*args)
         self.width = self.rows // self.choice.groups  # of a group

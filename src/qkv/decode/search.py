@@ -37,6 +37,12 @@ def begin(
     `numbers` are those of the sentences in the whole input, by which draws are seeded.
     """
     rows = max(spec.beam, n_best)
+    if rows % choice.groups:
+        raise UsageError(f"{rows} beams in {choice.groups} groups: the beams must divide into groups of one width")
+    if rows == 1 and choice.coverage:
+        raise UsageError("coverage compares hypotheses, and a beam of 1 has one: give a larger beam")
+    if choice.groups > 1 and watching.get() is not None:
+        raise UsageError("a search in groups cannot be told as one tree: leave out groups")
     if choice.sampling is not None or rows == 1:
         rows = n_best
         board = Board.empty(len(lengths), rows, rows, capacity, lengths.device)
@@ -44,10 +50,14 @@ def begin(
         if choice.sampling is not None:
             drawn = uniform_numbers(choice.sampling, numbers or range(len(lengths)), rows, capacity).to(lengths.device)
         return Chains(model, spec, choice, special, board, numbers=drawn)
-    if rows % choice.groups:
-        raise UsageError(f"{rows} beams in {choice.groups} groups: the beams must divide into groups of one width")
     board = Board.empty(len(lengths), rows, n_best, capacity, lengths.device)
     return Beams(model, spec, choice, special, board, lengths=lengths)
+
+
+def check_prefix(prefix: Tensor, special: Special) -> None:
+    """Refuse a beginning that could not be written."""
+    if bool(torch.isin(prefix, torch.tensor([special.bos, special.eos, special.pad], device=prefix.device)).any()):
+        raise UsageError("a prefix cannot hold <s>, </s> or <pad>: give only tokens that write something")
 
 
 @torch.inference_mode()
@@ -76,8 +86,7 @@ def search(
     """
     if prefix is None:
         prefix = source.new_empty(len(source), 0)
-    if bool(torch.isin(prefix, torch.tensor([bos, eos, pad], device=prefix.device)).any()):
-        raise UsageError("a prefix cannot hold <s>, </s> or <pad>: give only tokens that write something")
+    check_prefix(prefix, Special(bos, eos, pad))
     if longest is None:
         longest = lengths - 1 + spec.extra_length
     capacity = max(int(longest.max()), prefix.shape[1]) + 2

@@ -151,7 +151,7 @@ class Shortlisted:
 
     def __init__(self, model: StepModel[Any, Any], weight: Tensor, shortlist: Shortlist, tokens: Tensor) -> None:
         """`weight` (vocabulary, d_model) is the model's output matrix, which it may hold in a form of its own."""
-        self.model, self.shortlist, self.tokens = _narrow(model, weight[tokens]), shortlist, tokens
+        self.model, self.shortlist, self.tokens = _narrow(model, weight.detach()[tokens]), shortlist, tokens
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Any, Tensor]:
         return self.model.encode(source, lengths), self.shortlist.allowed(source)[:, self.tokens]

@@ -17,6 +17,9 @@ from qkv import config
 from qkv.decode.board import Hypothesis
 from qkv.decode.search import begin
 from qkv.decode.step import Choice, Search, Special
+from qkv.decode.trace import watching
+from qkv.models.attention import is_watched
+from qkv.models.kernels import triton
 from qkv.models.state import StepModel
 from qkv.models.static import StaticState, can_hold
 
@@ -36,6 +39,9 @@ class Pool:
         return (
             model is self.model
             and can_hold(model)
+            and (triton is not None or not torch.cuda.is_available())  # the plain twins cannot be captured
+            and not is_watched()
+            and watching.get() is None
             and not choice.coverage
             and choice.sampling is None
             and all(getattr(rule, "capturable", False) for rule in (*choice.forbid, *choice.prefer))
@@ -56,11 +62,13 @@ class Pool:
     ) -> None:
         """Decode sources (ids with </s>), longest first; `finished` hears of each as it ends."""
         rows = max(spec.beam, n_best)
-        source = -(-max(map(len, sources)) // 16) * 16
-        capacity = -(-(max(*longest, *map(len, prefixes)) + 2) // 32) * 32
-        slots = min(1 << (len(sources).bit_length() - 1), MOST, self._room(rows, capacity, source))
+        source = self._rounded(max(map(len, sources)), 16)
+        capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
+        slots = min(_power_below(len(sources)), MOST, self._room(rows, capacity, source))
         key = (spec, special, slots, capacity, source, n_best, choice)
         if key not in self.made:
+            while len(self.made) >= self.keep:
+                self.made.popitem(last=False)
             self.made[key] = Slots(
                 self.model,
                 spec,
@@ -72,18 +80,28 @@ class Pool:
                 choice=choice,
             )
         self.made.move_to_end(key)
-        while len(self.made) > self.keep:
-            self.made.popitem(last=False)
         self.made[key].run(sources, longest, prefixes, pad_id=pad_id, finished=finished)
 
-    def _room(self, rows: int, capacity: int, source: int) -> int:
-        """As many sentences as a quarter of the memory that is free can hold the keys and values of."""
+    def _rounded(self, length: int, step: int) -> int:
+        """A little more room than is needed, so that the next call finds it; not beyond what positions were learned."""
         model: Any = self.model
-        if not torch.cuda.is_available():
+        room = -(-length // step) * step
+        return max(length, min(room, model.spec.max_positions)) if model.spec.positions == "learned" else room
+
+    def _room(self, rows: int, capacity: int, source: int) -> int:
+        """As many sentences as an eighth of the device's memory can hold the keys and values of."""
+        model: Any = self.model
+        device = model.output.weight.device
+        if device.type != "cuda":
             return MOST
         own = sum(a.attention.heads * (a.attention.d_k + a.attention.d_v) for a in model.decoder)
         size = own * (rows * capacity + source) * model.output.weight.element_size()
-        return max(1, int(torch.cuda.mem_get_info()[0] // 4 // size))
+        return _power_below(max(1, int(torch.cuda.mem_get_info(device)[1] // 8 // size)))
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (number.bit_length() - 1)
 
 
 class Slots:
@@ -121,6 +139,8 @@ class Slots:
                 door.enter = captured(door.enter)
             self.search.board.done.fill_(True)
             self.flags = torch.empty(LAG + 1, slots, dtype=torch.bool, pin_memory=True)
+            # A graph holds addresses, not tensors: a table of positions that grows later must not free these.
+            self.tables = list(model.buffers())
 
     @torch.inference_mode()
     def run(
@@ -141,7 +161,7 @@ class Slots:
         while waiting or any(number is not None for number in held):
             free = [slot for slot, number in enumerate(held) if number is None]
             while waiting and free:
-                door = next(door for door in self.doors if door.size >= min(len(free), len(waiting)))
+                door = self.doors[-1 if 2 * min(len(free), len(waiting)) > self.slots else 0]
                 some = [waiting.popleft() for _ in range(min(len(free), len(waiting), door.size))]
                 door.let_in(free[: len(some)], sources, longest, prefixes, some, pad_id)
                 for slot, entered in zip(free, some, strict=False):
@@ -171,7 +191,7 @@ class Slots:
     def _flags(self, step: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Which slots are done, on their way to the host."""
         done = self.search.board.done
-        if not self.lag:
+        if self.device.type != "cuda":
             return done.clone(), None
         copied = self.flags[step % len(self.flags)]
         copied.copy_(done, non_blocking=True)

@@ -51,7 +51,7 @@ class Choice:
     shortest: int = 0  # tokens before </s>, unless the longest is fewer
     coverage: float = 0.0  # β of Wu et al. (2016): a score gains β Σ log min(attention that a source token has had, 1)
     groups: int = 1  # of beams, which are to differ (Vijayakumar et al., 2018)
-    diversity: float = 0.0  # by so much less likely is a token for each earlier group that has just chosen it
+    diversity: float = 0.0  # by so much less likely is a token for each hypothesis of earlier groups that just took it
     sampling: Sampling | None = None
 
 
@@ -67,8 +67,6 @@ def length_penalty(length: Tensor | float, spec: config.Decode) -> Any:
 
 class Search:
     """Sentences on a board, each advanced by a token at a time; `rows` hypotheses of each grow side by side."""
-
-    reorders = False  # whether rows go on from one another
 
     def __init__(
         self, model: StepModel[Any, Any], spec: config.Decode, choice: Choice, special: Special, board: Board

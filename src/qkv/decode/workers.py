@@ -24,10 +24,10 @@ import torch
 
 from qkv import config
 from qkv.data import batches
-from qkv.decode.batched import search_all
+from qkv.decode.batched import batch_tokens, search_all
 from qkv.decode.board import Hypothesis
 from qkv.errors import QkvError, UsageError
-from qkv.models.packed import Engine, pack
+from qkv.models.packed import pack
 from qkv.models.state import StepModel
 from qkv.run import Run
 from qkv.text import Tokenizers
@@ -47,7 +47,6 @@ MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "67108864",
 }
-BATCH_TOKENS = 4096  # padded source tokens times beams that one thread decodes at once, unless the config says
 WORTHWHILE = 8192  # source tokens for each process, below which it takes longer to start than it helps
 
 
@@ -65,11 +64,6 @@ def worker_count(tokens: int | None = None, threads: int | None = None) -> int:
     """
     cores = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     return max(1, cores if tokens is None else min(cores, tokens // WORTHWHILE))
-
-
-def describe(engine: Engine, workers: int, threads: int = 1) -> str:
-    """What decodes, in one line: `int8 on avx512_vnni, 2 workers of 1 thread`."""
-    return f"{engine}, {workers} worker{'s' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
 
 
 class Worker:
@@ -235,13 +229,14 @@ def search_in(
 
     `options` go to `search_all` as they are; `each` holds those that have one value for each source.
     """
+    each = {"numbers": range(len(sources)), **(each or {})}
     widths = np.asarray([len(ids) + 1 for ids in sources], np.int64)
     order = np.argsort(-widths, kind="stable").astype(np.int64)
-    budget = (spec.batch_tokens or BATCH_TOKENS) // max(spec.beam, n_best)
+    budget = batch_tokens(spec, CPU) // max(spec.beam, n_best)
     planned = [batch.tolist() for batch in batches.cut(order, widths, widths, budget)]
     tasks = []
     for batch in planned:
-        own = {name: [values[i] for i in batch] for name, values in (each or {}).items()}
+        own = {name: [values[i] for i in batch] for name, values in each.items()}
         tasks.append(([list(sources[i]) for i in batch], spec, {"n_best": n_best, **options, **own}))
     results: list[list[Hypothesis]] = [[] for _ in sources]
 

@@ -161,6 +161,8 @@ def _largest(logits: Tensor) -> Tensor:
 
 def _log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
     """Some rows at a time, in memory that stays in the cache: fresh memory for all costs more than the exponentials."""
+    if not logits.is_cpu:
+        return logits.float().logsumexp(1)
     rows, vocab = logits.shape
     some = max(1, CACHED // vocab)
     scratch = logits.new_empty(min(some, rows), vocab, dtype=torch.float)
@@ -274,6 +276,7 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         inside = tl.arange(0, block)
         value = tl.load(values + row * count + inside, mask=inside < count, other=float("-inf"))
+        value = tl.where(value == value, value, float("-inf"))  # what is no number is no candidate
         taken = inside >= count
         for i in range(k):
             # Where all that is left is -inf, one that was not taken yet is still another place.

@@ -237,7 +237,7 @@ def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
     engine = choose(dtype)
     with torch.no_grad():
         if isinstance(model, Transformer | DecoderOnly) and fits(model):
-            packed: nn.Module = PackedTransformer(model, engine.kernel, engine.kept)
+            packed: nn.Module = PackedTransformer(copy.deepcopy(model), engine.kernel, engine.kept)
         else:
             packed = _replace(copy.deepcopy(model), engine.kernel)
     packed.engine = engine  # type: ignore[assignment]

@@ -78,10 +78,11 @@ class PackedState:
         return self.settled + (position - self.settled) * self.beam
 
     def select(self, rows: Tensor) -> PackedState:
+        sentences = self.past[0].shape[1] if self.past else self.memory.sentences if self.memory else 0
+        if sentences and (stay := staying(rows, self.beam, sentences)) is not None:
+            self.past = [both.index_select(1, stay) for both in self.past]
+            self.memory = self.memory and self.memory.select(stay)
         if self.past:
-            if (stay := staying(rows, self.beam, self.past[0].shape[1])) is not None:
-                self.past = [both.index_select(1, stay) for both in self.past]
-                self.memory = self.memory and self.memory.select(stay)
             self.own = self.own.index_select(0, rows)
         return self
 

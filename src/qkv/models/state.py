@@ -42,7 +42,9 @@ class StepModel(Protocol[MemoryT, State]):
 
     def start(self, memory: MemoryT, beam: int = 1) -> State: ...
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]: ...
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """Logits and the state behind the tokens; the logits are the caller's, who may write into them."""
+        ...
 
 
 @dataclass
