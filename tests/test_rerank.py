@@ -58,3 +58,13 @@ def test_ties_go_to_the_models_score() -> None:
 def test_an_unknown_utility_is_refused() -> None:
     with pytest.raises(UsageError, match="chrf, bleu"):
         rerank(["a"], [0.0], "ter")
+
+
+def test_a_beam_counts_by_its_probabilities() -> None:
+    """Three unlikely hypotheses that resemble one another do not outvote the likely one; three samples do."""
+    texts = ["red cats sleep", "a dog barked", "a dog barks", "a dog barking"]
+    logprobs = [-0.1, -5.0, -5.1, -5.2]
+    assert rerank(texts, logprobs, "chrf")[0] != 0
+    assert rerank(texts, logprobs, "chrf", logprobs=logprobs)[0] == 0
+    weights = np.exp(logprobs) / np.exp(logprobs).sum()
+    assert expected_utility(texts, "chrf", logprobs=logprobs) == pytest.approx(utilities(texts, "chrf") @ weights)

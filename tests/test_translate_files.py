@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Call, sentences
+from qkv import cli
 from qkv.api import Translation, files, journal
 from qkv.api.files import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
 from qkv.api.journal import Part
@@ -783,3 +784,17 @@ def wait_for(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
     while not path.exists() or path.stat().st_size <= size:
         assert process.poll() is None
         time.sleep(0.01)
+
+
+def test_what_must_not_be_written_to_or_read_is_refused(tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "in.txt"
+    text.write_text("One cat.\n", encoding="utf-8")
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("One cat.\tUn gatto.\n", encoding="utf-8")
+    for arguments, message in (
+        ([str(text), "-o", str(tmp_path / "out.gz")], "without .gz"),
+        ([str(pairs)], "holds pairs"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            cli.app(["translate", str(tiny), *arguments], standalone_mode=False)
+    assert text.read_text(encoding="utf-8") == "One cat.\n"

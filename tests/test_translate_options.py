@@ -148,6 +148,11 @@ def test_what_cannot_be_is_refused(translator: Translator) -> None:
         ("no such weights", {"shortlist": True}),
         ("leave it out", {"shortlist": True, "prefix": "Il"}),
         ("leave it out", {"shortlist": True, "avoid": ["gatto"]}),
+        ("leave out one", {"shortlist": True, "coverage": 0.5}),
+        ("groups of beams only", {"diversity": 0.3}),
+        ("gnmt penalty only", {"alpha": 1.0, "length_penalty": "none"}),
+        ("required phrases only", {"ordered": True}),
+        ("larger beam", {"beam": 1, "coverage": 0.5}),
     ]
     for message, options in refused:
         with pytest.raises(QkvError, match=message):
@@ -264,7 +269,7 @@ def test_other_words_at_a_place(translator: Translator) -> None:
     assert beginning[0].word == "gatto"
     assert beginning[0].text == target
     for wrong in (-1, 9):
-        with pytest.raises(UsageError, match="words 0 to"):
+        with pytest.raises(UsageError, match="give 0 to"):
             translator.alternatives(source, target, wrong)
 
 

@@ -121,11 +121,20 @@ class Asked:
         how = {name: value for name, value in drawn.items() if value is not None}
         if how and not sample:
             raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
+        spec, own = config.replace(decode=given).decode, Rules(**rules)
+        if "diversity" in rules and own.groups == 1:
+            raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
+        if alpha is not None and spec.length_penalty != "gnmt":
+            raise UsageError(f"alpha: for the gnmt penalty only, and this is {spec.length_penalty}: leave it out")
+        if ordered and not must_include:
+            raise UsageError("ordered: for required phrases only: give them too (must_include, --must-include)")
+        if shortlist and own.coverage:
+            raise UsageError("coverage looks at attention, which the model of a shortlist does not tell: leave out one")
         whole_words = not without_spaces(config.data.tgt_lang)
         spelt = Required.of(must_include, tokenizer, whole_words=whole_words).spelt
         never = Avoid(avoid, tokenizer, whole_words, exempt=spelt) if avoid else None
         return cls(
-            spec=config.replace(decode=given).decode,
+            spec=spec,
             rules=Rules(**rules, sampling=Sampling(**how) if sample else None, forbid=(never,) if never else ()),
             n_best=n_best,
             candidates=_candidates(rerank, candidates, n_best),

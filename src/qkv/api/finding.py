@@ -78,7 +78,7 @@ class Finder:
             found = self._rescored(work, found, asked)
         self._check(work, found)
         if asked.rerank is not None:
-            found = [self._reranked(hypotheses[: asked.candidates], asked.rerank) for hypotheses in found]
+            found = [self._reranked(hypotheses[: asked.candidates], asked) for hypotheses in found]
         return [hypotheses[: asked.n_best] for hypotheses in found]
 
     def _search(self, work: Work, asked: Asked, progress: Heard) -> list[list[Hypothesis]]:
@@ -121,9 +121,12 @@ class Finder:
 
         return [sorted((again(old) for old in hypotheses), key=lambda h: -h.score) for hypotheses in found]
 
-    def _reranked(self, hypotheses: list[Hypothesis], utility: str) -> list[Hypothesis]:
+    def _reranked(self, hypotheses: list[Hypothesis], asked: Asked) -> list[Hypothesis]:
         texts = [self.tokenizers.tgt.decode(hypothesis.tokens) for hypothesis in hypotheses]
-        order = rerank(texts, [hypothesis.score for hypothesis in hypotheses], utility, tokenizer_for(self.tgt_lang))
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        drawn = asked.rules.sampling is not None
+        logprobs = None if drawn else [hypothesis.logprob for hypothesis in hypotheses]
+        order = rerank(texts, scores, asked.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
         return [hypotheses[place] for place in order]
 
     def _check(self, work: Work, found: list[list[Hypothesis]]) -> None:

@@ -118,10 +118,12 @@ class Translator(Explained):
         if isinstance(text, str):
             (only,) = self._translate([text], **options)
             return only
-        return self._translate(text, **options)
+        return self._translate(list(text), **options)
 
     def stream(self, lines: Iterable[str], *, chunk: int = CHUNK, **options: Unpack[Options]) -> Iterator[Translation]:
         """Translate lines as they come, in order and in bounded memory: `chunk` lines at a time."""
+        if chunk < 1:
+            raise UsageError(f"chunk = {chunk}: must be at least 1")
         rest, first = iter(lines), options.get("first", 0)
         while some := list(islice(rest, chunk)):
             options["first"] = first
@@ -236,7 +238,9 @@ class Translator(Explained):
         written = tgt.encode(translation)
         spans = words(tgt.tokens(written))
         if not 0 <= position <= len(spans):
-            raise UsageError(f"position {position}: the translation has words 0 to {len(spans) - 1}")
+            raise UsageError(
+                f"position {position}: give 0 to {len(spans)}, of which the last is the word that would come next"
+            )
         begin, end = spans[position] if position < len(spans) else (len(written), len(written))
         before, there = written[:begin], tgt.decode(written[begin:end]).strip()
         borders = Borders(tgt)

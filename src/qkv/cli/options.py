@@ -74,7 +74,9 @@ With = Annotated[
     list[Path] | None,
     _if_given("Another run to decide together with, an ensemble; may be repeated.", "--with", metavar="RUN"),
 ]
-Dtype = Annotated[str, typer.Option(help="Numbers to compute with: fp32, bf16 or int8.")]
+Dtype = Annotated[
+    str, typer.Option(help="Numbers to compute with: fp32 (auto on a CPU), bf16 (auto on a GPU) or int8.")
+]
 Workers = Annotated[
     int | None, _if_given("Processes that translate, on a CPU; for a large file one for each core.", min=1)
 ]

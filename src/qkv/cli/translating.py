@@ -134,11 +134,15 @@ def _passes_on(output: str) -> bool:
 
 def _lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> Lines:
     """The lines of the input, if it can be read as it will have to be."""
-    from qkv.data.corpus import find, is_stream
+    from qkv.data.corpus import PACKED, find, form_of, is_stream
     from qkv.data.lines import Lines
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
+    if Path(output).suffix in PACKED:
+        raise UsageError(f"{output}: what is written is plain text: name it without {Path(output).suffix}")
+    if (form := form_of(file)) != "lines":
+        raise UsageError(f"{file}: a .{form} file holds pairs: give a file with a sentence in each line")
     if crew.world > 1 and (_passes_on(output) or is_stream(find(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
     return Lines(file, on_bad)

@@ -78,7 +78,7 @@ def _resolve(corpus: config.Corpus, data: config.Data) -> Corpus:
         raise UsageError(f"corpus {corpus.tgt}: give src too, or text for a model without a source")
     if not names:
         raise UsageError("a corpus names no file: give src and tgt, or text")
-    forms = [_form(name) for name in names]
+    forms = [form_of(name) for name in names]
     if corpus.tgt and forms != ["lines", "lines"]:
         raise UsageError(f"corpus {' '.join(names)}: a .tsv or .jsonl file holds both sides: leave tgt out")
     if corpus.text and forms[0] == "tsv":
@@ -110,7 +110,8 @@ def _resolve(corpus: config.Corpus, data: config.Data) -> Corpus:
     )
 
 
-def _form(name: str) -> str:
+def form_of(name: str) -> str:
+    """How a file is laid out, by its name: lines, tsv or jsonl."""
     path = Path(name)
     suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
     return suffix[1:] if suffix in (".tsv", ".jsonl") else "lines"

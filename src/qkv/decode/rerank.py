@@ -1,8 +1,9 @@
 """Minimum Bayes risk: of several translations, the one that the others agree with most (Kumar and Byrne, 2004).
 
-Each candidate stands for what the model believes, so the best is the one with the highest mean utility when every
-candidate in turn is taken for the reference. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a
-candidate are counted once, and those that two of them share are found for all pairs at the same time.
+Each candidate stands for what the model believes, so the best is the one with the highest expected utility when every
+candidate in turn is taken for the reference: a sample as often as it was drawn, a hypothesis of a beam, which comes
+once however likely it is, by its probability among them. The utility is sacreBLEU's chrF or BLEU of a sentence; the
+n-grams of a candidate are counted once, and those that two of them share are found for all pairs at the same time.
 """
 
 from __future__ import annotations
@@ -20,22 +21,32 @@ from qkv.errors import UsageError
 UTILITIES = ("chrf", "bleu")
 
 
-def rerank(texts: Sequence[str], scores: Sequence[float], utility: str, tokenizer: str = "13a") -> list[int]:
-    """The places of the candidates, by mean utility and then by the model's own score, best first.
+def rerank(
+    texts: Sequence[str],
+    scores: Sequence[float],
+    utility: str,
+    tokenizer: str = "13a",
+    logprobs: Sequence[float] | None = None,
+) -> list[int]:
+    """The places of the candidates, by expected utility and then by the model's own score, best first.
 
-    A text that comes several times, as samples do, counts as often. `tokenizer` is sacreBLEU's, for BLEU.
+    Without log-probabilities they are samples, and a text counts as often as it comes. `tokenizer` is sacreBLEU's.
     """
-    gained = expected_utility(texts, utility, tokenizer)
+    gained = expected_utility(texts, utility, tokenizer, logprobs)
     # Sums in another order round differently: what is equal but for that is a tie.
     return sorted(range(len(texts)), key=lambda i: (-round(gained[i], 9), -scores[i]))
 
 
-def expected_utility(texts: Sequence[str], utility: str, tokenizer: str = "13a") -> list[float]:
-    """The mean utility of each text over all of them, itself included, as references."""
+def expected_utility(
+    texts: Sequence[str], utility: str, tokenizer: str = "13a", logprobs: Sequence[float] | None = None
+) -> list[float]:
+    """The mean utility of each text over all of them, itself included, as references; by their probability if given."""
+    values = np.zeros(len(texts)) if logprobs is None else np.asarray(logprobs, np.float64)
+    likely = np.exp(values - values.max())
     distinct = list(dict.fromkeys(texts))
-    times = Counter(texts)
-    weights = np.array([times[text] for text in distinct], np.float64)
-    gained = dict(zip(distinct, (utilities(distinct, utility, tokenizer) @ weights / len(texts)).tolist(), strict=True))
+    weights = np.zeros(len(distinct))
+    np.add.at(weights, [distinct.index(text) for text in texts], likely / likely.sum())
+    gained = dict(zip(distinct, (utilities(distinct, utility, tokenizer) @ weights).tolist(), strict=True))
     return [gained[text] for text in texts]
 
 

@@ -81,7 +81,9 @@ class Row:
         found = self.decode(self.sources, self.task)
         _wait()
         seconds = time.perf_counter() - start
-        self.tokens = sum(len(hypotheses[0]) for hypotheses in found)
+        self.tokens = sum(
+            token != EOS for hypotheses in found for token in hypotheses[0]
+        )  # some write </s>, some do not
         self.speeds.append(self.tokens / seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -210,6 +212,8 @@ def _take_turns(
         for setting, decode in decoders.items()
         if not setting.most or batch <= setting.most
     ]
+    if not rows:
+        raise UsageError("--batch: these settings are measured with smaller batches only: give one of up to 64")
     _compare(rows, reference, text.fixed)
     say(f"beam {beam}: the outputs are compared, {len(rows)} rows take turns")
     begun = time.perf_counter()
