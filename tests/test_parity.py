@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qkv import config
 from qkv.decode.board import Hypothesis
-from qkv.decode.complete import Sampling, generate
+from qkv.decode.complete import generate
+from qkv.decode.sampling import Sampling
 from qkv.decode.search import search
 from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
 

@@ -24,7 +24,8 @@ from qkv.api.completing import TextDecoder
 from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks
 from qkv.data.store import Prepared, Store, prepare
-from qkv.decode.complete import Sampling, generate
+from qkv.decode.complete import generate
+from qkv.decode.sampling import Sampling
 from qkv.errors import UsageError
 from qkv.models import DecoderOnly, EncoderOnly
 from qkv.text import Tokenizer, Tokenizers, learn

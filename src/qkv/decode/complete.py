@@ -12,8 +12,6 @@ from qkv.decode.sampling import Sampling, draw
 from qkv.errors import QkvError, UsageError
 from qkv.models.transformer import DecoderOnly
 
-__all__ = ["Drawn", "Sampling", "generate"]
-
 
 @dataclass(frozen=True)
 class Drawn:

@@ -37,6 +37,7 @@ ONE_BY_ONE = 8  # sentences of a round with batch 1
 DRAWN = {"cpu": (256, 40), "gpu": (512, 30)}  # random sentences, and the tokens of each
 EXTRA = 50  # tokens by which a translation may be longer than its source, as in the paper
 PACKAGES = ("transformers", "ctranslate2")
+FIXED = "all hypotheses of the beam, in any order; random weights exaggerate what a lower precision changes"
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def measure(
             "threads": torch.get_num_threads(),
             "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
             "text": text.name,
-            "compared": "all hypotheses of the beam, in any order" if text.fixed else "the best hypothesis",
+            "compared": FIXED if text.fixed else "the best hypothesis",
             "length_penalty": "none",
             "rows": [row.to_dict() for row in rows],
             "missing": missing,
@@ -346,6 +347,6 @@ def _remarks(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [
         f"{result['model']}; {result['text']}; {result['cores']} cores, {result['threads']} threads; {versions}",
-        f"same tokens: {result['compared']}; what a lower precision changes is exaggerated by random weights",
+        f"same tokens: {result['compared']}",
         *(f"left out: {name}: {reason}" for name, reason in result["missing"].items()),
     ]

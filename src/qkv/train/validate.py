@@ -23,7 +23,8 @@ from qkv.data.loader import Batch, collate
 from qkv.data.plain import block_batch, hide, text_blocks
 from qkv.data.store import Prepared
 from qkv.decode.batched import search_all
-from qkv.decode.complete import Sampling, generate
+from qkv.decode.complete import generate
+from qkv.decode.sampling import Sampling
 from qkv.evaluate import metrics
 from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
