@@ -1,0 +1,82 @@
+"""The inner half of the feed-forward layers: max(0, xW₁ + b₁) with its dropout, and the way back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv.models.fused.noise import Noise, drop
+from qkv.models.kernels import tl, triton
+
+if triton is not None:
+    from qkv.models.fused.noise import _keep
+
+PROGRAMS = 256  # that share the rows for each block of columns
+ROWS, COLUMNS = 16, 256
+
+
+def rectify(x: Tensor, noise: Noise) -> Tensor:
+    """dropout(max(0, x)), in place of x."""
+    if not noise.rate:
+        return x.relu_()
+    if triton is None or not x.is_cuda:
+        return drop(x.relu_(), noise)
+    block = 1024
+    _rectify[(triton.cdiv(x.numel(), block),)](
+        x, noise.seed, noise.salt, x.numel(), noise.scale, block=block, threshold=noise.threshold
+    )
+    return x
+
+
+def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
+    """The gradient of x in place of that of `hidden` (rows, d_ff), and its sum over the rows, (d_ff,) in fp32.
+
+    What was kept and positive is what is positive now: nothing has to be drawn again.
+    """
+    chosen = rectify_backward_kernel if triton is not None and hidden.is_cuda else rectify_backward_plain
+    return chosen(d_hidden, hidden, noise)
+
+
+def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
+    found = torch.where(hidden > 0, d_hidden.float() * noise.scale, 0.0)
+    d_hidden.copy_(found)
+    return found.sum(0)
+
+
+def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
+    rows, width = hidden.shape
+    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
+    sums = hidden.new_empty(programs, width, dtype=torch.float)
+    _rectify_backward[(programs, triton.cdiv(width, COLUMNS))](
+        d_hidden, hidden, sums, rows, width, programs, noise.scale, some=ROWS, block=COLUMNS, num_warps=4
+    )
+    return sums.sum(0)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
+    def _rectify(x, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0) * block + tl.arange(0, block)
+        value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+        stays = _keep(place, seed, salt, threshold) & (value > 0)
+        tl.store(x + place, tl.where(stays, value * factor, 0.0).to(x.dtype.element_ty), mask=place < count)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _rectify_backward(  # type: ignore[no-untyped-def]
+        d_hidden, hidden, sums, rows, width, programs, factor, some: tl.constexpr, block: tl.constexpr
+    ):
+        """Each program takes every `programs`-th group of rows of some columns."""
+        column = tl.program_id(1) * block + tl.arange(0, block)[None]
+        total = tl.zeros((some, block), tl.float32)
+        for first in range(tl.program_id(0) * some, rows, programs * some):
+            row = first + tl.arange(0, some)[:, None]
+            real = (row < rows) & (column < width)
+            place = row * width + column
+            value = tl.load(hidden + place, mask=real, other=0.0)
+            given = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
+            given = tl.where(value > 0, given * factor, 0.0)
+            tl.store(d_hidden + place, given.to(d_hidden.dtype.element_ty), mask=real)
+            total += given
+        out = tl.program_id(1) * block + tl.arange(0, block)
+        tl.store(sums + tl.program_id(0) * width + out, tl.sum(total, axis=0), mask=out < width)

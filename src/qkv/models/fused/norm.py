@@ -1,0 +1,258 @@
+"""Residual sum, dropout and norm in one pass over memory, forward and backward.
+
+z = x + dropout(y + bias) and its norm. Post-norm layers go on with the norm alone, pre-norm layers with both. The mean
+and variance of z are computed again in the backward pass, which holds the row anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.models.fused.noise import Noise, drop
+from qkv.models.kernels import tl, triton
+
+if triton is not None:
+    from qkv.models.fused.noise import _keep
+
+PROGRAMS = 528  # that share the rows in the backward pass: four for each core of an H200
+
+
+class Gradients(NamedTuple):
+    """Of x, of y, and summed over the rows: of the norm's weight and bias, and of the bias of y."""
+
+    x: Tensor
+    y: Tensor
+    summed: Tensor  # (3, width) fp32
+
+
+class Scale(NamedTuple):
+    """What a norm multiplies by and adds; an RMSNorm adds nothing and leaves the mean."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise) -> tuple[Tensor, Tensor]:
+    """z = x + dropout(y + bias), or x where there is no y, and its norm: both (rows, width)."""
+    chosen = add_norm_kernel if triton is not None and x.is_cuda else add_norm_plain
+    return chosen(x, y, bias, scale, noise)
+
+
+def add_norm_backward(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
+    """The gradients, given those of the norm and, if it was used itself, of z."""
+    chosen = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
+    return chosen(d_z, d_normed, z, scale, noise)
+
+
+def add_norm_plain(
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    z = x
+    if y is not None:
+        z = (x.float() + drop(y.float() if bias is None else y.float() + bias.float(), noise)).to(x.dtype)
+    hat, _ = _standard(z, scale)
+    normed = hat * scale.weight
+    return z, (normed if scale.bias is None else normed + scale.bias).to(x.dtype)
+
+
+def add_norm_backward_plain(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
+    hat, deviation = _standard(z, scale)
+    given = d_normed.float()
+    slope = given * scale.weight
+    d_x = slope - hat * (slope * hat).mean(-1, keepdim=True)
+    if scale.bias is not None:
+        d_x = d_x - slope.mean(-1, keepdim=True)
+    d_x = d_x * deviation
+    if d_z is not None:
+        d_x = d_x + d_z.float()
+    d_y = drop(d_x, noise)
+    summed = torch.stack([(given * hat).sum(0), given.sum(0), d_y.sum(0)])
+    return Gradients(d_x.to(z.dtype), d_y.to(z.dtype), summed)
+
+
+def _standard(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """z as the norm's weight meets it, and what it was multiplied by to get there."""
+    z = z.float()
+    if scale.bias is not None:
+        z = z - z.mean(-1, keepdim=True)
+    deviation = torch.rsqrt(z.square().mean(-1, keepdim=True) + scale.eps)
+    return z * deviation, deviation
+
+
+def add_norm_kernel(
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    z, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    some = _rows_at_once(block)
+    _forward[(triton.cdiv(rows, some),)](
+        x,
+        x if y is None else y,
+        x if bias is None else bias,
+        scale.weight,
+        scale.weight if scale.bias is None else scale.bias,
+        z,
+        normed,
+        noise.seed,
+        noise.salt,
+        rows,
+        scale.eps,
+        noise.scale,
+        width=width,
+        block=block,
+        some=some,
+        has_y=y is not None,
+        has_bias=bias is not None,
+        has_mean=scale.bias is not None,
+        threshold=noise.threshold,
+        num_warps=4,
+    )
+    return z, normed
+
+
+def add_norm_backward_kernel(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
+    rows, width = z.shape
+    block = triton.next_power_of_2(width)
+    some = _rows_at_once(block)
+    programs = min(PROGRAMS, triton.cdiv(rows, some))
+    d_x = torch.empty_like(z)
+    d_y = torch.empty_like(z) if noise.rate else d_x
+    sums = z.new_empty(3, programs, width, dtype=torch.float)
+    _backward[(programs,)](
+        d_normed if d_z is None else d_z,
+        d_normed,
+        z,
+        scale.weight,
+        d_x,
+        d_y,
+        sums,
+        noise.seed,
+        noise.salt,
+        rows,
+        programs,
+        scale.eps,
+        noise.scale,
+        width=width,
+        block=block,
+        some=some,
+        has_z=d_z is not None,
+        has_mean=scale.bias is not None,
+        threshold=noise.threshold,
+        num_warps=4,
+    )
+    return Gradients(d_x, d_y, sums.sum(1))
+
+
+def _rows_at_once(block: int) -> int:
+    return max(1, 2048 // block)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
+    def _forward(  # type: ignore[no-untyped-def]
+        x,
+        y,
+        bias,
+        weight,
+        shift,
+        z,
+        normed,
+        seed,
+        salt,
+        rows,
+        eps,
+        factor,
+        width: tl.constexpr,
+        block: tl.constexpr,
+        some: tl.constexpr,
+        has_y: tl.constexpr,
+        has_bias: tl.constexpr,
+        has_mean: tl.constexpr,
+        threshold: tl.constexpr,
+    ):
+        """One program for some rows."""
+        row = tl.program_id(0) * some + tl.arange(0, some)[:, None]
+        inside = tl.arange(0, block)[None]
+        place = row * width + inside
+        real = (row < rows) & (inside < width)
+        total = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+        if has_y:
+            added = tl.load(y + place, mask=real, other=0.0).to(tl.float32)
+            if has_bias:
+                added += tl.load(bias + inside, mask=inside < width, other=0.0).to(tl.float32)
+            if threshold > 0:
+                added = tl.where(_keep(place, seed, salt, threshold), added * factor, 0.0)
+            total = (total + added).to(z.dtype.element_ty)
+            tl.store(z + place, total, mask=real)
+            total = total.to(tl.float32)
+        if has_mean:
+            total = tl.where(real, total - (tl.sum(total, axis=1) / width)[:, None], 0.0)
+        deviation = tl.rsqrt(tl.sum(total * total, axis=1) / width + eps)[:, None]
+        result = total * deviation * tl.load(weight + inside, mask=inside < width, other=0.0).to(tl.float32)
+        if has_mean:
+            result += tl.load(shift + inside, mask=inside < width, other=0.0).to(tl.float32)
+        tl.store(normed + place, result.to(normed.dtype.element_ty), mask=real)
+
+    @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
+    def _backward(  # type: ignore[no-untyped-def]
+        d_z,
+        d_normed,
+        z,
+        weight,
+        d_x,
+        d_y,
+        sums,
+        seed,
+        salt,
+        rows,
+        programs,
+        eps,
+        factor,
+        width: tl.constexpr,
+        block: tl.constexpr,
+        some: tl.constexpr,
+        has_z: tl.constexpr,
+        has_mean: tl.constexpr,
+        threshold: tl.constexpr,
+    ):
+        """Each program takes every `programs`-th group of rows, and sums over them what the weights need."""
+        inside = tl.arange(0, block)[None]
+        scale = tl.load(weight + inside, mask=inside < width, other=0.0).to(tl.float32)
+        sum_weight = tl.zeros((some, block), tl.float32)
+        sum_shift = tl.zeros((some, block), tl.float32)
+        sum_bias = tl.zeros((some, block), tl.float32)
+        for first in range(tl.program_id(0) * some, rows, programs * some):
+            row = first + tl.arange(0, some)[:, None]
+            place = row * width + inside
+            real = (row < rows) & (inside < width)
+            hat = tl.load(z + place, mask=real, other=0.0).to(tl.float32)
+            given = tl.load(d_normed + place, mask=real, other=0.0).to(tl.float32)
+            if has_mean:
+                hat = tl.where(real, hat - (tl.sum(hat, axis=1) / width)[:, None], 0.0)
+            deviation = tl.rsqrt(tl.sum(hat * hat, axis=1) / width + eps)[:, None]
+            hat = hat * deviation
+            slope = given * scale
+            result = slope - hat * (tl.sum(slope * hat, axis=1) / width)[:, None]
+            if has_mean:
+                result -= (tl.sum(slope, axis=1) / width)[:, None]
+            result = result * deviation
+            if has_z:
+                result += tl.load(d_z + place, mask=real, other=0.0).to(tl.float32)
+            tl.store(d_x + place, result.to(d_x.dtype.element_ty), mask=real)
+            if threshold > 0:
+                result = tl.where(_keep(place, seed, salt, threshold), result * factor, 0.0)
+                tl.store(d_y + place, result.to(d_y.dtype.element_ty), mask=real)
+            sum_weight += given * hat
+            sum_shift += given
+            sum_bias += tl.where(real, result, 0.0)
+        out = tl.program_id(0) * width + tl.arange(0, block)
+        whole = tl.arange(0, block) < width
+        tl.store(sums + out, tl.sum(sum_weight, axis=0), mask=whole)
+        tl.store(sums + programs * width + out, tl.sum(sum_shift, axis=0), mask=whole)
+        tl.store(sums + 2 * programs * width + out, tl.sum(sum_bias, axis=0), mask=whole)

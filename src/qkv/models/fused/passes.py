@@ -1,0 +1,280 @@
+"""The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
+
+The sublayers are those of `qkv.models.transformer`, with its parameters; here they read sentences laid end to end,
+(tokens, d_model), and each returns besides its result the function that takes the gradient of it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.data.ragged import Ragged
+from qkv.models.attention import MultiHeadAttention
+from qkv.models.fused.attention import QKV, Heads, Rows, attend, attend_backward
+from qkv.models.fused.embedding import embed, embed_backward
+from qkv.models.fused.feed_forward import rectify, rectify_backward
+from qkv.models.fused.loss import loss_and_gradient
+from qkv.models.fused.noise import Noise
+from qkv.models.fused.norm import Scale, add_norm, add_norm_backward
+from qkv.models.fused.weights import Weight, Weights, accumulate
+from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual
+from qkv.models.transformer import Transformer
+
+LOGITS = 2**30  # numbers at once
+
+
+class Sublayer(NamedTuple):
+    """What a sublayer made of its input, the bias still to be added, and the way back.
+
+    `back` takes the gradient of `result` and a tensor to which that of the input is added, or None; it returns the sum.
+    """
+
+    result: Tensor
+    bias: nn.Parameter | None
+    back: Callable[[Tensor, Tensor | None], Tensor]
+
+
+Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
+
+
+def can_pass(spec: config.Model) -> bool:
+    """Whether this module knows such a model."""
+    return (
+        isinstance(spec, config.Transformer)
+        and spec.attention in ("scaled", "dot")
+        and not spec.window
+        and spec.positions != "rotary"
+        and spec.activation == "relu"
+        and not spec.bias
+    )
+
+
+class Passes:
+    """Forward and backward passes of one model; gradients are added to those of `weights`."""
+
+    def __init__(self, model: Transformer, weights: Weights, *, smoothing: float, pad: int) -> None:
+        assert can_pass(model.spec)
+        self.model, self.weights = model, weights
+        self.smoothing, self.pad = smoothing, pad
+        self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
+        self.sites = {module: site for site, module in enumerate(model.modules())}
+
+    def run(self, batch: Ragged, most: tuple[int, ...] = ()) -> Tensor:
+        """One pass: the loss and −log p, (2,), each summed over the tokens; its gradients are added to the others.
+
+        `most` is how many rows of each tile there is to be room for, if not those of this batch.
+        """
+        model, source, target = self.model, batch.source, batch.target
+        most = most or batch.counts
+        source_rows = Rows(source.starts, source.starts, batch.first, most)
+        cross_rows = Rows(target.starts, source.starts, batch.first, most)
+        target_rows = Rows(target.starts, target.starts, batch.first, most)
+        encoder: list[Step] = []
+        for layer in model.encoder:
+            encoder.append((layer.residuals[0], self._self_attention(layer.attention, source_rows, causal=False)))
+            encoder.append((layer.residuals[1], self._feed_forward(layer.feed_forward)))
+        x, back_to_source = self._embed(model.source, source.ids, source.places)
+        memory, back_through_encoder = self._stack(x, encoder, model.encoder_norm)
+        remembered = _Memory(memory)
+        decoder: list[Step] = []
+        for block in model.decoder:
+            cross = block.cross_attention
+            assert isinstance(cross, MultiHeadAttention)
+            decoder.append((block.residuals[0], self._self_attention(block.attention, target_rows, causal=True)))
+            decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, remembered)))
+            decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
+        x, back_to_target = self._embed(model.target, target.ids, target.places)
+        hidden, back_through_decoder = self._stack(x, decoder, model.decoder_norm)
+        sums, gradient = self._loss(hidden, batch.labels)
+        back_to_target(back_through_decoder(gradient))
+        assert remembered.gradient is not None
+        back_to_source(back_through_encoder(remembered.gradient))
+        return sums
+
+    def _noise(self, module: nn.Module, rate: float) -> Noise:
+        return Noise(rate if self.model.training else 0.0, self.seed, self.sites[module])
+
+    def _scale(self, norm: nn.Module) -> Scale:
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        bias = norm.bias.detach() if isinstance(norm, nn.LayerNorm) else None
+        assert norm.eps is not None
+        return Scale(norm.weight.detach(), bias, norm.eps)
+
+    def _stack(self, x: Tensor, steps: Sequence[Step], last: nn.Module) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Sublayers inside their residual connections, and the way back.
+
+        Two streams go through them: the sum, and its norm. Post-norm, the norm is both of them from there on; pre-norm,
+        each sum is normed for the sublayer that comes next.
+        """
+        pre = self.model.spec.norm == "pre"
+        norms: list[Any] = [residual.norm for residual, _ in steps]
+        ways: list[Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]] = []
+        normed = x
+        if pre:
+            normed, first = self._first_norm(x, norms[0])
+            norms = [*norms[1:], last]
+            ways.append(first)
+        for (residual, sublayer), norm in zip(steps, norms, strict=True):
+            x, normed, way = self._residual(x, normed, sublayer(normed), norm, residual, pre)
+            ways.append(way)
+
+        def back(gradient: Tensor) -> Tensor:
+            d_x: Tensor | None = None
+            while ways:  # what a way back holds of the forward pass is let go with it
+                d_x, gradient = ways.pop()(d_x, gradient)
+            return gradient
+
+        return normed, back
+
+    def _first_norm(self, x: Tensor, norm: nn.Module) -> tuple[Tensor, Callable[[Tensor | None, Tensor], Any]]:
+        scale, silent = self._scale(norm), self._noise(norm, 0.0)
+        _, normed = add_norm(x, None, None, scale, silent)
+
+        def back(d_x: Tensor | None, d_normed: Tensor) -> tuple[None, Tensor]:
+            found = add_norm_backward(d_x, d_normed, x, scale, silent)
+            self._add_sums(found.summed, norm, None)
+            return None, found.x
+
+        return normed, back
+
+    def _residual(
+        self, x: Tensor, normed: Tensor, made: Sublayer, norm: nn.Module, residual: nn.Module, pre: bool
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]]:
+        assert isinstance(residual, Residual)
+        scale, noise = self._scale(norm), self._noise(residual, residual.dropout.p)
+        bias = None if made.bias is None else self.weights[made.bias].master
+        z, after = add_norm(x, made.result, bias, scale, noise)
+
+        def back(d_z: Tensor | None, d_after: Tensor) -> tuple[Tensor | None, Tensor]:
+            found = add_norm_backward(d_z, d_after, z, scale, noise)
+            self._add_sums(found.summed, norm, made.bias)
+            if pre:
+                return found.x, made.back(found.y, None)
+            return None, made.back(found.y, found.x)
+
+        return (z, after, back) if pre else (after, after, back)
+
+    def _add_sums(self, summed: Tensor, norm: nn.Module, bias: nn.Parameter | None) -> None:
+        for number, parameter in enumerate((norm.weight, getattr(norm, "bias", None), bias)):
+            if parameter is not None:
+                assert isinstance(parameter, nn.Parameter)
+                self.weights[parameter].grad.add_(summed[number])
+
+    def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        table = self.weights[embedding.tokens.weight]
+        noise = self._noise(embedding, embedding.dropout.p)
+        learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
+        positions = None if embedding.positions is None else embedding.positions.table.detach()  # type: ignore[operator]
+        x = embed(ids, places, table.value, positions, embedding.scale, noise)
+
+        def back(d_x: Tensor) -> None:
+            d_positions = None if learned is None else self.weights[learned.table].grad
+            embed_backward(d_x, ids, places, table.grad, d_positions, embedding.scale, noise)
+
+        return x, back
+
+    def _self_attention(self, part: MultiHeadAttention, rows: Rows, *, causal: bool) -> Callable[[Tensor], Sublayer]:
+        def forward(x: Tensor) -> Sublayer:
+            weight = self.weights[part.qkv.weight]
+            qkv = F.linear(x, weight.value)
+            heads, noise = _heads(part, causal), self._noise(part, part.dropout)
+            parts = _three(qkv.split(_widths(part), dim=1))
+            mixed = attend(parts, rows, heads, noise)
+
+            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
+                d_mixed = self._output_back(part, mixed, gradient)
+                d_qkv = torch.empty_like(qkv)
+                attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, noise)
+                return _linear_back(weight, x, d_qkv, into)
+
+            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), None, back)
+
+        return forward
+
+    def _cross_attention(self, part: MultiHeadAttention, rows: Rows, memory: _Memory) -> Callable[[Tensor], Sublayer]:
+        def forward(x: Tensor) -> Sublayer:
+            whole, widths = self.weights[part.qkv.weight], _widths(part)
+            for_q = Weight(*(matrix[: widths[0]] for matrix in whole))
+            for_kv = Weight(*(matrix[widths[0] :] for matrix in whole))
+            q, kv = F.linear(x, for_q.value), F.linear(memory.values, for_kv.value)
+            heads, noise = _heads(part, causal=False), self._noise(part, part.dropout)
+            parts = _three((q, *kv.split(widths[1:], dim=1)))
+            mixed = attend(parts, rows, heads, noise)
+
+            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
+                d_mixed = self._output_back(part, mixed, gradient)
+                d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
+                attend_backward(d_mixed, parts, _three((d_q, *d_kv.split(widths[1:], dim=1))), rows, heads, noise)
+                memory.gradient = _linear_back(for_kv, memory.values, d_kv, memory.gradient)
+                return _linear_back(for_q, x, d_q, into)
+
+            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), None, back)
+
+        return forward
+
+    def _output_back(self, part: MultiHeadAttention, mixed: Tensor, gradient: Tensor) -> Tensor:
+        return _linear_back(self.weights[part.output.weight], mixed, gradient, None)
+
+    def _feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
+        def forward(x: Tensor) -> Sublayer:
+            inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
+            bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
+            if x.is_cuda and not noise.rate:  # the product ends in the maximum
+                hidden = torch._addmm_activation(bias.value, x, inner.value.T)
+            else:
+                hidden = rectify(F.linear(x, inner.value, bias.value), noise)
+
+            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
+                d_hidden = _linear_back(outer, hidden, gradient, None)
+                bias.grad.add_(rectify_backward(d_hidden, hidden, noise))
+                return _linear_back(inner, x, d_hidden, into)
+
+            return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
+
+        return forward
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of loss and −log p, and the gradient of `hidden`; logits exist for some rows at a time."""
+        weight = self.weights[self.model.output.weight]
+        rows = max(1, LOGITS // len(weight.value))
+        sums, d_hidden = [], torch.empty_like(hidden)
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
+            logits = F.linear(hidden[part], weight.value)  # (rows, vocab), which become their own gradient
+            sums.append(torch.stack(loss_and_gradient(logits, labels[part], self.smoothing, self.pad)).sum(1))
+            torch.mm(logits, weight.value, out=d_hidden[part])
+            accumulate(weight.grad, logits.T, hidden[part])
+        return torch.stack(sums).sum(0), d_hidden
+
+
+class _Memory:
+    """What the encoder made of the source, and the gradient of it so far."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.gradient: Tensor | None = None
+
+
+def _linear_back(weight: Weight, x: Tensor, gradient: Tensor, into: Tensor | None) -> Tensor:
+    """Add the gradient of the matrix to the others; returns that of x, added to `into` if it is given."""
+    accumulate(weight.grad, gradient.T, x)
+    return gradient @ weight.value if into is None else into.addmm_(gradient, weight.value)
+
+
+def _heads(part: MultiHeadAttention, causal: bool) -> Heads:
+    return Heads(part.heads, part.d_k, part.d_v, part.d_k**-0.5 if part.score == "scaled" else 1.0, causal)
+
+
+def _three(parts: Sequence[Tensor]) -> QKV:
+    q, k, v = parts
+    return q, k, v
+
+
+def _widths(part: MultiHeadAttention) -> list[int]:
+    return [part.heads * part.d_k, part.heads * part.d_k, part.heads * part.d_v]

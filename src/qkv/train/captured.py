@@ -1,0 +1,148 @@
+"""One update of the weights as a few CUDA graphs: the pass over a batch, then the optimiser.
+
+Small models are bound by launches, not by arithmetic: a graph is launched at once. Whatever changes from step to step
+(batch, learning rate, dropout's seed, number of tokens) lies in tensors of fixed place, and nothing waits for the
+device: what a step came to is read when it is there. Without a GPU the same operations run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qkv import config
+from qkv.data.ragged import Ragged
+from qkv.models.fused.passes import Passes
+from qkv.models.fused.weights import Weights
+from qkv.models.transformer import Transformer
+from qkv.train.optim import Ema
+
+Key = tuple[tuple[int, int], tuple[bool, ...]]  # tokens of source and target, and which tiles there are
+
+
+class Captured:
+    """A model in training on ragged batches; `weights` are the model's own parameters from now on."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None,
+        spec: config.Train,
+        *,
+        pad: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.weights = Weights(model, dtype)
+        self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad)
+        self.optimizer, self.clip = optimizer, spec.clip
+        self.device = self.weights.masters.device
+        number = self.weights.masters.new_zeros
+        self.rate, self.tokens, self.ema_weight, self.broken = number(()), number(()), number(()), number(())
+        self.sums = number(2)  # loss and −log p of the update so far
+        self.outcome = number(3)  # loss and −log p for each token, norm of the gradient
+        self.average = None if ema is None else self._flatten(ema)
+        self._prepare_optimizer()
+        self.graphs: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
+        self.update_graph: torch.cuda.CUDAGraph | None = None
+        self.most = [0] * 4
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def _flatten(self, ema: Ema) -> Tensor:
+        """The moving average in one tensor, like the weights."""
+        whole = self.weights.masters.clone()
+        views = self.weights.views(whole)
+        for view, weight in zip(views, ema.weights, strict=True):
+            view.copy_(weight)
+        ema.weights = views
+        return whole
+
+    def _prepare_optimizer(self) -> None:
+        """Its state must exist before a graph is captured: a step that is left out makes it and changes nothing."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+            if "capturable" in group:
+                group["capturable"] = self.device.type == "cuda"
+        self.optimizer.found_inf = self.broken.fill_(1.0)  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = self.grad_scale = torch.ones_like(self.broken)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def add_gradient(self, batch: Ragged, seed: int) -> None:
+        """One pass: its gradient and its loss are added to those of the update."""
+        self.passes.seed.copy_(_halves(seed), non_blocking=True)
+        if self.pool is None:
+            self.sums += self.passes.run(batch)
+            return
+        self._make_room(batch)
+        key = (batch.sizes, tuple(count > 0 for count in batch.counts))
+        if key in self.graphs:
+            static, graph = self.graphs[key]
+            static.copy_(batch.whole)
+            graph.replay()
+            return
+        self.sums += self.passes.run(batch, self._most(key))  # compiles what is new; the graph is for the next
+        held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
+
+        def work() -> None:
+            self.sums += self.passes.run(held, self._most(key))
+
+        self.graphs[key] = held.whole, self._capture(work)
+
+    @torch.no_grad()
+    def update(self, *, rate: float, tokens: int, ema_weight: float = 0.0) -> None:
+        """Change the weights by the gradients added since the last time, divided by the count of tokens.
+
+        If loss or gradient are not finite, nothing changes but the outcome.
+        """
+        self.rate.fill_(rate)
+        self.tokens.fill_(tokens)
+        self.ema_weight.fill_(ema_weight)
+        if self.pool is None:
+            self._update()
+            return
+        if self.update_graph is None:
+            self._update()
+            self.update_graph = self._capture(self._update)
+        else:
+            self.update_graph.replay()
+
+    def _update(self) -> None:
+        norm = self.weights.grads.norm() / self.tokens
+        self.outcome[:2] = self.sums / self.tokens
+        self.outcome[2] = norm
+        finite = self.outcome.isfinite().all()
+        self.broken.copy_(~finite)
+        self.grad_scale.copy_(self.tokens * (norm / self.clip).clamp(min=1.0) if self.clip else self.tokens)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.lerp_(self.weights.masters, self.ema_weight * finite)
+        self.weights.refresh()
+        self.weights.grads.zero_()
+        self.sums.zero_()
+
+    def _make_room(self, batch: Ragged) -> None:
+        """Graphs are captured with room for the most rows met so far, and a quarter more."""
+        for tile, count in enumerate(batch.counts):
+            if count > self.most[tile]:
+                self.most[tile] = count + count // 4
+                self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1][tile]}
+
+    def _most(self, key: Key) -> tuple[int, ...]:
+        return tuple(most if present else 0 for most, present in zip(self.most, key[1], strict=True))
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # The loader's thread may pin memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+
+def _halves(seed: int) -> Tensor:
+    """A seed as two well mixed words, from a generator made for it."""
+    drawn = torch.randint(-(2**31), 2**31, (2,), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(torch.int32)

@@ -1,0 +1,219 @@
+"""The fused training pass: the same loss and gradients as autograd's, kernels the same as their plain twins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qkv import config
+from qkv.data.loader import Batch, pad
+from qkv.data.ragged import TILES, fits, lay
+from qkv.models.fused.noise import Noise, drop
+from qkv.models.fused.passes import Passes, can_pass
+from qkv.models.fused.weights import Weights
+from qkv.models.transformer import Transformer
+from qkv.train.loss import smoothed_loss
+
+VOCAB = 50
+
+
+def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
+    draw = np.random.default_rng(seed)
+    source, target = (
+        [draw.integers(3, VOCAB, draw.integers(shortest, longest + 1)) for _ in range(rows)] for _ in range(2)
+    )
+    lengths = torch.tensor([len(row) + 1 for row in source])
+    tokens = sum(len(row) + 1 for row in target)
+    return Batch((pad(source, 0, last=2), lengths, pad(target, 0, first=1)), pad(target, 0, last=2), tokens)
+
+
+def small(**options: object) -> Transformer:
+    torch.manual_seed(0)
+    settings: dict[str, object] = {"d_model": 32, "d_ff": 48, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+    return Transformer(config.Transformer(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [1, 64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm": "pre", "positions": "learned", "tie": "none"},
+        {"norm": "pre", "rms_norm": True, "positions": "none", "tie": "output", "d_k": 8, "d_v": 24},
+        {"rms_norm": True, "attention": "dot", "heads": 4},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], step: int) -> None:
+    model = small(**options)
+    batches = [pairs(1, 5, 1, 12), pairs(2, 4, 17, 70)]
+    total = torch.zeros(2)
+    for batch in batches:
+        loss, nll = smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
+        loss.backward()
+        total += torch.stack([loss.detach(), nll])
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    passes = Passes(model, Weights(model, torch.float32), smoothing=0.1, pad=0)
+    passes.weights.grads.zero_()
+    with torch.no_grad():
+        sums = passes.run(lay(batches, pad=0, step=step))
+    torch.testing.assert_close(sums, total, rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str) -> None:
+    """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
+    model = small(norm=norm, dropout=0.3, attention_dropout=0.2, activation_dropout=0.2)
+    weights = Weights(model, torch.float32)
+    passes = Passes(model, weights, smoothing=0.1, pad=0)
+    passes.seed.copy_(torch.tensor([7, -3]))
+    batch = lay([pairs(3, 6, 2, 20)], pad=0, step=8)
+    with torch.no_grad():
+        weights.grads.zero_()
+        first = passes.run(batch)
+        direction = weights.grads / weights.grads.norm()
+        slope = float(weights.grads.norm())
+        before = weights.masters.clone()
+        sums = []
+        for distance in (-1e-3, 1e-3):
+            weights.masters.copy_(before + distance * direction)
+            sums.append(float(passes.run(batch)[0]))
+        weights.masters.copy_(before)
+        passes.seed.copy_(torch.tensor([8, -3]))
+        other = passes.run(batch)
+    assert (sums[1] - sums[0]) / 2e-3 == pytest.approx(slope, rel=0.03)
+    assert float(other[0]) != float(first[0])
+
+
+def test_dropout_is_even_and_differs_by_place_and_seed() -> None:
+    ones = torch.ones(512, 512)
+    masks = []
+    for seed in ([1, 2], [2, 2], [1, 3]):
+        for site in (1, 2):
+            dropped = drop(ones, Noise(0.1, torch.tensor(seed, dtype=torch.int32), site))
+            assert dropped.mean() == pytest.approx(1.0, abs=0.003)
+            assert dropped.mean(0).std() == pytest.approx((1 / 9 / 512) ** 0.5, rel=0.15)  # columns are independent
+            masks.append((dropped == 0).float() - 0.1)
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert abs(float((one * other).mean())) < 0.001  # uncorrelated: 5 times its standard error is 0.0009
+
+
+def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
+    batches = [pairs(4, 7, 1, 60), pairs(5, 3, 20, 100)]
+    laid = lay(batches, pad=0, step=256)
+    rows = [
+        (source[:length].tolist(), target[: int((label != 0).sum())].tolist(), label[label != 0].tolist())
+        for batch in batches
+        for source, length, target, label in zip(*batch.inputs, batch.labels, strict=True)
+    ]
+    found, first = [], laid.first.tolist()
+    for tile, start, end in zip(TILES, first, first[1:], strict=False):
+        for row in range(start, end):
+            source, target = (slice(*side.starts[row : row + 2].tolist()) for side in (laid.source, laid.target))
+            assert max(source.stop - source.start, target.stop - target.start) <= tile
+            own = laid.source.ids[source].tolist(), laid.target.ids[target].tolist(), laid.labels[target].tolist()
+            if any(own[2]):
+                assert laid.source.places[source].tolist() == list(range(len(own[0])))
+                found.append(own)
+    assert sorted(found) == sorted(rows)
+    assert laid.sizes[0] % 256 == laid.sizes[1] % 256 == 0
+    assert laid.tokens == sum(batch.tokens for batch in batches) == int((laid.labels != 0).sum())
+    assert fits(batches)
+    assert not fits([pairs(6, 2, 128, 130)])
+
+
+def test_what_the_pass_does_not_know_is_refused() -> None:
+    for options in ({"window": 3}, {"positions": "rotary"}, {"activation": "gelu"}, {"attention": "additive"}):
+        assert not can_pass(config.Transformer(**options))  # type: ignore[arg-type]
+    assert not can_pass(config.DecoderOnly())
+    assert can_pass(config.Transformer())
+
+
+KERNELS = """
+import torch
+from qkv.models.fused import attention, embedding, feed_forward, loss, norm
+from qkv.models.fused.attention import Heads, Rows
+from qkv.models.fused.noise import Noise
+from qkv.models.fused.norm import Scale
+
+torch.manual_seed(0)
+seed = torch.tensor([12345, -77], dtype=torch.int32)
+
+def close(ours, plain):
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+for rate in (0.0, 0.3):
+    noise = Noise(rate, seed, 5)
+    for width in (24, 64):
+        x, y, d, dz = torch.randn(4, 37, width).unbind()
+        for shift in (torch.randn(width), None):
+            scale = Scale(torch.randn(width), shift, 1e-5)
+            for bias in (torch.randn(width), None):
+                close(norm.add_norm_kernel(x, y, bias, scale, noise), norm.add_norm_plain(x, y, bias, scale, noise))
+            close(norm.add_norm_kernel(x, None, None, scale, noise), norm.add_norm_plain(x, None, None, scale, noise))
+            for given in (None, dz):
+                ours = norm.add_norm_backward_kernel(given, d, x, scale, noise)
+                plain = norm.add_norm_backward_plain(given, d, x, scale, noise)
+                if shift is None:  # there is none to have a gradient
+                    ours.summed[1], plain.summed[1] = 0, 0
+                close(ours, plain)
+
+    ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
+    table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
+    for at in (positions, None):
+        close([embedding.embed_kernel(ids, places, table, at, 3.0, noise)],
+              [embedding.embed_plain(ids, places, table, at, 3.0, noise)])
+        sums = [[torch.zeros(9, 24), torch.zeros(7, 24)] for _ in range(2)]
+        for own, function in zip(sums, (embedding.embed_backward_kernel, embedding.embed_backward_plain)):
+            function(d, ids, places, own[0], None if at is None else own[1], 3.0, noise)
+        close(*sums)
+
+    hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
+    gradients = d.clone(), d.clone()
+    close([feed_forward.rectify_backward_kernel(gradients[0], hidden, noise), gradients[0]],
+          [feed_forward.rectify_backward_plain(gradients[1], hidden, noise), gradients[1]])
+
+    # rows of several lengths, one of them without a query, one without a key
+    queries = torch.tensor([0, 3, 3, 16, 40, 90, 92]).int()
+    keys = torch.tensor([0, 9, 10, 24, 40, 60, 60]).int()
+    rows = Rows(queries, keys, torch.tensor([0, 3, 4, 6, 6]).int(), (4, 1, 2, 0))
+    for causal in (False, True):
+        for d_k, d_v in ((16, 16), (8, 24)):
+            heads = Heads(2, d_k, d_v, 0.3, causal)
+            k, v = torch.randn(60, 2 * (d_k + d_v)).split([2 * d_k, 2 * d_v], dim=1)  # beside each other
+            qkv = torch.randn(92, 2 * d_k), k, v
+            d = torch.randn(92, 2 * d_v)
+            plain = attention.attend_plain(qkv, rows, heads, noise).nan_to_num()
+            close([attention.attend_kernel(qkv, rows, heads, noise)], [plain])
+            found = [tuple(torch.zeros_like(x) for x in qkv) for _ in range(2)]
+            attention.attend_backward_kernel(d, qkv, found[0], rows, heads, noise)
+            attention.attend_backward_plain(d, qkv, found[1], rows, heads, noise)
+            close(found[0], [x.nan_to_num() for x in found[1]])
+
+for vocab in (30, 4096 + 40):
+    logits, labels = torch.randn(7, vocab) * 3, torch.randint(0, 30, (7,)).int()
+    labels[2] = 0
+    twin = logits.clone()
+    close(loss.loss_kernel(logits, labels, 0.1, 0), loss.loss_plain(twin, labels, 0.1, 0))
+    close([logits], [twin])
+print("equal")
+"""
+
+
+def test_kernels_equal_their_plain_twins() -> None:
+    pytest.importorskip("triton", reason="Triton is not on this platform")
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip().endswith("equal"), run.stderr
