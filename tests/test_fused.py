@@ -13,7 +13,7 @@ import torch
 
 from qkv import config
 from qkv.data.loader import Batch, pad
-from qkv.data.ragged import TILES, fits, lay
+from qkv.data.ragged import TILES, Flat, Ragged, fits, lay
 from qkv.models.fused.noise import Noise, drop
 from qkv.models.fused.passes import Passes, can_pass
 from qkv.models.fused.weights import Weights
@@ -21,6 +21,16 @@ from qkv.models.transformer import Transformer
 from qkv.train.loss import smoothed_loss
 
 VOCAB = 50
+
+
+def end_to_end(batches: list[Batch], step: int) -> Ragged:
+    rows = [
+        (source[: length - 1], label[: int((label != 0).sum()) - 1])
+        for batch in batches
+        for source, length, _, label in zip(*batch.inputs, batch.labels, strict=True)
+    ]
+    flat = [Flat(torch.cat(side).numpy(), np.array([len(row) for row in side])) for side in zip(*rows, strict=True)]
+    return lay(*flat, bos=1, eos=2, pad=0, step=step)
 
 
 def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
@@ -47,6 +57,8 @@ def small(**options: object) -> Transformer:
         {"norm": "pre", "positions": "learned", "tie": "none"},
         {"norm": "pre", "rms_norm": True, "positions": "none", "tie": "output", "d_k": 8, "d_v": 24},
         {"rms_norm": True, "attention": "dot", "heads": 4},
+        {"activation": "gelu", "bias": True},
+        {"activation": "swiglu", "norm": "pre", "bias": True},
     ],
     ids=str,
 )
@@ -62,21 +74,21 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     passes = Passes(model, Weights(model, torch.float32), smoothing=0.1, pad=0)
     passes.weights.grads.zero_()
     with torch.no_grad():
-        sums = passes.run(lay(batches, pad=0, step=step))
+        sums = passes.run(end_to_end(batches, step))
     torch.testing.assert_close(sums, total, rtol=1e-5, atol=0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=3e-5)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str) -> None:
+@pytest.mark.parametrize("norm, activation", [("post", "relu"), ("pre", "relu"), ("pre", "gelu"), ("post", "swiglu")])
+def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation: str) -> None:
     """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
-    model = small(norm=norm, dropout=0.3, attention_dropout=0.2, activation_dropout=0.2)
+    model = small(norm=norm, activation=activation, dropout=0.3, attention_dropout=0.2, activation_dropout=0.2)
     weights = Weights(model, torch.float32)
     passes = Passes(model, weights, smoothing=0.1, pad=0)
     passes.seed.copy_(torch.tensor([7, -3]))
-    batch = lay([pairs(3, 6, 2, 20)], pad=0, step=8)
+    batch = end_to_end([pairs(3, 6, 2, 20)], 8)
     with torch.no_grad():
         weights.grads.zero_()
         first = passes.run(batch)
@@ -110,7 +122,7 @@ def test_dropout_is_even_and_differs_by_place_and_seed() -> None:
 
 def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
     batches = [pairs(4, 7, 1, 60), pairs(5, 3, 20, 100)]
-    laid = lay(batches, pad=0, step=256)
+    laid = end_to_end(batches, 256)
     rows = [
         (source[:length].tolist(), target[: int((label != 0).sum())].tolist(), label[label != 0].tolist())
         for batch in batches
@@ -128,12 +140,13 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
     assert sorted(found) == sorted(rows)
     assert laid.sizes[0] % 256 == laid.sizes[1] % 256 == 0
     assert laid.tokens == sum(batch.tokens for batch in batches) == int((laid.labels != 0).sum())
-    assert fits(batches)
-    assert not fits([pairs(6, 2, 128, 130)])
+    assert sorted(tuple(part.tolist() for part in row) for row in laid.rows(0)) == sorted(rows)
+    assert fits(np.array([3, 128]), np.array([7, 5]))
+    assert not fits(np.array([3, 5]), np.array([7, 129]))
 
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
-    for options in ({"window": 3}, {"positions": "rotary"}, {"activation": "gelu"}, {"attention": "additive"}):
+    for options in ({"window": 3}, {"positions": "rotary"}, {"heads": 1}, {"attention": "additive"}):
         assert not can_pass(config.Transformer(**options))  # type: ignore[arg-type]
     assert not can_pass(config.DecoderOnly())
     assert can_pass(config.Transformer())

@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.data import batches
+from qkv.data.ragged import Flat, Ragged, fits, lay
 from qkv.data.store import Store
 from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
+
+LEAST_STEP = 64  # tokens that a ragged batch is filled up to a multiple of, at least
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,15 @@ class Position(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One optimiser step: this rank's micro-batches, and the position after it."""
+    """One optimiser step: this rank's share of it, in micro-batches or laid end to end, and the position after it."""
 
     micros: list[Batch]
     after: Position
+    ragged: Ragged | None = None
 
     @property
     def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.micros)
+        return self.ragged.tokens if self.ragged is not None else sum(batch.tokens for batch in self.micros)
 
 
 def pad(rows: list[NDArray[Any]], value: int, *, first: int | None = None, last: int | None = None) -> Tensor:
@@ -156,9 +160,12 @@ class Updates(ABC):
             for number in range(first, len(plan)):
                 mine = batches.share(plan[number], self.rank, self.world)
                 after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
-                made = [self.batch(micro, (self.seed, epoch, number)).to(self.device) for micro in mine]
-                yield Step(made, after)
+                yield self.make(mine, (self.seed, epoch, number), after)
             epoch, first = epoch + 1, 0
+
+    def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
+        """The tensors of one rank's share of an update."""
+        return Step([self.batch(micro, seed).to(self.device) for micro in share], after)
 
 
 class Pairs(Updates):
@@ -177,8 +184,10 @@ class Pairs(Updates):
         rank: int = 0,
         world: int = 1,
         device: torch.device | None = None,
+        ragged: bool = False,
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
+        self.ragged = ragged  # whether an update's rows are laid end to end where they are short enough
         self.aligned = aligned  # whether batches hold the links between tokens, which dropout would make false
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
@@ -214,7 +223,22 @@ class Pairs(Updates):
             f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
         )
 
-    def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+    def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
+        if not (self.ragged and share):
+            return super().make(share, seed, after)
+        indices = np.concatenate(share)
+        if self.dropout:
+            source, target = (_flat(rows) for rows in self.rows(indices, seed))
+        else:
+            source, target = (Flat(*self.store.flat(side, indices)) for side in ("src", "tgt"))
+        if not fits(source.lengths + 1, target.lengths + 1):
+            return super().make(share, seed, after)
+        tgt, step = self.tokenizers.tgt, max(LEAST_STEP, self.tokens // self.world // 32)
+        laid = lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=step)
+        return Step([], after, laid.to(self.device))
+
+    def rows(self, micro: batches.Indices, seed: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+        """Sources and targets, cut anew if there is dropout."""
         sources = [self.store.src(i) for i in micro]
         targets = [self.store.tgt(i) for i in micro]
         if self.dropout:
@@ -223,8 +247,16 @@ class Pairs(Updates):
             src, tgt, dropout = self.tokenizers.src, self.tokenizers.tgt, self.dropout
             sources = [_resegment(src, row, dropout, own) for row, own in zip(sources, random, strict=True)]
             targets = [_resegment(tgt, row, dropout, own) for row, own in zip(targets, random, strict=True)]
+        return sources, targets
+
+    def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+        sources, targets = self.rows(micro, seed)
         links = [self.store.links(i) for i in micro] if self.aligned else None
         return collate(sources, targets, self.tokenizers, links=links)
+
+
+def _flat(rows: list[NDArray[Any]]) -> Flat:
+    return Flat(np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows)))
 
 
 def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:

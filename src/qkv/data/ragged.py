@@ -7,15 +7,21 @@ both of their sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv.data.loader import Batch
+
+class Flat(NamedTuple):
+    """Sentences end to end."""
+
+    ids: NDArray[Any]
+    lengths: NDArray[np.int64]
+
 
 TILES = (16, 32, 64, 128)  # tokens on the longer side of a row, at most
 
@@ -37,6 +43,17 @@ class Ragged:
     sizes: tuple[int, int]  # tokens of source and target
     counts: tuple[int, ...]  # rows of each tile
     tokens: int  # real labels
+
+    def rows(self, pad: int) -> list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Source, target and labels of every row that is not padding."""
+        source, target, labels = self.source, self.target, self.labels.numpy(force=True)
+        cuts = [side.starts.numpy(force=True)[1 : int(self.first[-1])] for side in (source, target)]
+        parts = zip(
+            np.split(source.ids.numpy(force=True), cuts[0]),
+            *(np.split(ids, cuts[1]) for ids in (target.ids.numpy(force=True), labels)),
+            strict=True,
+        )
+        return [part for part in parts if (part[2] != pad).any()]
 
     def to(self, device: torch.device) -> Ragged:
         if device.type == "cuda":  # from pinned memory the copy runs beside the arithmetic
@@ -70,55 +87,56 @@ def _room(sizes: tuple[int, int]) -> int:
     return max(sizes) // 2 + 1
 
 
-def fits(batches: Sequence[Batch]) -> bool:
-    """Whether no sentence is longer than the largest tile."""
-    return all(max(batch.source.shape[1], batch.target.shape[1]) <= TILES[-1] for batch in batches)
+def fits(source: NDArray[Any], target: NDArray[Any]) -> bool:
+    """Whether rows of these widths, <s> and </s> included, are short enough for the largest tile."""
+    return int(max(source.max(), target.max())) <= TILES[-1]
 
 
-def lay(batches: Sequence[Batch], *, pad: int, step: int = 1) -> Ragged:
-    """All rows of some batches in one, their tokens filled up to a multiple of `step` on each side."""
-    sources, targets, labels = [], [], []
-    source_lengths, target_lengths = [], []
-    for batch in batches:
-        real = (batch.labels != pad).numpy()
-        target_lengths.append(real.sum(1))
-        source_lengths.append(batch.lengths.numpy())
-        sources.append(batch.source.numpy()[np.arange(batch.source.shape[1]) < source_lengths[-1][:, None]])
-        targets.append(batch.target.numpy()[real])
-        labels.append(batch.labels.numpy()[real])
-    lengths = np.stack([np.concatenate(source_lengths), np.concatenate(target_lengths)]).astype(np.int32)
+def lay(source: Flat, target: Flat, *, bos: int, eos: int, pad: int, step: int = 1) -> Ragged:
+    """Pairs without <s> and </s> as a batch, the tokens of each side filled up to a multiple of `step`."""
+    lengths = np.stack([source.lengths, target.lengths]) + 1
     order = np.argsort(np.searchsorted(TILES, lengths.max(0)), kind="stable")
-    flat = [np.concatenate(part).astype(np.int32) for part in (sources, targets, labels)]
-    columns = [_gather(lengths[side], order) for side in (0, 1)]
-    ids = [flat[0][columns[0]], flat[1][columns[1]], flat[2][columns[1]]]
-    return _assemble(ids, lengths[:, order], pad, step)
+    lengths = lengths[:, order]
+    own, other = _gather(source, order), _gather(target, order)
+    ids = [_with(own, lengths[0], last=eos), _with(other, lengths[1], first=bos), _with(other, lengths[1], last=eos)]
+    return _assemble(ids, lengths, pad, step)
 
 
-def _gather(lengths: NDArray[np.int32], order: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Where the tokens of rows lie that come in another order."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    ordered = lengths[order]
-    shift = (ends - lengths)[order] - (np.cumsum(ordered, dtype=np.int64) - ordered)
-    places: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(shift, ordered)
-    return places
+def _gather(rows: Flat, order: NDArray[np.intp]) -> NDArray[Any]:
+    """The ids of rows that come in another order."""
+    ordered = rows.lengths[order]
+    shift = (np.cumsum(rows.lengths) - rows.lengths)[order] - (np.cumsum(ordered) - ordered)
+    found: NDArray[Any] = rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
+    return found
 
 
-def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int32], pad: int, step: int) -> Ragged:
+def _with(ids: NDArray[Any], lengths: NDArray[np.int64], *, first: int = -1, last: int = -1) -> NDArray[np.int32]:
+    """The same rows, each with another token before or behind it; `lengths` count it already."""
+    longer = np.empty(len(ids) + len(lengths), np.int32)
+    ends = np.cumsum(lengths)
+    extra = ends - lengths if first >= 0 else ends - 1
+    own = np.ones(len(longer), bool)
+    own[extra] = False
+    longer[own], longer[extra] = ids, first if first >= 0 else last
+    return longer
+
+
+def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int, step: int) -> Ragged:
     """Rows in the order of their tiles as one tensor, with rows of padding behind them."""
     rows, real = lengths.shape[1], len(ids[1])
     fill = [-len(side) % step for side in ids[:2]]
     largest = TILES[int(np.searchsorted(TILES, lengths.max()))]
     extra = -(-max(fill) // largest)  # rows of padding, of the largest tile there is
     padding = np.minimum(largest, np.maximum(0, np.array(fill)[:, None] - largest * np.arange(extra)))
-    lengths = np.concatenate([lengths, padding.astype(np.int32)], axis=1)
+    lengths = np.concatenate([lengths, padding], axis=1)
     tiles = np.searchsorted(TILES, lengths.max(0))
     tiles[rows:] = np.searchsorted(TILES, largest)
     counts = np.bincount(tiles, minlength=len(TILES))
-    starts = np.concatenate([np.zeros((2, 1), np.int32), np.cumsum(lengths, axis=1, dtype=np.int32)], axis=1)
+    starts = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(lengths, axis=1)], axis=1)
     parts, sizes = [], (int(starts[0, -1]), int(starts[1, -1]))
     for side, count in enumerate(fill):
         own = starts[side]
-        places = np.arange(own[-1], dtype=np.int32) - np.repeat(own[:-1], lengths[side])
+        places = np.arange(own[-1]) - np.repeat(own[:-1], lengths[side])
         parts += [
             np.pad(ids[side], (0, count), constant_values=pad),
             places,

@@ -66,6 +66,12 @@ class Store:
         """The target sentence i, or the line i of plain text."""
         return self._row("tgt", i)
 
+    def flat(self, side: str, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Many sentences of a side at once: their ids end to end, and their lengths."""
+        lengths = self._side(side, self._lengths)[indices].astype(np.int64)
+        shift = self._ends[side][indices] - np.cumsum(lengths)  # from its place here to that in the store
+        return self._ids[side][np.arange(int(lengths.sum())) + np.repeat(shift, lengths)], lengths
+
     def links(self, i: int) -> NDArray[Any]:
         """The links between tokens of the pair i: (links, 2), positions in the source and in the target."""
         if not self.aligned:

@@ -1,8 +1,14 @@
-"""The inner half of the feed-forward layers: max(0, xW₁ + b₁) with its dropout, and the way back."""
+"""What the feed-forward layers do between their matrices: max(0, x) with its dropout, and the way back.
+
+GELU and SwiGLU are written with PyTorch's own operations.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qkv.models.fused.noise import Noise, drop
@@ -51,6 +57,28 @@ def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> T
         d_hidden, hidden, sums, rows, width, programs, noise.scale, some=ROWS, block=COLUMNS, num_warps=4
     )
     return sums.sum(0)
+
+
+def gelu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """dropout(gelu(x)), and the way back."""
+
+    def back(gradient: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten.gelu_backward(drop(gradient, noise), x)
+        return found
+
+    return drop(F.gelu(x), noise), back
+
+
+def swiglu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """dropout(silu(a) ⊙ b) of the halves a, b of x (rows, 2 · d_ff), and the way back."""
+    a, b = x.chunk(2, dim=1)
+    gate = F.silu(a)
+
+    def back(gradient: Tensor) -> Tensor:
+        given = drop(gradient, noise)
+        return torch.cat([torch.ops.aten.silu_backward(given * b, a), given * gate], dim=1)
+
+    return drop(gate * b, noise), back
 
 
 if triton is not None:

@@ -18,7 +18,7 @@ from qkv.data.ragged import Ragged
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.fused.attention import QKV, Heads, Rows, attend, attend_backward
 from qkv.models.fused.embedding import embed, embed_backward
-from qkv.models.fused.feed_forward import rectify, rectify_backward
+from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu
 from qkv.models.fused.loss import loss_and_gradient
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, add_norm, add_norm_backward
@@ -50,8 +50,7 @@ def can_pass(spec: config.Model) -> bool:
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and spec.positions != "rotary"
-        and spec.activation == "relu"
-        and not spec.bias
+        and max(spec.key_width, spec.value_width) <= 128  # a tile must fit into a core
     )
 
 
@@ -181,8 +180,8 @@ class Passes:
 
     def _self_attention(self, part: MultiHeadAttention, rows: Rows, *, causal: bool) -> Callable[[Tensor], Sublayer]:
         def forward(x: Tensor) -> Sublayer:
-            weight = self.weights[part.qkv.weight]
-            qkv = F.linear(x, weight.value)
+            weight, bias = self._qkv(part)
+            qkv = F.linear(x, weight.value, None if bias is None else bias.value)
             heads, noise = _heads(part, causal), self._noise(part, part.dropout)
             parts = _three(qkv.split(_widths(part), dim=1))
             mixed = attend(parts, rows, heads, noise)
@@ -191,18 +190,22 @@ class Passes:
                 d_mixed = self._output_back(part, mixed, gradient)
                 d_qkv = torch.empty_like(qkv)
                 attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, noise)
+                if bias is not None:
+                    bias.grad.add_(d_qkv.sum(0, dtype=torch.float))
                 return _linear_back(weight, x, d_qkv, into)
 
-            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), None, back)
+            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), part.output.bias, back)
 
         return forward
 
     def _cross_attention(self, part: MultiHeadAttention, rows: Rows, memory: _Memory) -> Callable[[Tensor], Sublayer]:
         def forward(x: Tensor) -> Sublayer:
-            whole, widths = self.weights[part.qkv.weight], _widths(part)
-            for_q = Weight(*(matrix[: widths[0]] for matrix in whole))
-            for_kv = Weight(*(matrix[widths[0] :] for matrix in whole))
+            widths = _widths(part)
+            weight, bias = self._qkv(part)
+            for_q, for_kv = weight.split(widths[0])
             q, kv = F.linear(x, for_q.value), F.linear(memory.values, for_kv.value)
+            if bias is not None:
+                q, kv = q + bias.value[: widths[0]], kv + bias.value[widths[0] :]
             heads, noise = _heads(part, causal=False), self._noise(part, part.dropout)
             parts = _three((q, *kv.split(widths[1:], dim=1)))
             mixed = attend(parts, rows, heads, noise)
@@ -211,17 +214,25 @@ class Passes:
                 d_mixed = self._output_back(part, mixed, gradient)
                 d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
                 attend_backward(d_mixed, parts, _three((d_q, *d_kv.split(widths[1:], dim=1))), rows, heads, noise)
+                if bias is not None:
+                    bias.grad.add_(torch.cat([d_q.sum(0, dtype=torch.float), d_kv.sum(0, dtype=torch.float)]))
                 memory.gradient = _linear_back(for_kv, memory.values, d_kv, memory.gradient)
                 return _linear_back(for_q, x, d_q, into)
 
-            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), None, back)
+            return Sublayer(F.linear(mixed, self.weights[part.output.weight].value), part.output.bias, back)
 
         return forward
+
+    def _qkv(self, part: MultiHeadAttention) -> tuple[Weight, Weight | None]:
+        return self.weights[part.qkv.weight], None if part.qkv.bias is None else self.weights[part.qkv.bias]
 
     def _output_back(self, part: MultiHeadAttention, mixed: Tensor, gradient: Tensor) -> Tensor:
         return _linear_back(self.weights[part.output.weight], mixed, gradient, None)
 
     def _feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
+        if part.activation is not F.relu:
+            return self._smooth_feed_forward(part)
+
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
             bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
@@ -234,6 +245,31 @@ class Passes:
                 d_hidden = _linear_back(outer, hidden, gradient, None)
                 bias.grad.add_(rectify_backward(d_hidden, hidden, noise))
                 return _linear_back(inner, x, d_hidden, into)
+
+            return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
+
+        return forward
+
+    def _smooth_feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
+        """With GELU, or SwiGLU and its third matrix."""
+
+        def forward(x: Tensor) -> Sublayer:
+            outer, noise = self.weights[part.outer.weight], self._noise(part, part.dropout)
+            inner = [self.weights[linear.weight] for linear in (part.inner, part.gate) if linear is not None]
+            bias = None if part.inner.bias is None else self.weights[part.inner.bias]
+            made = torch.cat([F.linear(x, w.value) for w in inner], dim=1)
+            if bias is not None:
+                made += bias.value
+            hidden, back_to_made = (gelu if part.gate is None else swiglu)(made, noise)
+
+            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
+                d_made = back_to_made(_linear_back(outer, hidden, gradient, None))
+                if bias is not None:
+                    bias.grad.add_(d_made.sum(0, dtype=torch.float))
+                for w, part_of_it in zip(inner, d_made.split(part.inner.out_features, dim=1), strict=True):
+                    into = _linear_back(w, x, part_of_it, into)
+                assert into is not None
+                return into
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
 

@@ -21,6 +21,10 @@ class Weight(NamedTuple):
     value: Tensor
     grad: Tensor
 
+    def split(self, rows: int) -> tuple[Weight, Weight]:
+        """The first rows of a matrix, and the others."""
+        return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
+
 
 class Weights:
     """The weights of a model on its device; products are computed in `dtype`."""
