@@ -81,7 +81,9 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=3e-5)
 
 
-@pytest.mark.parametrize("norm, activation", [("post", "relu"), ("pre", "relu"), ("pre", "gelu"), ("post", "swiglu")])
+@pytest.mark.parametrize(
+    ("norm", "activation"), [("post", "relu"), ("pre", "relu"), ("pre", "gelu"), ("post", "swiglu")]
+)
 def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation: str) -> None:
     """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
     model = small(norm=norm, activation=activation, dropout=0.3, attention_dropout=0.2, activation_dropout=0.2)
@@ -157,7 +159,7 @@ import torch
 from qkv.models.fused import attention, embedding, feed_forward, loss, norm
 from qkv.models.fused.attention import Heads, Rows
 from qkv.models.fused.noise import Noise
-from qkv.models.fused.norm import Scale
+from qkv.models.fused.norm import Scale, Sums
 
 torch.manual_seed(0)
 seed = torch.tensor([12345, -77], dtype=torch.int32)
@@ -176,11 +178,12 @@ for rate in (0.0, 0.3):
                 close(norm.add_norm_kernel(x, y, bias, scale, noise), norm.add_norm_plain(x, y, bias, scale, noise))
             close(norm.add_norm_kernel(x, None, None, scale, noise), norm.add_norm_plain(x, None, None, scale, noise))
             for given in (None, dz):
-                ours = norm.add_norm_backward_kernel(given, d, x, scale, noise)
-                plain = norm.add_norm_backward_plain(given, d, x, scale, noise)
-                if shift is None:  # there is none to have a gradient
-                    ours.summed[1], plain.summed[1] = 0, 0
-                close(ours, plain)
+                for bias in (True, False):
+                    sums = [Sums(torch.ones(width), None if shift is None else torch.ones(width),
+                                 torch.ones(width) if bias else None) for _ in range(2)]
+                    close(norm.add_norm_backward_kernel(given, d, x, scale, noise, sums[0]),
+                          norm.add_norm_backward_plain(given, d, x, scale, noise, sums[1]))
+                    close(*([part for part in own if part is not None] for own in sums))
 
     ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
     table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
@@ -193,9 +196,10 @@ for rate in (0.0, 0.3):
         close(*sums)
 
     hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
-    gradients = d.clone(), d.clone()
-    close([feed_forward.rectify_backward_kernel(gradients[0], hidden, noise), gradients[0]],
-          [feed_forward.rectify_backward_plain(gradients[1], hidden, noise), gradients[1]])
+    found = [(d.clone(), torch.ones(300)) for _ in range(2)]
+    feed_forward.rectify_backward_kernel(found[0][0], hidden, noise, found[0][1])
+    feed_forward.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
+    close(*found)
 
     # rows of several lengths, one of them without a query, one without a key
     queries = torch.tensor([0, 3, 3, 16, 40, 90, 92]).int()
@@ -214,7 +218,7 @@ for rate in (0.0, 0.3):
             attention.attend_backward_plain(d, qkv, found[1], rows, heads, noise)
             close(found[0], [x.nan_to_num() for x in found[1]])
 
-for vocab in (30, 4096 + 40):
+for vocab in (30, 8192 + 40):
     logits, labels = torch.randn(7, vocab) * 3, torch.randint(0, 30, (7,)).int()
     labels[2] = 0
     twin = logits.clone()

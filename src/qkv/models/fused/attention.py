@@ -108,7 +108,7 @@ def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
     out = qkv[0].new_empty(len(qkv[0]), heads.count * heads.d_v)
     for number, tile in enumerate(TILES):
         if rows.most[number]:
-            _forward[(rows.most[number], heads.count)](
+            _attend[(rows.most[number], heads.count)](
                 *qkv,
                 out,
                 *_common(qkv, number, rows, heads, noise),
@@ -121,7 +121,7 @@ def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
 def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: Noise) -> None:
     for number, tile in enumerate(TILES):
         if rows.most[number]:
-            _backward[(rows.most[number], heads.count)](
+            _attend_backward[(rows.most[number], heads.count)](
                 d_out,
                 *qkv,
                 *into,
@@ -166,7 +166,7 @@ if triton is not None:
         return weight / tl.where(total > 0, total, 1.0)  # a row of padding may have no key at all
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _forward(  # type: ignore[no-untyped-def]
+    def _attend(  # type: ignore[no-untyped-def]
         q,
         k,
         v,
@@ -214,7 +214,7 @@ if triton is not None:
         tl.store(place, found.to(out.dtype.element_ty), mask=(at < q_count) & (in_v < d_v))
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _backward(  # type: ignore[no-untyped-def]
+    def _attend_backward(  # type: ignore[no-untyped-def]
         d_out,
         q,
         k,

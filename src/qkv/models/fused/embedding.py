@@ -47,7 +47,7 @@ def embed_kernel(
     ids: Tensor, places: Tensor, table: Tensor, positions: Tensor | None, scale: float, noise: Noise
 ) -> Tensor:
     x = table.new_empty(len(ids), table.shape[1])
-    _forward[(len(ids),)](
+    _embed[(len(ids),)](
         ids,
         places,
         table,
@@ -66,7 +66,7 @@ def embed_kernel(
 def embed_backward_kernel(
     d_x: Tensor, ids: Tensor, places: Tensor, d_table: Tensor, d_positions: Tensor | None, scale: float, noise: Noise
 ) -> None:
-    _backward[(len(ids),)](
+    _embed_backward[(len(ids),)](
         d_x,
         ids,
         places,
@@ -89,7 +89,7 @@ def _sizes(table: Tensor, noise: Noise) -> dict[str, int]:
 if triton is not None:
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _forward(  # type: ignore[no-untyped-def]
+    def _embed(  # type: ignore[no-untyped-def]
         ids,
         places,
         table,
@@ -116,7 +116,7 @@ if triton is not None:
         tl.store(x + token * width + inside, found.to(x.dtype.element_ty), mask=real)
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _backward(  # type: ignore[no-untyped-def]
+    def _embed_backward(  # type: ignore[no-untyped-def]
         d_x,
         ids,
         places,

@@ -17,7 +17,7 @@ from qkv.models.kernels import tl, triton
 if triton is not None:
     from qkv.models.fused.noise import _keep
 
-PROGRAMS = 256  # that share the rows for each block of columns
+PROGRAMS = 128  # that share the rows for each block of columns
 ROWS, COLUMNS = 16, 256
 
 
@@ -34,29 +34,27 @@ def rectify(x: Tensor, noise: Noise) -> Tensor:
     return x
 
 
-def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
-    """The gradient of x in place of that of `hidden` (rows, d_ff), and its sum over the rows, (d_ff,) in fp32.
+def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
+    """The gradient of x in place of that of `hidden` (rows, d_ff), its sum over the rows added to `into` (d_ff,).
 
     What was kept and positive is what is positive now: nothing has to be drawn again.
     """
     chosen = rectify_backward_kernel if triton is not None and hidden.is_cuda else rectify_backward_plain
-    return chosen(d_hidden, hidden, noise)
+    chosen(d_hidden, hidden, noise, into)
 
 
-def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
+def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
     found = torch.where(hidden > 0, d_hidden.float() * noise.scale, 0.0)
     d_hidden.copy_(found)
-    return found.sum(0)
+    into += found.sum(0)
 
 
-def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise) -> Tensor:
+def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
     rows, width = hidden.shape
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
-    sums = hidden.new_empty(programs, width, dtype=torch.float)
     _rectify_backward[(programs, triton.cdiv(width, COLUMNS))](
-        d_hidden, hidden, sums, rows, width, programs, noise.scale, some=ROWS, block=COLUMNS, num_warps=4
+        d_hidden, hidden, into, rows, width, programs, noise.scale, some=ROWS, block=COLUMNS, num_warps=4
     )
-    return sums.sum(0)
 
 
 def gelu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -92,9 +90,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _rectify_backward(  # type: ignore[no-untyped-def]
-        d_hidden, hidden, sums, rows, width, programs, factor, some: tl.constexpr, block: tl.constexpr
+        d_hidden, hidden, d_bias, rows, width, programs, factor, some: tl.constexpr, block: tl.constexpr
     ):
-        """Each program takes every `programs`-th group of rows of some columns."""
+        """Each program takes every `programs`-th group of rows of some columns, and adds its sum to all others'."""
         column = tl.program_id(1) * block + tl.arange(0, block)[None]
         total = tl.zeros((some, block), tl.float32)
         for first in range(tl.program_id(0) * some, rows, programs * some):
@@ -107,4 +105,4 @@ if triton is not None:
             tl.store(d_hidden + place, given.to(d_hidden.dtype.element_ty), mask=real)
             total += given
         out = tl.program_id(1) * block + tl.arange(0, block)
-        tl.store(sums + tl.program_id(0) * width + out, tl.sum(total, axis=0), mask=out < width)
+        tl.atomic_add(d_bias + out, tl.sum(total, axis=0), mask=out < width, sem="relaxed")

@@ -17,15 +17,15 @@ from qkv.models.kernels import tl, triton
 if triton is not None:
     from qkv.models.fused.noise import _keep
 
-PROGRAMS = 528  # that share the rows in the backward pass: four for each core of an H200
+PROGRAMS = 264  # that share the rows in the backward pass: two for each core of an H200
 
 
-class Gradients(NamedTuple):
-    """Of x, of y, and summed over the rows: of the norm's weight and bias, and of the bias of y."""
+class Sums(NamedTuple):
+    """Where gradients summed over the rows are added, (width,) in fp32: of the norm's weight and bias, of y's bias."""
 
-    x: Tensor
-    y: Tensor
-    summed: Tensor  # (3, width) fp32
+    weight: Tensor
+    shift: Tensor | None
+    bias: Tensor | None
 
 
 class Scale(NamedTuple):
@@ -42,10 +42,12 @@ def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noi
     return chosen(x, y, bias, scale, noise)
 
 
-def add_norm_backward(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
-    """The gradients, given those of the norm and, if it was used itself, of z."""
+def add_norm_backward(
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and y, given those of the norm and, if it was used itself, of z; the others are added."""
     chosen = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
-    return chosen(d_z, d_normed, z, scale, noise)
+    return chosen(d_z, d_normed, z, scale, noise, into)
 
 
 def add_norm_plain(
@@ -59,7 +61,9 @@ def add_norm_plain(
     return z, (normed if scale.bias is None else normed + scale.bias).to(x.dtype)
 
 
-def add_norm_backward_plain(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
+def add_norm_backward_plain(
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+) -> tuple[Tensor, Tensor]:
     hat, deviation = _standard(z, scale)
     given = d_normed.float()
     slope = given * scale.weight
@@ -70,8 +74,10 @@ def add_norm_backward_plain(d_z: Tensor | None, d_normed: Tensor, z: Tensor, sca
     if d_z is not None:
         d_x = d_x + d_z.float()
     d_y = drop(d_x, noise)
-    summed = torch.stack([(given * hat).sum(0), given.sum(0), d_y.sum(0)])
-    return Gradients(d_x.to(z.dtype), d_y.to(z.dtype), summed)
+    for total, part in zip(into, (given * hat, given, d_y), strict=True):
+        if total is not None:
+            total += part.sum(0)
+    return d_x.to(z.dtype), d_y.to(z.dtype)
 
 
 def _standard(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
@@ -90,7 +96,7 @@ def add_norm_kernel(
     z, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(width)
     some = _rows_at_once(block)
-    _forward[(triton.cdiv(rows, some),)](
+    _add_norm[(triton.cdiv(rows, some),)](
         x,
         x if y is None else y,
         x if bias is None else bias,
@@ -115,22 +121,23 @@ def add_norm_kernel(
     return z, normed
 
 
-def add_norm_backward_kernel(d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise) -> Gradients:
+def add_norm_backward_kernel(
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+) -> tuple[Tensor, Tensor]:
     rows, width = z.shape
     block = triton.next_power_of_2(width)
     some = _rows_at_once(block)
     programs = min(PROGRAMS, triton.cdiv(rows, some))
     d_x = torch.empty_like(z)
     d_y = torch.empty_like(z) if noise.rate else d_x
-    sums = z.new_empty(3, programs, width, dtype=torch.float)
-    _backward[(programs,)](
+    _add_norm_backward[(programs,)](
         d_normed if d_z is None else d_z,
         d_normed,
         z,
         scale.weight,
         d_x,
         d_y,
-        sums,
+        *(into.weight if total is None else total for total in into),
         noise.seed,
         noise.salt,
         rows,
@@ -142,10 +149,11 @@ def add_norm_backward_kernel(d_z: Tensor | None, d_normed: Tensor, z: Tensor, sc
         some=some,
         has_z=d_z is not None,
         has_mean=scale.bias is not None,
+        has_bias=into.bias is not None,
         threshold=noise.threshold,
         num_warps=4,
     )
-    return Gradients(d_x, d_y, sums.sum(1))
+    return d_x, d_y
 
 
 def _rows_at_once(block: int) -> int:
@@ -155,7 +163,7 @@ def _rows_at_once(block: int) -> int:
 if triton is not None:
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _forward(  # type: ignore[no-untyped-def]
+    def _add_norm(  # type: ignore[no-untyped-def]
         x,
         y,
         bias,
@@ -200,14 +208,16 @@ if triton is not None:
         tl.store(normed + place, result.to(normed.dtype.element_ty), mask=real)
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _backward(  # type: ignore[no-untyped-def]
+    def _add_norm_backward(  # type: ignore[no-untyped-def]
         d_z,
         d_normed,
         z,
         weight,
         d_x,
         d_y,
-        sums,
+        d_weight,
+        d_shift,
+        d_bias,
         seed,
         salt,
         rows,
@@ -219,9 +229,10 @@ if triton is not None:
         some: tl.constexpr,
         has_z: tl.constexpr,
         has_mean: tl.constexpr,
+        has_bias: tl.constexpr,
         threshold: tl.constexpr,
     ):
-        """Each program takes every `programs`-th group of rows, and sums over them what the weights need."""
+        """Each program takes every `programs`-th group of rows, and adds its sums over them to all others'."""
         inside = tl.arange(0, block)[None]
         scale = tl.load(weight + inside, mask=inside < width, other=0.0).to(tl.float32)
         sum_weight = tl.zeros((some, block), tl.float32)
@@ -251,8 +262,10 @@ if triton is not None:
             sum_weight += given * hat
             sum_shift += given
             sum_bias += tl.where(real, result, 0.0)
-        out = tl.program_id(0) * width + tl.arange(0, block)
-        whole = tl.arange(0, block) < width
-        tl.store(sums + out, tl.sum(sum_weight, axis=0), mask=whole)
-        tl.store(sums + programs * width + out, tl.sum(sum_shift, axis=0), mask=whole)
-        tl.store(sums + 2 * programs * width + out, tl.sum(sum_bias, axis=0), mask=whole)
+        column = tl.arange(0, block)
+        whole = column < width
+        tl.atomic_add(d_weight + column, tl.sum(sum_weight, axis=0), mask=whole, sem="relaxed")
+        if has_mean:
+            tl.atomic_add(d_shift + column, tl.sum(sum_shift, axis=0), mask=whole, sem="relaxed")
+        if has_bias:
+            tl.atomic_add(d_bias + column, tl.sum(sum_bias, axis=0), mask=whole, sem="relaxed")

@@ -21,7 +21,7 @@ from qkv.models.fused.embedding import embed, embed_backward
 from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu
 from qkv.models.fused.loss import loss_and_gradient
 from qkv.models.fused.noise import Noise
-from qkv.models.fused.norm import Scale, add_norm, add_norm_backward
+from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
 from qkv.models.fused.weights import Weight, Weights, accumulate
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual
 from qkv.models.transformer import Transformer
@@ -136,9 +136,7 @@ class Passes:
         _, normed = add_norm(x, None, None, scale, silent)
 
         def back(d_x: Tensor | None, d_normed: Tensor) -> tuple[None, Tensor]:
-            found = add_norm_backward(d_x, d_normed, x, scale, silent)
-            self._add_sums(found.summed, norm, None)
-            return None, found.x
+            return None, add_norm_backward(d_x, d_normed, x, scale, silent, self._sums(norm, None))[0]
 
         return normed, back
 
@@ -151,19 +149,16 @@ class Passes:
         z, after = add_norm(x, made.result, bias, scale, noise)
 
         def back(d_z: Tensor | None, d_after: Tensor) -> tuple[Tensor | None, Tensor]:
-            found = add_norm_backward(d_z, d_after, z, scale, noise)
-            self._add_sums(found.summed, norm, made.bias)
-            if pre:
-                return found.x, made.back(found.y, None)
-            return None, made.back(found.y, found.x)
+            d_x, d_y = add_norm_backward(d_z, d_after, z, scale, noise, self._sums(norm, made.bias))
+            return (d_x, made.back(d_y, None)) if pre else (None, made.back(d_y, d_x))
 
         return (z, after, back) if pre else (after, after, back)
 
-    def _add_sums(self, summed: Tensor, norm: nn.Module, bias: nn.Parameter | None) -> None:
-        for number, parameter in enumerate((norm.weight, getattr(norm, "bias", None), bias)):
-            if parameter is not None:
-                assert isinstance(parameter, nn.Parameter)
-                self.weights[parameter].grad.add_(summed[number])
+    def _sums(self, norm: nn.Module, bias: nn.Parameter | None) -> Sums:
+        parameters: tuple[Any, ...] = (norm.weight, getattr(norm, "bias", None), bias)
+        weight, shift, other = (None if p is None else self.weights[p].grad for p in parameters)
+        assert weight is not None
+        return Sums(weight, shift, other)
 
     def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         table = self.weights[embedding.tokens.weight]
@@ -243,7 +238,7 @@ class Passes:
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_hidden = _linear_back(outer, hidden, gradient, None)
-                bias.grad.add_(rectify_backward(d_hidden, hidden, noise))
+                rectify_backward(d_hidden, hidden, noise, bias.grad)
                 return _linear_back(inner, x, d_hidden, into)
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
