@@ -8,16 +8,18 @@ device: what a step came to is read when it is there. Without a GPU the same ope
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv import config
-from qkv.data.ragged import Ragged
+from qkv.data.ragged import TILES, Ragged
 from qkv.models.fused.passes import Passes
 from qkv.models.fused.weights import Weights
 from qkv.models.transformer import Transformer
 from qkv.train.optim import Ema
+from qkv.train.soap import Soap
 
 Key = tuple[tuple[int, int], tuple[bool, ...]]  # tokens of source and target, and which tiles there are
 
@@ -40,15 +42,15 @@ class Captured:
         self.optimizer, self.clip = optimizer, spec.clip
         self.device = self.weights.masters.device
         number = self.weights.masters.new_zeros
-        self.rate, self.tokens, self.ema_weight, self.broken = number(()), number(()), number(()), number(())
-        self.sums = number(2)  # loss and −log p of the update so far
-        self.outcome = number(3)  # loss and −log p for each token, norm of the gradient
+        self.rate, self.ema_weight, self.broken, self.divisor = number(()), number(()), number(()), number(())
+        self.totals = number(3)  # loss, −log p and tokens of the update so far
+        self.outcome = number(4)  # loss and −log p for each token, norm of the gradient, tokens
         self.average = None if ema is None else self._flatten(ema)
-        self._prepare_optimizer()
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.graphs: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
-        self.most = [0] * 4
-        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.most = [0] * len(TILES)
+        self._prepare_optimizer()
 
     def _flatten(self, ema: Ema) -> Tensor:
         """The moving average in one tensor, like the weights."""
@@ -61,21 +63,26 @@ class Captured:
 
     def _prepare_optimizer(self) -> None:
         """Its state must exist before a graph is captured: a step that is left out makes it and changes nothing."""
-        for group in self.optimizer.param_groups:
+        optimizer: Any = self.optimizer
+        optimizer.found_inf, optimizer.grad_scale = self.broken, self.divisor
+        for group in optimizer.param_groups:
             group["lr"] = self.rate
             if "capturable" in group:
                 group["capturable"] = self.device.type == "cuda"
-        self.optimizer.found_inf = self.broken.fill_(1.0)  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = self.grad_scale = torch.ones_like(self.broken)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            self.optimizer.step()
+        # SOAP decomposes matrices now and then, which no graph can hold.
+        self.captures_update = self.pool is not None and not isinstance(optimizer, Soap)
+        if self.captures_update:
+            self.broken.fill_(1.0)
+            self.divisor.fill_(1.0)
+            optimizer.step()
 
     @torch.no_grad()
     def add_gradient(self, batch: Ragged, seed: int) -> None:
-        """One pass: its gradient and its loss are added to those of the update."""
+        """One pass: its gradient, its loss and its tokens are added to those of the update."""
         self.passes.seed.copy_(_halves(seed), non_blocking=True)
+        self.totals[2] += batch.tokens
         if self.pool is None:
-            self.sums += self.passes.run(batch)
+            self.totals[:2] += self.passes.run(batch)
             return
         self._make_room(batch)
         key = (batch.sizes, tuple(count > 0 for count in batch.counts))
@@ -84,45 +91,58 @@ class Captured:
             static.copy_(batch.whole)
             graph.replay()
             return
-        self.sums += self.passes.run(batch, self._most(key))  # compiles what is new; the graph is for the next
+        self.totals[:2] += self.passes.run(batch, self._most(key))  # compiles what is new; the graph is for the next
         held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def work() -> None:
-            self.sums += self.passes.run(held, self._most(key))
+            self.totals[:2] += self.passes.run(held, self._most(key))
 
         self.graphs[key] = held.whole, self._capture(work)
 
     @torch.no_grad()
-    def update(self, *, rate: float, tokens: int, ema_weight: float = 0.0) -> None:
+    def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
         """Change the weights by the gradients added since the last time, divided by the count of tokens.
 
         If loss or gradient are not finite, nothing changes but the outcome.
         """
         self.rate.fill_(rate)
-        self.tokens.fill_(tokens)
         self.ema_weight.fill_(ema_weight)
-        if self.pool is None:
-            self._update()
-            return
-        if self.update_graph is None:
-            self._update()
-            self.update_graph = self._capture(self._update)
-        else:
+        if self.update_graph is not None:
             self.update_graph.replay()
+            return
+        self._update()
+        if self.captures_update:
+            self.update_graph = self._capture(self._update)
 
     def _update(self) -> None:
-        norm = self.weights.grads.norm() / self.tokens
-        self.outcome[:2] = self.sums / self.tokens
-        self.outcome[2] = norm
+        tokens = self.totals[2]
+        norm = self.weights.grads.norm() / tokens
+        self.outcome.copy_(torch.stack([self.totals[0] / tokens, self.totals[1] / tokens, norm, tokens]))
         finite = self.outcome.isfinite().all()
         self.broken.copy_(~finite)
-        self.grad_scale.copy_(self.tokens * (norm / self.clip).clamp(min=1.0) if self.clip else self.tokens)
+        self.divisor.copy_(tokens * (norm / self.clip).clamp(min=1.0) if self.clip else tokens)
         self.optimizer.step()
         if self.average is not None:
             self.average.lerp_(self.weights.masters, self.ema_weight * finite)
         self.weights.refresh()
         self.weights.grads.zero_()
-        self.sums.zero_()
+        self.totals.zero_()
+
+    def read(self) -> Callable[[], list[float]]:
+        """What the last update came to: a function that waits for it."""
+        if self.pool is None:
+            known: list[float] = self.outcome.tolist()
+            return lambda: known
+        held = torch.empty(4, pin_memory=True).copy_(self.outcome, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+
+        def wait() -> list[float]:
+            there.synchronize()
+            numbers: list[float] = held.tolist()
+            return numbers
+
+        return wait
 
     def _make_room(self, batch: Ragged) -> None:
         """Graphs are captured with room for the most rows met so far, and a quarter more."""

@@ -8,12 +8,13 @@ launch, because a tile is a square with room for the longest of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qkv.models.fused.noise import Noise, kept
+from qkv.models.fused.noise import Noise, drop
 from qkv.models.kernels import tl, triton
 
 if triton is not None:
@@ -61,47 +62,78 @@ def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads
 
 
 def attend_plain(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
-    q, k, v = qkv
-    out = q.new_zeros(len(q), heads.count * heads.d_v)
-    for row, tile, queries, keys in _each(rows):
-        part, _ = _weights(q[queries], k[keys], row, tile, heads, noise)
-        mixed = part @ v[keys].float().unflatten(1, (heads.count, -1)).transpose(0, 1)
-        out[queries] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
+    out = qkv[0].new_zeros(len(qkv[0]), heads.count * heads.d_v)
+    for square in _squares(rows):
+        q, k, v = square.cut(qkv, heads)
+        mixed = square.dropped(square.weights(q, k, heads), heads, noise) @ v
+        out[square.queries[square.real_queries]] = _joined(mixed)[square.real_queries].to(out.dtype)
     return out
 
 
 def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: Noise) -> None:
-    q, k, v = qkv
-    for row, tile, queries, keys in _each(rows):
-        with torch.enable_grad():
-            own = [x.detach().float().requires_grad_() for x in (q[queries], k[keys], v[keys])]
-            part, _ = _weights(own[0], own[1], row, tile, heads, noise)
-            mixed = part @ own[2].unflatten(1, (heads.count, -1)).transpose(0, 1)
-            found = torch.autograd.grad(mixed.transpose(0, 1).flatten(1), own, d_out[queries].float())
-        for place, where, gradient in zip(into, (queries, keys, keys), found, strict=True):
-            place[where] = gradient.to(place.dtype)
+    for square in _squares(rows):
+        q, k, v = square.cut(qkv, heads)
+        given = _split(d_out[square.queries] * square.real_queries[..., None], heads)
+        weights = square.weights(q, k, heads)
+        d_v = square.dropped(weights, heads, noise).mT @ given
+        d_weights = square.dropped(given @ v.mT, heads, noise)
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * heads.scale
+        found = (d_scores @ k, d_scores.mT @ q, d_v)
+        places = ((square.queries, square.real_queries), *[(square.keys, square.real_keys)] * 2)
+        for whole, part, (where, real) in zip(into, found, places, strict=True):
+            whole[where[real]] = _joined(part)[real].to(whole.dtype)
 
 
-def _each(rows: Rows):  # type: ignore[no-untyped-def]
-    """Number, tile and places of every row."""
-    first, queries, keys = rows.first.tolist(), rows.queries.tolist(), rows.keys.tolist()
+@dataclass(frozen=True)
+class _Square:
+    """All rows of one tile, padded to its side."""
+
+    first: int  # row
+    queries: Tensor  # (rows, tile): their places; those beyond the end of a row are not real
+    keys: Tensor
+    real_queries: Tensor
+    real_keys: Tensor
+
+    def cut(self, qkv: QKV, heads: Heads) -> QKV:
+        """The projections of these rows, (rows, heads, tile, width) each."""
+        q, k, v = (_split(x[at], heads) for x, at in zip(qkv, (self.queries, self.keys, self.keys), strict=True))
+        return q, k, v
+
+    def weights(self, q: Tensor, k: Tensor, heads: Heads) -> Tensor:
+        """(rows, heads, tile, tile), 0 where there is no key."""
+        seen = self.real_keys[:, None, None]
+        if heads.causal:
+            seen = seen & seen.new_ones(seen.shape[-1], seen.shape[-1]).tril()
+        scores = (q @ k.mT).mul_(heads.scale).masked_fill_(~seen, -1e30)
+        return scores.softmax(-1).masked_fill_(~seen, 0.0)
+
+    def dropped(self, weights: Tensor, heads: Heads, noise: Noise) -> Tensor:
+        """Dropout of weights, or of their gradients; they are numbered as the tiles lie."""
+        return drop(weights, noise, first=self.first * heads.count * weights.shape[-1] ** 2)
+
+
+def _squares(rows: Rows) -> Iterator[_Square]:
+    first = rows.first.tolist()
     for tile, start, end in zip(TILES, first, first[1:], strict=False):
-        for row in range(start, end):
-            yield row, tile, slice(queries[row], queries[row + 1]), slice(keys[row], keys[row + 1])
+        if start == end:
+            continue
+        inside, sides = torch.arange(tile, device=rows.first.device), []
+        for starts in (rows.queries, rows.keys):
+            begin, stop = starts[start:end, None].long(), starts[start + 1 : end + 1, None].long()
+            sides.append((begin + inside, begin + inside < stop))
+        (queries, real_queries), (keys, real_keys) = sides
+        last = [int(starts[-1]) - 1 for starts in (rows.queries, rows.keys)]
+        yield _Square(start, queries.clamp(max=last[0]), keys.clamp(max=last[1]), real_queries, real_keys)
 
 
-def _weights(q: Tensor, k: Tensor, row: int, tile: int, heads: Heads, noise: Noise) -> tuple[Tensor, Tensor]:
-    """The weights of one row after and before dropout: (heads, queries, keys)."""
-    q, k = (x.float().unflatten(1, (heads.count, -1)).transpose(0, 1) for x in (q, k))
-    scores = q @ k.transpose(1, 2) * heads.scale
-    if heads.causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(1), -math.inf)
-    weights = scores.softmax(-1)
-    if not noise.rate:
-        return weights, weights
-    head, query, key = (torch.arange(n, device=q.device) for n in weights.shape)
-    index = ((row * heads.count + head)[:, None, None] * tile + query[:, None]) * tile + key
-    return torch.where(kept(noise, index), weights * noise.scale, 0.0), weights
+def _split(x: Tensor, heads: Heads) -> Tensor:
+    """(rows, tile, heads · width) → (rows, heads, tile, width)"""
+    split: Tensor = x.float().unflatten(2, (heads.count, -1))
+    return split.transpose(1, 2)
+
+
+def _joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
 
 
 def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:

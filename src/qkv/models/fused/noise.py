@@ -14,7 +14,7 @@ from torch import Tensor
 from qkv.models.kernels import tl, triton
 
 FIRST, SECOND, THIRD = 0x21F0AAAD, 0xD35A2D97, 0xAC564B05
-WORD = 0xFFFFFFFF
+SIGN = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,40 @@ class Noise:
         return 1 / (1 - self.rate)
 
 
-def kept(noise: Noise, index: Tensor) -> Tensor:
-    """Which elements stay, by their index: the plain twin of `_keep`."""
-    first, second = (part & WORD for part in noise.seed.long().unbind())
-    x = (index ^ (first + noise.salt)) & WORD
-    x = ((x ^ (x >> 16)) * FIRST) & WORD
-    x = ((x ^ (x >> 15)) + second) & WORD
-    x = ((x ^ (x >> 17)) * SECOND) & WORD
-    x = ((x ^ (x >> 15)) * THIRD) & WORD
-    return (x ^ (x >> 16)) >= noise.threshold
+def kept(noise: Noise, first: int, count: int) -> Tensor:
+    """Which of so many elements stay, the `first` and those after it: the plain twin of `_keep`.
+
+    Words are signed here, so shifts are of what is left of the sign; in place, because memory is what this waits for.
+    """
+    x = torch.arange(first, first + count, dtype=torch.int32, device=noise.seed.device)
+    scratch = torch.empty_like(x)
+    start, second = noise.seed.unbind()
+    x ^= start + noise.salt
+    _mix(x, scratch, 16).mul_(_signed(FIRST))
+    _mix(x, scratch, 15).add_(second)
+    _mix(x, scratch, 17).mul_(_signed(SECOND))
+    _mix(x, scratch, 15).mul_(_signed(THIRD))
+    _mix(x, scratch, 16)
+    x ^= SIGN  # unsigned words are in the order of signed ones with the other sign
+    return x >= noise.threshold + SIGN
 
 
-def drop(x: Tensor, noise: Noise) -> Tensor:
-    """Dropout of a whole tensor, whose elements are numbered as they lie."""
+def _mix(x: Tensor, scratch: Tensor, shift: int) -> Tensor:
+    """x ^= x >> shift, as if it had no sign."""
+    torch.bitwise_right_shift(x, shift, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def drop(x: Tensor, noise: Noise, first: int = 0) -> Tensor:
+    """Dropout of a whole tensor, whose elements are numbered as they lie, from `first` on."""
     if not noise.rate:
         return x
-    index = torch.arange(x.numel(), device=x.device).view(x.shape)
-    return torch.where(kept(noise, index), x * noise.scale, 0.0).to(x.dtype)
+    dropped = kept(noise, first, x.numel()).logical_not_()
+    return (x * noise.scale).masked_fill_(dropped.view(x.shape), 0.0)
 
 
 if triton is not None:
