@@ -22,9 +22,9 @@ OPTIONS = {
     "data": "train valid root store src_lang tgt_lang valid_size max_length max_ratio dedupe on_bad workers",
     "tokenizer": "kind vocab shared dropout sample",
     "model": "",
-    "train": """steps epochs tokens_per_step micro_tokens optimizer beta1 beta2 eps weight_decay schedule learning_rate
-        warmup clip label_smoothing guided_alignment ema average precision device validate_every metric patience
-        log_every tensorboard seed name""",
+    "train": """steps epochs tokens_per_step micro_tokens checkpointing parallel optimizer beta1 beta2 eps weight_decay
+        schedule learning_rate warmup clip label_smoothing guided_alignment ema average precision device validate_every
+        metric patience log_every tensorboard seed name""",
     "decode": "beam length_penalty alpha extra_length batch_tokens",
 }
 ATTENTIVE = """kind d_model d_ff heads d_k d_v attention window norm rms_norm activation positions max_positions bias
@@ -104,6 +104,10 @@ def configs(draw: st.DrawFn) -> Config:
         tokenizer = dataclasses.replace(tokenizer, dropout=0.0)
     train = dataclasses.replace(train, tokens_per_step=train.tokens_per_step + data.max_length, micro_tokens=0)
     train = dataclasses.replace(train, beta1=train.beta1 / 2, beta2=train.beta2 / 2, optimizer="adamw")
+    if not isinstance(model, config.Attentive):
+        train = dataclasses.replace(train, checkpointing=False, parallel="data")
+    elif model.attention in ("additive", "general"):
+        train = dataclasses.replace(train, parallel="data")
     data = dataclasses.replace(data, valid=tuple(dataclasses.replace(corpus, align="") for corpus in data.valid))
     if data.max_length >= 1 << 16:
         data = dataclasses.replace(data, train=tuple(dataclasses.replace(corpus, align="") for corpus in data.train))

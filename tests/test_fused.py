@@ -13,7 +13,7 @@ import torch
 
 from qkv import config
 from qkv.data.loader import Batch, pad
-from qkv.data.ragged import TILES, Flat, Ragged, fits, lay
+from qkv.data.ragged import TILES, Flat, Ragged, lay
 from qkv.models.fused.noise import Noise, drop
 from qkv.models.fused.passes import Passes, can_pass
 from qkv.models.fused.weights import Weights
@@ -143,8 +143,6 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
     assert laid.sizes[0] % 256 == laid.sizes[1] % 256 == 0
     assert laid.tokens == sum(batch.tokens for batch in batches) == int((laid.labels != 0).sum())
     assert sorted(tuple(part.tolist() for part in row) for row in laid.rows(0)) == sorted(rows)
-    assert fits(np.array([3, 128]), np.array([7, 5]))
-    assert not fits(np.array([3, 5]), np.array([7, 129]))
 
 
 def test_what_the_pass_does_not_know_is_refused() -> None:

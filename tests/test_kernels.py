@@ -35,6 +35,19 @@ for window in (0, 5):
         assert torch.equal(keys, twins[0])
         assert torch.equal(values, twins[1])
 
+# reorder: sentences of several lengths, rows that go on from themselves or one another
+for beam, capacity in ((1, 8), (3, 8), (4, 150)):
+    sentences = 5
+    origin = torch.randint(0, sentences * beam, (sentences * beam, capacity)).int()
+    first = torch.arange(sentences)[:, None] * beam
+    rows = (first + torch.randint(0, beam, (sentences, beam))).flatten()
+    length = torch.tensor([1, 4, 7, capacity - 1, capacity // 2]).repeat_interleave(beam)
+    twin = origin.clone()
+    kernels.reorder_plain(twin, rows, length, beam)
+    kernels.reorder_kernel(origin, rows, length, beam)
+    known = torch.arange(capacity) <= length[:, None]
+    assert torch.equal(origin[known], twin[known])
+
 norm = nn.LayerNorm(24)
 norm.weight.data.normal_()
 norm.bias.data.normal_()
@@ -70,10 +83,117 @@ assert (best[1, 0], places[1, 0]) == (1.0, 40)
 print("equal")
 """
 
+# A step on any board, and a whole search, written by the kernels of the search and by the search itself.
+SEARCHES = """
+import copy, dataclasses, random
+import torch
+from qkv import config
+from qkv.decode import beams, chains, kernels
+from qkv.decode.batched import search_all
+from qkv.decode.board import Board
+from qkv.decode.slots import Pool
+from qkv.decode.step import PLAIN, Special
+from qkv.models import Transformer, static
+from qkv.models.kernels import reorder_kernel, reorder_plain, scan_plain, top
+from qkv.text import Tokenizer, Tokenizers
 
-def test_kernels_equal_their_plain_twins() -> None:
+PAD, BOS, EOS = 0, 1, 2
+CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
+
+def a_board(sentences, rows, n, capacity, vocab):
+    # Sentences at any point: some must begin with tokens, some are at their limits or at the capacity, some are over.
+    board = Board.empty(sentences, rows, n, capacity, CPU)
+    board.length.random_(capacity)
+    board.length[0], board.length[1] = capacity - 1, 0
+    real = torch.arange(capacity) <= board.length[:, None, None]
+    board.tokens.copy_(torch.randint(3, vocab, board.tokens.shape) * real)
+    board.newest.copy_(board.tokens.gather(2, board.length[:, None, None].expand(-1, rows, 1)).squeeze(2))
+    board.logprob.copy_(-torch.randint(0, 6, (sentences, rows)))  # with equals
+    board.logprob[torch.rand(sentences, rows) < 0.2] = -inf
+    board.longest.random_(capacity - 1)
+    board.forced[torch.rand(sentences, capacity) < 0.3] = random.randrange(3, vocab)
+    board.longest[1], board.forced[1] = capacity - 2, -1  # one that is free
+    board.done.copy_(torch.rand(sentences) < 0.2)
+    board.logprob[board.done] = -inf
+    board.ended.random_(vocab)
+    scores = -torch.randint(0, 6, (sentences, n)).float()
+    scores[torch.rand(sentences, n) < 0.4] = -inf
+    board.facts.random_(5)
+    board.facts[:, :, 0] = scores.sort(dim=1, descending=True)[0]
+    return board
+
+def some_logits(rows, vocab, dtype):
+    logits = torch.randint(-4, 4, (rows, vocab)).to(dtype)  # with equals
+    logits[torch.rand(rows) < 0.5, EOS] += 6
+    logits[torch.rand(rows) < 0.1] = -inf
+    logits[torch.rand(rows) < 0.1, random.randrange(vocab)] = nan
+    logits[torch.rand(rows) < 0.05] = nan
+    return logits
+
+def as_top_kernel(values, k):  # equals in their order, and what is no number behind all others
+    best, places = values.nan_to_num(-inf, inf, -inf).sort(dim=1, descending=True, stable=True)
+    return best[:, :k], places[:, :k]
+
+beams.top = as_top_kernel
+SENTENCES = 3
+for rows, n, capacity, vocab, penalty in (
+    (1, 1, 3, 5, "gnmt"),
+    (1, 1, 70, 200, "average"),
+    (2, 1, 9, 70, "none"),
+    (3, 3, 70, 64, "average"),
+    (4, 1, 9, 700, "gnmt"),
+    (5, 2, 130, 130, "gnmt"),
+    (8, 4, 9, 5, "none"),
+    (16, 1, 9, 200, "gnmt"),
+):
+    for seed, kind in ((0, beams.Beams), (1, beams.Beams), (2, chains.Chains), (3, chains.Chains)):
+        if kind is chains.Chains and rows > 1:
+            continue
+        torch.manual_seed(seed)
+        random.seed(seed)
+        board = a_board(SENTENCES, rows, n, capacity, vocab)
+        twin = copy.deepcopy(board)
+        run = kind(None, config.Decode(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
+        run.eager = False  # as on a GPU
+        logits = some_logits(SENTENCES * rows, vocab, (torch.float, torch.bfloat16)[seed % 2])
+        if seed % 2:
+            logits[rows : 2 * rows] = nan  # all of a sentence: what broken weights give
+        total, largest = (x.unflatten(0, (-1, rows)) for x in scan_plain(logits, run.never, None, EOS))
+        expected = run.extend_plain(logits, total, largest)
+        kernel = kernels.extend_beams if kind is beams.Beams else kernels.extend_chains
+        found = kernel(board, logits, total, largest, run.penalties, EOS)
+        assert expected is None and found is None or torch.equal(found, expected)
+        for name in (each.name for each in dataclasses.fields(Board)):
+            ours, theirs = getattr(board, name), getattr(twin, name)
+            assert torch.equal(ours.isnan(), theirs.isnan()), name
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (name, ours, theirs)
+
+beams.top = top
+torch.manual_seed(3)
+both = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+spec = config.Transformer(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
+model = Transformer(spec, both.src.size, both.tgt.size).eval()
+for parameter in model.parameters():
+    parameter.data.mul_(1.5)
+lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1, 4, 2, 3)]
+prefixes = [(), lines[1], (), lines[3][:1], ()]
+for beam, n_best in ((1, 1), (3, 2)):
+    answers = []
+    for serves, reorder in ((lambda *_: False, reorder_plain), (lambda *_: True, reorder_kernel)):
+        beams.serves = chains.serves = serves
+        static.reorder = reorder
+        options = {"n_best": n_best, "max_length": 5, "prefixes": prefixes, "pool": Pool(model)}
+        answers.append(search_all(model, lines, config.Decode(beam=beam), both, device=CPU, **options))
+    assert answers[0] == answers[1]  # to the last bit
+    assert len({tuple(hypothesis.tokens) for found in answers[0] for hypothesis in found}) > beam
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("checks", [CHECKS, SEARCHES], ids=["models", "searches"])
+def test_kernels_equal_their_plain_twins(checks: str) -> None:
     pytest.importorskip("triton", reason="Triton is not on this platform")
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, "-c", CHECKS], env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", checks], env=environment, capture_output=True, text=True, timeout=300)
     assert run.stdout.strip().endswith("equal"), run.stderr

@@ -10,48 +10,72 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
 from qkv import config
+from qkv.data.loader import Batch
 from qkv.errors import QkvError, UsageError
-from qkv.lab import decoding, doctor, engines, speed, synthetic
-from qkv.text import Tokenizers, learn
-from qkv.text.tokenizer import EOS
+from qkv.lab import contenders, decoding, doctor, engines, speed, synthetic, training
+from qkv.models.transformer import Transformer
+from qkv.text.tokenizer import BOS, EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
-LINES = ["the cat sees the dog", "a dog sees a cat in the garden", "the garden is green"] * 8
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
-def small(spec: config.Config) -> tuple[list[list[int]], list[list[int]], Tokenizers]:
-    tokenizers = learn(LINES, LINES, config.Tokenizer(vocab=280))
-    ids = [tokenizers.src.encode(line) for line in LINES]
-    return ids, ids, tokenizers
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and rounds that take no time."""
+    model = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
+    monkeypatch.setattr(training, "SIZES", {"small": (model, 300)})
+    monkeypatch.setattr(training, "PEAK", {"cpu": (64, torch.float32)})
+    monkeypatch.setattr(training, "ROUND", 0.0)
 
 
-def test_training_is_compared_like_with_like(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+EAGER = ["qkv", "eager"]
+
+
+def test_training_speed_says_what_was_measured(
+    little: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "_text", small)
-    output = tmp_path / "speed.json"
-    result = speed.measure("train", seconds=0.0, device="cpu", outputs=[str(output)])["train"]
-    assert json.loads(output.read_text(encoding="utf-8")) == result
-    row = result["rows"]["train"]
-    assert row["rounds"] >= 3
-    assert row["low"] <= row["ratio"] <= row["high"]
-    assert min(row["ours"], row["peer"]) > 0
-    assert speed.PEER in capsys.readouterr().out
-    with pytest.raises(UsageError, match="choose one of train, decode, all"):
-        speed.measure("everything")
-    with pytest.raises(UsageError, match="one file for one table"):
-        speed.measure("all", outputs=["both.json"])
+    outputs = [str(tmp_path / "speed.json"), str(tmp_path / "speed.md")]
+    options: dict[str, Any] = {
+        "seconds": 0.0,
+        "device": "cpu",
+        "tokens": 100,
+        "only": EAGER,
+        "command": "qkv lab speed",
+    }
+    result = speed.measure("train", outputs=outputs, **options)["train"]
+    assert json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) == result
+    assert {"machine", "torch", "qkv", "command", "model", "batch", "pad_share", "peak_flops"} <= result.keys()
+    rows = {row["contender"]: row for row in result["rows"]}
+    known = {each.name for each in contenders.contenders(torch.device("cpu")) if "compiled" not in each.name}
+    assert rows.keys() | result["missing"].keys() == known
+    assert {"qkv plain", "transformers MarianMT eager", "torch.nn.Transformer eager"} <= rows.keys()
+    for row in rows.values():
+        assert row["rounds"] >= 3
+        assert 0 < row["low"] <= row["tokens_per_second"] <= row["high"]
+        assert 0 <= row["stall_share"] < 1
+        assert row["peak_share"] == pytest.approx(
+            row["tokens_per_second"] * result["flops_per_token"] / result["peak_flops"]
+        )
+    for ratio in result["ratios"]:
+        assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
+    shown = capsys.readouterr().out
+    page = (tmp_path / "speed.md").read_text(encoding="utf-8")
+    for name in rows:
+        assert name in shown
+        assert name in page
 
 
-def test_training_of_what_differs_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "_text", small)
-    monkeypatch.setattr(speed, "TorchTransformer", another(speed.TorchTransformer))
+def test_training_of_what_differs_is_not_compared(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "TorchTransformer", another(contenders.TorchTransformer))
     with pytest.raises(QkvError, match="the comparison would mean nothing"):
-        speed.measure("train", seconds=0.0, device="cpu")
+        training.measure(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
 
 
 def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
@@ -64,6 +88,145 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
         return peer
 
     return other
+
+
+def subject_of(spec: config.Transformer, vocab: int) -> contenders.Subject:
+    torch.manual_seed(1)
+    return contenders.Subject(Transformer(spec, vocab, vocab), torch.device("cpu"), training.LONGEST, config.Train())
+
+
+def test_contenders_learn_the_same() -> None:
+    """Without dropout, all that have our weights come to the same logits; they have biases, so ours has them too."""
+    spec = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True)
+    subject = subject_of(spec, 50)
+    batch = training.draw(50, 100, count=1)[0]
+    real = batch.labels != PAD
+    before = [p.clone() for p in subject.model.parameters()]
+    start = subject.model(*batch.inputs)[real].detach()
+    found = {}
+    for contender in contenders.contenders(subject.device):
+        if contender.exact and "compiled" not in contender.name:
+            contender.prepare(subject)
+            laid = contender.laid(batch)
+            for _ in range(20):
+                assert contender.step(laid) == batch.tokens
+            found[contender.name] = contender.logits(batch)[real]
+            contender.close()
+    assert len(found) == 4
+    moved = float((found["qkv plain"] - start).abs().max())
+    for name, logits in found.items():
+        assert (logits - found["qkv plain"]).abs().max() < 0.02 * moved, name
+    assert all(torch.equal(p, q) for p, q in zip(subject.model.parameters(), before, strict=True))
+
+
+def test_dropout_is_on_while_training_is_timed() -> None:
+    subject = subject_of(config.Transformer(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
+    batch = training.draw(50, 100, count=1)[0]
+    for contender in contenders.contenders(subject.device):
+        if isinstance(contender, contenders.Written) and contender.exact and not contender.compiled:
+            contender.prepare(subject)
+            assert torch.equal(contender.logits(batch), contender.logits(batch))
+            losses = {contender.loss(batch.inputs, batch.labels).item() for _ in range(3)}
+            assert len(losses) == 3, contender.name
+
+
+def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
+    batches = training.draw(50, 1000, count=3)
+    assert len({batch.source.shape for batch in batches}) == 1
+    for batch in batches:
+        reach = (batch.labels != PAD).sum(1)
+        assert batch.tokens == reach.sum()
+        assert 900 < batch.tokens < 1100
+        for ids, lengths in ((batch.source, batch.lengths), (batch.labels, reach)):
+            assert lengths.min() >= training.SHORTEST
+            assert lengths.max() <= training.LONGEST
+            assert ids.gather(1, lengths[:, None] - 1).eq(EOS).all()
+            assert ids.eq(PAD).sum() == ids.numel() - lengths.sum()
+            assert ids.eq(EOS).sum() == len(ids)
+        assert torch.equal(batch.target[:, 0], torch.full_like(reach, BOS))
+        real = batch.labels[:, 1:] != PAD
+        assert torch.equal(batch.target[:, 1:][real], batch.labels[:, :-1][real])
+    assert training.pad_share(batches) == pytest.approx(1 - 28 / 32, abs=0.02)
+
+
+def test_operations_are_those_that_are_carried_out() -> None:
+    """Counted by torch on sentences without padding, but for causal attention, of which it counts the whole."""
+    spec, vocab = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
+    subject = subject_of(spec, vocab)
+    source, target = torch.randint(3, 50, (4, 7)), torch.randint(3, 50, (4, 9))
+    batch = Batch((source, torch.full((4,), 7), target), target, 36)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        subject.model(*batch.inputs).sum().backward()
+    causal = 6 * spec.heads * (spec.key_width + spec.value_width) * spec.decoder_layers * 4 * 9 * 9
+    assert training.operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
+
+
+def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
+    """Of two that do not fit together each runs in a heat of its own; one that never fits is told of."""
+    subject = subject_of(*training.SIZES["small"])
+    open_now: list[str] = []
+
+    class Greedy(contenders.Plain):
+        def __init__(self, how: str, most: int) -> None:
+            super().__init__()
+            self.how, self.most = how, most
+
+        def prepare(self, subject: contenders.Subject) -> None:
+            super().prepare(subject)
+            if len(open_now) >= self.most:
+                raise torch.OutOfMemoryError
+            open_now.append(self.how)
+
+        def close(self) -> None:
+            super().close()
+            if self.how in open_now:
+                open_now.remove(self.how)
+
+    entered = [Greedy("first", 1), Greedy("second", 1), Greedy("never", 0)]
+    rows, missing = training._race(entered, subject, training.draw(300, 64, count=1), 0.0)
+    assert [row.contender.how for row in rows] == ["first", "second"]
+    assert missing == {"qkv never": "out of memory: lower --tokens"}
+    assert not open_now
+
+
+def test_who_cannot_be_prepared_is_told_of(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(subject: contenders.Subject) -> torch.nn.Module:
+        raise RuntimeError("no compiler\nis here")
+
+    entered = [contenders.Written("other", broken), contenders.Plain()]
+    monkeypatch.setattr(training, "contenders", lambda device: entered)
+    result = training.measure(seconds=0.0, device="cpu", tokens=64)
+    assert result["missing"] == {"other eager": "no compiler"}
+    assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_contenders_run(little: None) -> None:
+    result = training.measure(seconds=0.0, device="cpu", tokens=64, only=["compiled"])
+    assert [row["contender"] for row in result["rows"]] == [
+        "transformers MarianMT compiled",
+        "torch.nn.Transformer compiled",
+    ]
+    assert not result["ratios"]
+
+
+@pytest.mark.parametrize(
+    ("what", "wrong", "message"),
+    [
+        ("everything", {}, "choose one of train, decode, all"),
+        ("all", {"outputs": ["both.json"]}, "one file for one table"),
+        ("train", {"beams": [4]}, "--beam is for lab speed decode"),
+        ("decode", {"tokens": 64}, "--tokens is for lab speed train"),
+        ("train", {"model": "huge"}, "choose one of tiny, small, base, big"),
+        ("train", {"tokens": 7}, "a batch holds a sentence at least"),
+        ("train", {"only": ["fairseq"]}, "nobody is called so"),
+        ("train", {"outputs": ["speed.txt"]}, "write to a .json file"),
+    ],
+)
+def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        speed.measure(what, **wrong)
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,15 @@ from qkv.models import (
     record,
 )
 from qkv.models import attention as attention_module
-from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, sinusoids
+from qkv.models.layers import (
+    Dropout,
+    Embedding,
+    FeedForward,
+    LearnedPositions,
+    Residual,
+    SinusoidalPositions,
+    sinusoids,
+)
 from qkv.train import loss as loss_module
 from qkv.train import optim
 from qkv.train.loss import plain_loss, smoothed_loss
@@ -453,7 +461,11 @@ def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tup
 
     current: list[str] = []
     for module, name in names.items():
-        if isinstance(module, torch.nn.Dropout | FeedForward | MultiHeadAttention):
+        if isinstance(module, Dropout):
+            module.register_forward_pre_hook(
+                lambda m, inputs, name=name: seen.extend([(name, inputs[0].shape[-1], m.p)] if m.p else [])
+            )
+        elif isinstance(module, FeedForward | MultiHeadAttention):
             module.register_forward_pre_hook(lambda _m, _i, name=name: current.append(name))
             module.register_forward_hook(lambda _m, _i, _o: current.pop() and None)
     monkeypatch.setattr(F, "dropout", spy)

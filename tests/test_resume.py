@@ -36,7 +36,7 @@ from qkv.train import begin, log, loop
 
 PLACES = {
     "sync": (files, "sync"),
-    "step": (loop.Trainer, "step"),
+    "step": (loop.Trainer, "start"),
     "log": (log.Log, "write"),
     "learn": (Job, "learn"),
     "create": (Run, "create"),
@@ -145,7 +145,7 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 def timeless(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in ("seconds", "tokens_per_second")}
+    return {key: value for key, value in entry.items() if key not in ("seconds", "tokens_per_second", "stalled")}
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

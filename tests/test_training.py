@@ -409,7 +409,7 @@ def test_the_log_is_json_line_by_line(tiny: Path) -> None:
     assert last["nll"] < last["loss"]  # label smoothing costs
     assert set(last) == {
         *("event", "step", "epoch", "loss", "nll", "norm", "learning_rate"),
-        *("tokens", "skipped", "tokens_per_second", "seconds"),
+        *("tokens", "skipped", "tokens_per_second", "stalled", "seconds"),
     }
     entropy = entries(tiny, "valid")[-1]["attention_entropy"]
     assert set(entropy) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}

@@ -14,7 +14,8 @@ from qkv.config import Attentive, Config, DecoderOnly, Model, Transformer, Trans
 from qkv.data.store import Prepared, Store
 from qkv.device import choose_device, describe
 from qkv.train.card import shape, unit
-from qkv.train.trainer import Trainer, make_updates
+from qkv.train.fast import make_trainer
+from qkv.train.trainer import make_updates
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
@@ -101,7 +102,7 @@ def seconds_a_token(config: Config, prepared: Prepared) -> float:
         # A full update of a large model takes a CPU half a minute, and a small one tells as much.
         small = max(1024, config.data.max_length + 1)
         config = config.replace(train={"tokens_per_step": min(small, config.train.tokens_per_step)})
-    trainer = Trainer(config, prepared)
+    trainer = make_trainer(config, prepared)
     speeds: list[float] = []
     with closing(trainer.updates.starting(trainer.progress.position)) as steps:
         for _ in range(WARM_UP.get(trainer.device.type, 10)):

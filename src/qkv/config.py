@@ -101,15 +101,23 @@ class Train:
     epochs: float = option(0.0, "stop after this many passes over the data; 0: no limit", low=0.0)
     tokens_per_step: int = option(25_000, "padded tokens a side in one update, over all devices", low=1)
     micro_tokens: int = option(0, "padded tokens a side in one pass; 0: as many as leave under 5 % padding", low=0)
-    optimizer: str = option("adam", "adam, or adam with decoupled weight decay", choices=("adam", "adamw"))
+    checkpointing: bool = option(False, "compute activations again in the backward pass: less memory, more time")
+    parallel: str = option(
+        "data", "what processes of torchrun divide: the data, or weights and optimiser too", choices=("data", "sharded")
+    )
+    optimizer: str = option(
+        "adam",
+        "adam; adamw: with decoupled weight decay; muon, soap: these for the layers' matrices, adamw for the rest",
+        choices=("adam", "adamw", "muon", "soap"),
+    )
     beta1: float = option(0.9, "Adam's decay of the first moment", low=0.0, high=1.0)
     beta2: float = option(0.98, "Adam's decay of the second moment", low=0.0, high=1.0)
     eps: float = option(1e-9, "Adam's epsilon", low=0.0)
-    weight_decay: float = option(0.0, "weight decay (adamw)", low=0.0)
+    weight_decay: float = option(0.0, "weight decay, for all but adam", low=0.0)
     schedule: str = option(
         "paper",
-        "learning rate over time; all begin with a linear warm-up",
-        choices=("paper", "inverse_sqrt", "cosine", "linear", "constant"),
+        "learning rate over time; all begin with a linear warm-up; wsd stays, then falls in the last 30 % of the steps",
+        choices=("paper", "inverse_sqrt", "cosine", "linear", "constant", "wsd"),
     )
     learning_rate: float = option(1.0, "peak learning rate; for the paper's schedule, a factor on it", low=0.0)
     warmup: int = option(4000, "steps of linear warm-up", low=0)
@@ -178,6 +186,7 @@ def check(config: Config) -> None:
             _check_value(path, spec, value)
     _check_model(config)
     _check_train(config)
+    _check_layers(config)
     _check_alignment(config)
     if config.tokenizer.dropout and config.tokenizer.kind != "bpe":
         raise UsageError(f'tokenizer.dropout needs tokenizer.kind = "bpe", not "{config.tokenizer.kind}"')
@@ -213,7 +222,29 @@ def _check_train(config: Config) -> None:
     if 1.0 in (train.beta1, train.beta2):
         raise UsageError("train.beta1 and train.beta2 must be below 1: an average that never changes teaches nothing")
     if train.weight_decay and train.optimizer == "adam":
-        raise UsageError('train.weight_decay is for train.optimizer = "adamw": set that, or leave it out')
+        raise UsageError(
+            'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or leave it out'
+        )
+
+
+def _check_layers(config: Config) -> None:
+    """What is done layer by layer, and what is not then to be had."""
+    train, model = config.train, config.model
+    sharded = train.parallel == "sharded"
+    if not isinstance(model, Attentive):
+        if train.checkpointing or sharded:
+            chosen = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
+            raise UsageError(f"train.{chosen} is for layers of attention, not for {model.kind}: leave it out")
+    elif sharded and train.optimizer in ("muon", "soap"):
+        raise UsageError(
+            f'train.optimizer = "{train.optimizer}" needs whole matrices, which train.parallel = "sharded" divides: '
+            f'set optimizer = "adamw" or parallel = "data"'
+        )
+    elif sharded and train.guided_alignment and model.attention in ("additive", "general"):
+        raise UsageError(
+            f'train.guided_alignment reads the weights of model.attention = "{model.attention}", '
+            f'which train.parallel = "sharded" divides: set parallel = "data"'
+        )
 
 
 def _check_alignment(config: Config) -> None:

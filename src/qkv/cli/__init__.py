@@ -8,6 +8,7 @@ from __future__ import annotations
 from qkv.cli.command import app, lab, main
 from qkv.cli.explaining import align, explain, heads, report
 from qkv.cli.measuring import doctor, speed, table1, table2, table3
+from qkv.cli.serving import serve
 from qkv.cli.training import average, config, train
 from qkv.cli.translating import translate
 from qkv.cli.using import evaluate, score
@@ -15,7 +16,22 @@ from qkv.cli.writing import complete, fill
 
 __all__ = ["app", "main"]
 
-for verb in (train, translate, complete, fill, score, evaluate, explain, align, heads, report, average, config, doctor):
+for verb in (
+    train,
+    translate,
+    complete,
+    fill,
+    score,
+    evaluate,
+    explain,
+    align,
+    heads,
+    report,
+    serve,
+    average,
+    config,
+    doctor,
+):
     app.command()(verb)
 for verb in (table1, table2, table3, speed):
     lab.command()(verb)

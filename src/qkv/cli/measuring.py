@@ -34,8 +34,15 @@ def doctor() -> None:
 def speed(
     what: Annotated[str, typer.Argument(help="train, decode or all.")] = "all",
     model: Annotated[
-        str, typer.Option(show_default=False, help="Random weights to decode with: small, base or demo.")
+        str,
+        typer.Option(
+            show_default=False, help="Random weights: small or base; to train also tiny, big; to decode demo."
+        ),
     ] = "",
+    tokens: Annotated[
+        int,
+        typer.Option(help="Tokens a side in a training batch; 25,000 on a GPU, 2,048 elsewhere.", show_default=False),
+    ] = 0,
     run: Annotated[str, typer.Option(help="Or a run to decode with.", show_default=False)] = "",
     src: Annotated[str, typer.Option(help="The text that it decodes.", show_default=False)] = "",
     beam: Annotated[list[int] | None, typer.Option(help="1 and 4; repeatable.", show_default=False)] = None,
@@ -43,18 +50,19 @@ def speed(
         list[int] | None, typer.Option(help="Sentences at once: 1, 64 and 512; repeatable.", show_default=False)
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only settings whose names hold this; repeatable.", show_default=False)
+        list[str] | None, typer.Option(help="Only those whose names hold this; repeatable.", show_default=False)
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure each setting, in three rounds at least.")] = 10.0,
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """Speed on the same weights: decoding against other engines, training against torch.nn.Transformer."""
+    """Speed on the same weights: training against other implementations, decoding against other engines."""
     from qkv.lab.speed import measure
 
     measure(
         what,
         model=model,
+        tokens=tokens,
         run=run,
         src=src,
         beams=beam or (),

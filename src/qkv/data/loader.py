@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.data import batches
-from qkv.data.ragged import Flat, Ragged, fits, lay
+from qkv.data.ragged import TILES, Flat, Ragged, lay
 from qkv.data.store import Store
 from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
 
-LEAST_STEP = 64  # tokens that a ragged batch is filled up to a multiple of, at least
+SIZES, LEAST_STEP = 12, 64  # ragged batches come in about so many sizes, which differ by a multiple of tokens
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Step(NamedTuple):
 
     micros: list[Batch]
     after: Position
-    ragged: Ragged | None = None
+    ragged: tuple[Ragged, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return self.ragged.tokens if self.ragged is not None else sum(batch.tokens for batch in self.micros)
+        return sum(batch.tokens for batch in self.micros) + sum(batch.tokens for batch in self.ragged)
 
 
 def pad(rows: list[NDArray[Any]], value: int, *, first: int | None = None, last: int | None = None) -> Tensor:
@@ -184,10 +184,10 @@ class Pairs(Updates):
         rank: int = 0,
         world: int = 1,
         device: torch.device | None = None,
-        ragged: bool = False,
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
-        self.ragged = ragged  # whether an update's rows are laid end to end where they are short enough
+        self.ragged_tokens = 0  # tokens a side that are laid end to end in one pass; 0: they are padded
+        self.ragged_longest = TILES[-1]  # tokens on the longer side of a row that can be laid so
         self.aligned = aligned  # whether batches hold the links between tokens, which dropout would make false
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
@@ -224,18 +224,36 @@ class Pairs(Updates):
         )
 
     def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
-        if not (self.ragged and share):
+        if not (self.ragged_tokens and share):
             return super().make(share, seed, after)
-        indices = np.concatenate(share)
+        longest = self.ragged_longest // 2 if self.dropout else self.ragged_longest  # cut anew, a row may be longer
+        long = [np.maximum(self.src_widths[micro], self.tgt_widths[micro]) > longest for micro in share]
+        short = np.concatenate([micro[~too_long] for micro, too_long in zip(share, long, strict=True)])
+        laid = [self._lay(part, seed) for part in self._parts(short)]
+        if None in laid:
+            return super().make(share, seed, after)
+        others = [micro[too_long] for micro, too_long in zip(share, long, strict=True) if too_long.any()]
+        padded = super().make(others, seed, after).micros
+        return Step(padded, after, tuple(batch.to(self.device) for batch in laid if batch is not None))
+
+    def _parts(self, indices: batches.Indices) -> list[batches.Indices]:
+        """Rows in parts of at most about `ragged_tokens` on each side."""
+        if not len(indices):
+            return []
+        before = np.maximum(*(np.cumsum(widths[indices]) for widths in (self.src_widths, self.tgt_widths)))
+        part = (before - 1) // self.ragged_tokens
+        return np.split(indices, np.flatnonzero(np.diff(part)) + 1)
+
+    def _lay(self, indices: batches.Indices, seed: tuple[int, ...]) -> Ragged | None:
+        """Pairs end to end; None if one of them is too long for that."""
         if self.dropout:
-            source, target = (_flat(rows) for rows in self.rows(indices, seed))
+            source, target = map(_flat, self.rows(indices, seed))
         else:
             source, target = (Flat(*self.store.flat(side, indices)) for side in ("src", "tgt"))
-        if not fits(source.lengths + 1, target.lengths + 1):
-            return super().make(share, seed, after)
-        tgt, step = self.tokenizers.tgt, max(LEAST_STEP, self.tokens // self.world // 32)
-        laid = lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=step)
-        return Step([], after, laid.to(self.device))
+        if max(source.lengths.max(), target.lengths.max()) >= self.ragged_longest:  # with </s>, it is longer
+            return None
+        tgt, step = self.tokenizers.tgt, -(-self.ragged_tokens // SIZES // LEAST_STEP) * LEAST_STEP
+        return lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=step)
 
     def rows(self, micro: batches.Indices, seed: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
         """Sources and targets, cut anew if there is dropout."""

@@ -87,11 +87,6 @@ def _room(sizes: tuple[int, int]) -> int:
     return max(sizes) // 2 + 1
 
 
-def fits(source: NDArray[Any], target: NDArray[Any]) -> bool:
-    """Whether rows of these widths, <s> and </s> included, are short enough for the largest tile."""
-    return int(max(source.max(), target.max())) <= TILES[-1]
-
-
 def lay(source: Flat, target: Flat, *, bos: int, eos: int, pad: int, step: int = 1) -> Ragged:
     """Pairs without <s> and </s> as a batch, the tokens of each side filled up to a multiple of `step`."""
     lengths = np.stack([source.lengths, target.lengths]) + 1

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.decode.kernels import extend_beams, serves
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
 from qkv.models.attention import record
@@ -31,8 +32,13 @@ class Beams(Search):
         self.covered: Tensor | None = None  # (sentences, rows, source): the attention each source token has had
 
     def extend(self, logits: Tensor) -> Tensor:
-        """The best continuations lie in the chunks of the vocabulary whose largest are best."""
         total, largest = self._scan(logits)
+        if serves(self.board, largest):
+            return extend_beams(self.board, logits, total, largest, self.penalties, self.special.eos)
+        return self.extend_plain(logits, total, largest)
+
+    def extend_plain(self, logits: Tensor, total: Tensor, largest: Tensor) -> Tensor:
+        """The best continuations lie in the chunks of the vocabulary whose largest are best."""
         wanted, (sentences, rows, chunks), vocab = 2 * self.rows, largest.shape, logits.shape[1]
         shift = self.board.logprob - total  # by which a logit becomes the log-probability of the whole
         bests = (largest + shift[:, :, None]).flatten(1)
@@ -72,7 +78,10 @@ class Beams(Search):
         return chosen
 
     def settle(self, totals: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Finish what ends and go on with what does not, of what is ranked: (sentences, groups, 2 × width)."""
+        """Finish what ends and go on with what does not, of what is ranked: (sentences, groups, 2 × width).
+
+        Which row each row goes on from is returned, (sentences × rows,).
+        """
         board, width = self.board, self.width
         ends = tokens == self.special.eos
         final = totals[..., :width].masked_fill(~ends[..., :width], -math.inf).flatten(1)  # (sentences, rows)
@@ -90,7 +99,8 @@ class Beams(Search):
         board.done.copy_(done)
         if self.covered is not None:
             self.covered = self.covered.gather(1, parents[:, :, None].expand_as(self.covered))
-        return parents
+        first = torch.arange(0, parents.numel(), self.rows, device=parents.device)
+        return (first[:, None] + parents).flatten()
 
     def _going_on(self, ends: Tensor) -> Tensor:
         """The places (sentences, groups, width) of those that do not end, in their order; others if they are few."""

@@ -32,6 +32,7 @@ class Board:
     """
 
     tokens: Tensor  # (sentences, rows, capacity): <s>, then what was written
+    newest: Tensor  # (sentences, rows): the last of these
     length: Tensor  # (sentences,): tokens written after <s>
     logprob: Tensor  # (sentences, rows): the model's own
     longest: Tensor  # (sentences,): the most that may be written, </s> not counted
@@ -49,6 +50,7 @@ class Board:
 
         return cls(
             tokens=full(rows, capacity, value=0, dtype=torch.long),
+            newest=full(rows, value=0, dtype=torch.long),
             length=full(value=0, dtype=torch.long),
             logprob=full(rows, value=-math.inf, dtype=torch.float),
             longest=full(value=0, dtype=torch.long),
@@ -68,6 +70,7 @@ class Board:
         # Filled and copied by index: an assignment would bring its numbers from the host, which no graph can hold.
         self.tokens.index_fill_(0, slots, 0)
         self.tokens[:, :, 0].index_fill_(0, slots, bos)
+        self.newest.index_fill_(0, slots, bos)
         self.length.index_fill_(0, slots, 0)
         self.logprob.index_copy_(0, slots, logprob.expand(len(slots), -1))
         self.longest.index_copy_(0, slots, longest)
@@ -78,13 +81,13 @@ class Board:
 
     def last(self) -> Tensor:
         """The newest token of every row: (sentences × rows, 1)."""
-        place = self.length[:, None, None].expand(-1, self.tokens.shape[1], 1)
-        return self.tokens.gather(2, place).flatten(0, 1)
+        return self.newest.view(-1, 1)
 
     def write(self, tokens: Tensor) -> None:
         """Put one more token (sentences, rows) behind every row; what is written behind the capacity is lost."""
         self.length.add_(1).clamp_(max=self.tokens.shape[2] - 1)
         self.tokens.scatter_(2, self.length[:, None, None].expand(-1, self.tokens.shape[1], 1), tokens[:, :, None])
+        self.newest.copy_(tokens)
 
     def reorder(self, parents: Tensor) -> None:
         """Let each row go on from the one of its sentence that `parents` (sentences, rows) names."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.decode.kernels import extend_chains, serves
 from qkv.decode.sampling import draw
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
@@ -23,6 +24,13 @@ class Chains(Search):
 
     def extend(self, logits: Tensor) -> None:
         total, largest = self._scan(logits)
+        if self.rows == 1 and serves(self.board, largest):
+            extend_chains(self.board, logits, total, largest, self.penalties, self.special.eos)
+        else:
+            self.extend_plain(logits, total, largest)
+
+    def extend_plain(self, logits: Tensor, total: Tensor, largest: Tensor) -> None:
+        """The likeliest token lies in the chunk of the vocabulary whose largest is the largest."""
         rows = logits.unflatten(0, (-1, self.rows))
         chunk = largest.argmax(-1, keepdim=True)  # (sentences, rows, 1)
         place = (chunk * CHUNK + torch.arange(CHUNK, device=logits.device)).clamp(max=logits.shape[1] - 1)

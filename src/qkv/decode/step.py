@@ -93,13 +93,12 @@ class Search:
     def advance(self) -> None:
         """Write one more token to every row."""
         logits = self._logits()
-        parents = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
-        if parents is not None:
-            first = torch.arange(0, len(parents) * self.rows, self.rows, device=parents.device)
-            self.state = self.state.select((first[:, None] + parents).flatten())
+        rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
+        if rows is not None:
+            self.state = self.state.select(rows)
 
     def extend(self, logits: Tensor) -> Tensor | None:
-        """Choose the likeliest of logits (sentences × rows, vocab); which row each row now goes on from."""
+        """Choose the likeliest of logits (sentences × rows, vocab); which row each row now goes on from, if another."""
         raise NotImplementedError
 
     def extend_by_rules(self, log_probs: Tensor) -> Tensor | None:

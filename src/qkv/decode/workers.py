@@ -26,6 +26,7 @@ from qkv import config
 from qkv.data import batches
 from qkv.decode.batched import batch_tokens, search_all
 from qkv.decode.board import Hypothesis
+from qkv.decode.memory import MEMORY
 from qkv.errors import QkvError, UsageError
 from qkv.models.packed import pack
 from qkv.models.state import StepModel
@@ -40,13 +41,6 @@ Opened = tuple[StepModel[Any, Any], Tokenizers]
 CPU = torch.device("cpu")
 START = f"from {__name__} import serve; serve()"
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read once, when torch is loaded
-# The C library shall keep the memory that every step frees, and lay it in huge pages: 5 to 10 % of the time.
-MEMORY = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_MMAP_THRESHOLD_": "536870912",
-    "MALLOC_TRIM_THRESHOLD_": "4294967296",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 WORTHWHILE = 8192  # source tokens for each process, below which it takes longer to start than it helps
 
 

@@ -71,12 +71,16 @@ class AttentionMap:
         plain["weights"] = {name: _decimals(layer, 6) for name, layer in self.weights.items()}
         return plain
 
-    def page(self) -> str:
-        """A page that holds everything it needs and asks nobody else."""
+    def drawn(self) -> dict[str, Any]:
+        """What the explorer draws: the same with weights packed, and how it explains the roles of heads."""
         plain = self._plain() | {"legend": LEGEND, "explained": MEASURES, "units": UNITS}
         plain["weights"] = {name: _packed(layer) for name, layer in self.weights.items()}
+        return plain
+
+    def page(self) -> str:
+        """A page that holds everything it needs and asks nobody else."""
         # "</script" or "<!--" would end or break the script element that holds the data; JSON may spell it so.
-        data = json.dumps(plain, ensure_ascii=False).replace("<", "\\u003c")
+        data = json.dumps(self.drawn(), ensure_ascii=False).replace("<", "\\u003c")
         parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
         parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation), "/*data*/": data}
         # In one pass, because the sentence may spell a placeholder.

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.errors import UsageError
+from qkv.models.rows import Rows
 
 Head = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)
 
@@ -328,15 +329,16 @@ class MultiHeadAttention(nn.Module):
         elif score == "additive":
             self.score_weight = nn.Parameter(torch.empty(heads, d_k).normal_(std=d_k**-0.5))
 
-    def project(self, x: Tensor, start: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, start: int | Tensor = 0, rows: Rows | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, d_model): each (batch, heads, length, d_k or d_v).
 
-        `start` is the position of the first, of all rows or of each, for those that are turned by their position.
+        `start` is the position of the first, of all rows or of each, for those that are turned by their position; of
+        `rows` laid end to end, each begins at 0.
         """
         widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
         q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
         if self.rotary is not None:
-            table = self.rotary(start, x.shape[1])
+            table = self.rotary(start, x.shape[1]) if rows is None else rows.each(self.rotary)
             table = table[:, None] if isinstance(start, Tensor) else table  # alike for all heads
             q, k = rotate(q, table), rotate(k, table)
         return q, k, v
@@ -354,9 +356,22 @@ class MultiHeadAttention(nn.Module):
         return self._split_heads(k), self._split_heads(v)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, window: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        window: int = 0,
+        rows: tuple[Rows, Rows] | None = None,
     ) -> Tensor:
-        """Attend with projected heads and map back to (batch, queries, d_model)."""
+        """Attend with projected heads and map back to (batch, queries, d_model).
+
+        Queries and keys of `rows` laid end to end, (1, heads, tokens, width), stand in their rows meanwhile.
+        """
+        if rows is not None:
+            q, k, v = rows[0].pad(q), rows[1].pad(k), rows[1].pad(v)
         heads = attend(
             q,
             k,
@@ -369,7 +384,7 @@ class MultiHeadAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             name=self.name,
         )
-        return self.merge(heads)
+        return self.merge(heads if rows is None else rows[0].take(heads))
 
     def merge(self, heads: Tensor) -> Tensor:
         """What the heads found, (batch, heads, queries, d_v), side by side and mapped to (batch, queries, d_model)."""

@@ -23,6 +23,10 @@ class Model(nn.Module):
         """Logits for every position: (batch, length, vocab)."""
         return self.project(self.hidden(*inputs))
 
+    def hidden_at(self, real: Tensor, *inputs: Tensor) -> Tensor:
+        """What `hidden` is at the positions that are `real` (batch, length): (tokens, d_model), padding left out."""
+        return self.hidden(*inputs)[real]
+
     def project(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output.weight)
 

@@ -113,6 +113,25 @@ def lookup_kernel(
     return found
 
 
+def reorder(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
+    """Let each row of the table `origin` (rows, capacity) go on from one of the `beam` rows of its sentence.
+
+    That is, from `rows[r]`, with the positions before `length[r]`; the one at `length[r]` lies in the row itself.
+    """
+    chosen = reorder_kernel if triton is not None and origin.is_cuda else reorder_plain
+    chosen(origin, rows, length, beam)
+
+
+def reorder_plain(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
+    origin.copy_(origin.index_select(0, rows))
+    origin.scatter_(1, length[:, None], torch.arange(len(origin), device=origin.device, dtype=origin.dtype)[:, None])
+
+
+def reorder_kernel(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
+    count, wide = len(origin) // beam, triton.next_power_of_2(beam)
+    _reorder[(count,)](origin, rows, length, origin.shape[1], beam, wide=wide, block=64, num_warps=1, num_stages=1)
+
+
 def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
     """norm(x + y); one kernel where nobody needs gradients."""
     fused = triton is not None and x.is_cuda and isinstance(norm, nn.LayerNorm) and not torch.is_grad_enabled()
@@ -270,22 +289,29 @@ if triton is not None:
             there = tl.load(logits + token_there, mask=token_there < vocab, other=float("-inf")).to(tl.float32)
             tl.store(largest + which_one, tl.max(there, axis=0))
 
+    @triton.jit
+    def _known(value):  # type: ignore[no-untyped-def]
+        """What is no number comes behind all that are."""
+        return tl.where(value == value, value, float("-inf"))
+
+    @triton.jit
+    def _take(value, place, no_place):  # type: ignore[no-untyped-def]
+        """The largest value and the first place where it is; what is no number is not there, or was taken before."""
+        largest = tl.max(value, axis=0)
+        return largest, tl.min(tl.where(value == largest, place, no_place), axis=0)
+
     @triton.jit  # type: ignore[untyped-decorator]
     def _top(values, best, places, count, k, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """One program a row, which is held whole: the largest is taken out k times."""
         row = tl.program_id(0).to(tl.int64)
         inside = tl.arange(0, block)
-        value = tl.load(values + row * count + inside, mask=inside < count, other=float("-inf"))
-        value = tl.where(value == value, value, float("-inf"))  # what is no number is no candidate
-        taken = inside >= count
+        value = tl.load(values + row * count + inside, mask=inside < count, other=0.0)
+        value = tl.where(inside < count, _known(value), float("nan"))
         for i in range(k):
-            # Where all that is left is -inf, one that was not taken yet is still another place.
-            left = tl.where(taken, float("-inf"), value)
-            largest = tl.max(left, axis=0)
-            place = tl.min(tl.where((left == largest) & (taken == 0), inside, block), axis=0)
+            largest, place = _take(value, inside, block)
             tl.store(best + row * k + i, largest)
             tl.store(places + row * k + i, place.to(tl.int64))
-            taken = taken | (inside == place)
+            value = tl.where(inside == place, float("nan"), value)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _look_up(  # type: ignore[no-untyped-def]
@@ -352,6 +378,22 @@ if triton is not None:
             largest = highest
         result = (mean / total).to(found.dtype.element_ty)
         tl.store(found + (row * heads + head) * d_v + in_v, result, mask=real_v)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _reorder(origin, rows, length, capacity, beam, wide: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program a sentence, whose rows have all one length; a block is read in all rows, then written."""
+        first = tl.program_id(0).to(tl.int64) * beam
+        real = tl.arange(0, wide) < beam
+        row = first + tl.arange(0, wide)
+        source = tl.load(rows + row, mask=real, other=0)
+        count = tl.load(length + first).to(tl.int32)
+        for start in range(0, count, block):
+            position = start + tl.arange(0, block)
+            inside = real[:, None] & (position < count)[None, :]
+            held = tl.load(origin + source[:, None] * capacity + position[None, :], mask=inside, other=0)
+            tl.debug_barrier()
+            tl.store(origin + row[:, None] * capacity + position[None, :], held, mask=inside)
+        tl.store(origin + row * capacity + count, row.to(tl.int32), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _add_norm(x, y, weight, bias, normed, eps, width, block: tl.constexpr):  # type: ignore[no-untyped-def]

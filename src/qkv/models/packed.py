@@ -28,6 +28,8 @@ from qkv.models.transformer import DecoderOnly, Transformer
 
 # oneDNN keeps a kernel for each shape it has met, up to 1,024: hundreds of megabytes in a search whose batches shrink.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+# torch keeps what it prepared for each shape as well, 1,024 for every kind of product: hundreds of megabytes more.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
 ROWS = 64  # for which oneDNN lays out a weight; the layout serves any number

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.models.attention import MultiHeadAttention
-from qkv.models.kernels import New, lookup
+from qkv.models.kernels import New, lookup, reorder
 from qkv.models.state import Memory
 from qkv.models.transformer import Transformer
 
@@ -39,10 +39,10 @@ class StaticState:
             self.source_keys.append(weight.new_zeros(sentences, source, cross.heads, cross.d_k))
             self.source_values.append(weight.new_zeros(sentences, source, cross.heads, cross.d_v))
         device = weight.device
-        self.row = torch.arange(rows, device=device)
+        row = torch.arange(rows, dtype=torch.int, device=device)
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
-        self.origin = torch.zeros(rows, capacity, dtype=torch.int, device=device)  # whose row holds each position
-        self.sentence = (self.row // beam).int()[:, None].expand(-1, source)
+        self.origin = row[:, None].repeat(1, capacity)  # whose row holds each position; the newest is a row's own
+        self.sentence = (row // beam)[:, None].expand(-1, source)
         self.source_length = torch.ones(rows, dtype=torch.long, device=device)
         if model.target.positions is not None:  # as many as the buffers have room for, or a clear refusal
             model.target.positions(0, capacity)
@@ -54,6 +54,7 @@ class StaticState:
         """Begin sentences in these slots with what the encoder made of them."""
         rows = (slots[:, None] * self.beam + torch.arange(self.beam, device=slots.device)).flatten()
         self.length.index_fill_(0, rows, 0)
+        self.origin[:, 0].index_copy_(0, rows, rows.int())
         self.source_length.index_copy_(0, rows, memory.mask.sum(dim=(1, 2, 3)).repeat_interleave(self.beam))
         for i, layer in enumerate(self.model.decoder):
             assert layer.cross_attention is not None
@@ -63,8 +64,6 @@ class StaticState:
 
     def attend_to_past(self, layer: int, attention: MultiHeadAttention, y: Tensor, window: int) -> Tensor:
         q, k, v = attention.project(y, start=self.length)  # (rows, heads, 1, width)
-        if layer == 0:
-            self.origin.scatter_(1, self.length[:, None], self.row[:, None].int())
         new = k.squeeze(2), v.squeeze(2)
         return self._look_up(attention, q, self.keys[layer], self.values[layer], self.origin, self.length, window, new)
 
@@ -94,6 +93,6 @@ class StaticState:
         self.length.add_(n).clamp_(max=self.origin.shape[1] - 1)  # a slot that is free goes on counting
 
     def select(self, rows: Tensor) -> StaticState:
-        """Let each row go on from another of the same sentence."""
-        self.origin.copy_(self.origin.index_select(0, rows))
+        """Let each row go on from one of the same sentence."""
+        reorder(self.origin, rows, self.length, self.beam)
         return self

@@ -14,6 +14,7 @@ from qkv import config
 from qkv.models.attention import MultiHeadAttention, attention_mask
 from qkv.models.base import Model, TranslationModel, make_positions
 from qkv.models.layers import Embedding, FeedForward, Residual, SinusoidalPositions, make_norm
+from qkv.models.rows import Rows
 from qkv.models.state import Cache, DecoderState, Memory, TransformerState
 
 StateT = TypeVar("StateT", bound=DecoderState)
@@ -29,8 +30,10 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout, spec.activation)
         self.residuals = _residuals(spec, 2)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), mask, window=self.window))
+    def forward(self, x: Tensor, mask: Tensor | None, rows: Rows | None = None) -> Tensor:
+        """All source positions at once: x (batch, source, d_model), or `rows` laid end to end (1, tokens, d_model)."""
+        own, both = self.attention, rows and (rows, rows)
+        x = self.residuals[0](x, lambda y: own(*own.project(y, rows=rows), mask, window=self.window, rows=both))
         x = self.residuals[1](x, self.feed_forward)
         return x
 
@@ -49,13 +52,19 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(spec.d_model, spec.d_ff, spec.activation_dropout, spec.activation)
         self.residuals = _residuals(spec, 3 if cross else 2)
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
-        """All target positions at once (teacher forcing): x (batch, target, d_model)."""
-        x = self.residuals[0](x, lambda y: self.attention(*self.attention.project(y), causal=True, window=self.window))
-        cross = self.cross_attention
+    def forward(self, x: Tensor, memory: Memory | None = None, rows: tuple[Rows, Rows] | None = None) -> Tensor:
+        """All target positions at once (teacher forcing): x (batch, target, d_model).
+
+        With `rows`, of target and source, x and the memory are these laid end to end (1, tokens, d_model).
+        """
+        own, cross = self.attention, self.cross_attention
+        target, both = rows and rows[0], rows and (rows[0], rows[0])
+        x = self.residuals[0](
+            x, lambda y: own(*own.project(y, rows=target), causal=True, window=self.window, rows=both)
+        )
         if cross is not None and memory is not None:
             k, v = cross.project_memory(memory.values)
-            x = self.residuals[1](x, lambda y: cross(cross.project_query(y), k, v, memory.mask))
+            x = self.residuals[1](x, lambda y: cross(cross.project_query(y), k, v, memory.mask, rows=rows))
         x = self.residuals[-1](x, self.feed_forward)
         return x
 
@@ -85,21 +94,36 @@ class Transformer(TranslationModel):
         self.encoder_norm, self.decoder_norm = _last_norm(spec), _last_norm(spec)
         self.tie(spec, tgt_vocab)
 
-    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """The decoder's last layer (batch, target, d_model), each position from the source and the target before it."""
-        memory = self.encode(source, lengths)
-        x = self.target(target)
+    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
+        """The decoder's last layer (batch, target, d_model), each position from the source and the target before it.
+
+        `real` (batch, target) says which positions of the target are tokens, in each row from the left. Then padding is
+        computed on neither side, and the result is that of the tokens, end to end (1, tokens, d_model).
+        """
+        rows = None
+        if real is not None:
+            rows = Rows(real), Rows(attention_mask(1, source.shape[1], lengths)[:, 0, 0])
+            source, target = rows[1].lay(source), rows[0].lay(target)
+        memory = self.encode(source, lengths, rows and rows[1])
+        x = self.target(target, rows=rows and rows[0])
         for layer in self.decoder:
-            x = layer(x, memory)
+            x = layer(x, memory, rows)
         normed: Tensor = self.decoder_norm(x)
         return normed
 
-    def encode(self, source: Tensor, lengths: Tensor) -> Memory:
-        """Run the encoder once: source ids (batch, source), each row `lengths[i]` tokens and then padding."""
-        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
-        x = self.source(source)
+    def hidden_at(self, real: Tensor, *inputs: Tensor) -> Tensor:
+        source, lengths, target = inputs
+        return self.hidden(source, lengths, target, real)[0]
+
+    def encode(self, source: Tensor, lengths: Tensor, rows: Rows | None = None) -> Memory:
+        """Run the encoder once: source ids (batch, source), each row `lengths[i]` tokens and then padding.
+
+        Or `rows` of them laid end to end, (1, tokens).
+        """
+        mask = attention_mask(1, rows.length if rows else source.shape[1], lengths)  # (batch, 1, 1, source)
+        x = self.source(source, rows=rows)
         for layer in self.encoder:
-            x = layer(x, mask)
+            x = layer(x, mask, rows)
         return Memory(self.encoder_norm(x), mask)
 
     def start(self, memory: Memory, beam: int = 1) -> TransformerState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from qkv import config as configs
@@ -15,13 +15,23 @@ from qkv.errors import QkvError, UsageError
 from qkv.run import Run
 from qkv.terminal import bars, say
 from qkv.train.card import card, parameters, unit, vocabulary
+from qkv.train.distributed import World, joined
 from qkv.train.loop import Interrupted, fit
 from qkv.train.trainer import make_updates
 
 Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
-SETTLED = ("data.", "tokenizer.", "model.", "train.seed", "train.metric", "train.tokens_per_step", "train.micro_tokens")
+SETTLED = (
+    "data.",
+    "tokenizer.",
+    "model.",
+    "train.seed",
+    "train.optimizer",
+    "train.metric",
+    "train.tokens_per_step",
+    "train.micro_tokens",
+)
 FREE = ("data.workers",)
 
 
@@ -40,21 +50,51 @@ def train(
     that have the last word. With `resume`, training goes on from the newest state in the folder, from the beginning if
     there is none yet; config and text are then the folder's own.
     """
+    with joined() as world:
+        if world.first:
+            opened, prepared = _open(
+                config, run, resume=resume, recipe=recipe, settings=settings or [], command=command
+            )
+            world.tell(str(opened.path.resolve()))
+        else:
+            opened, prepared = _follow(Path(world.tell()))
+        with opened.lock() if world.first else nullcontext():
+            if world.first:
+                say(_headline(opened.config, prepared, world))
+            page = opened.path / "card.md"
+            if (fit(opened, prepared, world) or not page.exists()) and world.first:
+                files.write_text(page, card(opened, prepared))
+    return opened
+
+
+def _open(
+    config: configs.Config | None,
+    run: str | Path | None,
+    resume: bool,
+    recipe: Recipe | None,
+    settings: list[str],
+    command: str,
+) -> tuple[Run, Prepared]:
+    """The run folder to train in, a new one or one to go on with, and its text."""
     if resume:
         if config is not None:
             raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
-        opened, prepared = _reopen(run, settings or [])
-    else:
-        if config is None or not config.data.train:
-            raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
-        folder = Path(run) if run is not None else Path("runs") / config.train.name
-        opened, prepared = _begin(folder, config, recipe, settings or [], command)
-    with opened.lock():
-        say(_headline(opened.config, prepared))
-        page = opened.path / "card.md"
-        if fit(opened, prepared) or not page.exists():
-            files.write_text(page, card(opened, prepared))
-    return opened
+        return _reopen(run, settings)
+    if config is None or not config.data.train:
+        raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
+    folder = Path(run) if run is not None else Path("runs") / config.train.name
+    return _begin(folder, config, recipe, settings, command)
+
+
+def _follow(folder: Path) -> tuple[Run, Prepared]:
+    """The run that rank 0 has opened, as the other ranks see it."""
+    run = Run(folder)
+    if not run.exists() or not run.store.is_dir():
+        raise QkvError(
+            f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
+            f"the run folder and the prepared text must lie on a disk that all of them share"
+        )
+    return run, Prepared.open(run.store)
 
 
 def _begin(
@@ -146,10 +186,11 @@ def _prepare(folder: Path, config: configs.Config) -> Prepared:
         ) from None
 
 
-def _headline(config: configs.Config, prepared: Prepared) -> str:
+def _headline(config: configs.Config, prepared: Prepared, world: World) -> str:
     """One line about what is about to be trained."""
+    together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (
         f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "
         f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} {unit(config)}, "
-        f"on {describe(choose_device(config.train.device))}"
+        f"on {describe(choose_device(config.train.device))}{together}"
     )

@@ -47,7 +47,7 @@ class Captured:
         self.outcome = number(4)  # loss and −log p for each token, norm of the gradient, tokens
         self.average = None if ema is None else self._flatten(ema)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.graphs: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
+        self.graphs: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph, list[Tensor]]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
         self.most = [0] * len(TILES)
         self._prepare_optimizer()
@@ -87,7 +87,7 @@ class Captured:
         self._make_room(batch)
         key = (batch.sizes, tuple(count > 0 for count in batch.counts))
         if key in self.graphs:
-            static, graph = self.graphs[key]
+            static, graph, _ = self.graphs[key]
             static.copy_(batch.whole)
             graph.replay()
             return
@@ -97,7 +97,8 @@ class Captured:
         def work() -> None:
             self.totals[:2] += self.passes.run(held, self._most(key))
 
-        self.graphs[key] = held.whole, self._capture(work)
+        # A graph holds addresses, not tensors: a table of positions that grows later must not free this one.
+        self.graphs[key] = held.whole, self._capture(work), list(self.passes.model.buffers())
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
@@ -143,6 +144,14 @@ class Captured:
             return numbers
 
         return wait
+
+    def forget(self) -> None:
+        """Give back the memory of all graphs; they are captured again."""
+        self.graphs.clear()
+        self.update_graph = None
+        if self.pool is not None:
+            self.pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
     def _make_room(self, batch: Ragged) -> None:
         """Graphs are captured with room for the most rows met so far, and a quarter more."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from qkv import files
 from qkv.data.loader import Position
 from qkv.errors import QkvError
 from qkv.run import Run, by_step, load_weights, step_of
+from qkv.train import sharding
+from qkv.train.distributed import ALONE, World
 from qkv.train.optim import Ema
 
 
@@ -44,19 +48,40 @@ class Progress:
         return Position(self.epoch, self.update)
 
 
-def save(run: Run, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
-    """Write the state of this step, then remove older ones."""
+def save(
+    run: Run,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    world: World = ALONE,
+) -> None:
+    """Write the state of this step, then remove older ones; when this returns, on any rank, it is written."""
     folder = run.path / "state" / f"step-{progress.step:07d}"
-    if folder.exists():  # stopped here before: the tensors of a step are always the same, only the progress is not
-        _write_progress(folder, progress)
-        return
+    if world.tell("known" if folder.exists() else ""):
+        if world.first:  # stopped here before: the tensors of a step are always the same, only the progress is not
+            _write_progress(folder, progress)
+    else:
+        tensors: dict[str, dict[str, Tensor]] = {
+            "weights": dict(model.named_parameters()),
+            "optimizer": _optimizer_tensors(model, optimizer),
+        }
+        if ema is not None:
+            tensors["ema"] = ema.tensors()
+        whole = ((name, sharding.whole(values, world)) for name, values in tensors.items())  # one in memory at a time
+        if world.first:
+            _write(folder, progress, whole)
+        else:
+            deque(whole, maxlen=0)
+    world.tell()
+
+
+def _write(folder: Path, progress: Progress, tensors: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
     unfinished = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        files.write_tensors(unfinished / "weights.safetensors", dict(model.named_parameters()))
-        files.write_tensors(unfinished / "optimizer.safetensors", _optimizer_tensors(model, optimizer))
-        if ema is not None:
-            files.write_tensors(unfinished / "ema.safetensors", ema.tensors())
+        for name, values in tensors:
+            files.write_tensors(unfinished / f"{name}.safetensors", values)
         _write_progress(unfinished, progress)
         unfinished.rename(folder)
         files.sync(folder.parent)
@@ -77,10 +102,10 @@ def latest(run: Run) -> Path | None:
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> Progress:
     """Load a state into model, optimiser and average; returns the progress to go on from."""
     weights, average = folder / "weights.safetensors", folder / "ema.safetensors"
-    load_weights(model, files.read_tensors(weights), weights)
+    load_weights(model, _parts(files.read_tensors(weights), model), weights)
     _load_optimizer(model, optimizer, files.read_tensors(folder / "optimizer.safetensors"), folder)
     if ema is not None:  # one that is new with this resume begins at the weights
-        ema.load(files.read_tensors(average if average.exists() else weights))
+        ema.load(_parts(files.read_tensors(average if average.exists() else weights), model))
     try:
         return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -95,6 +120,12 @@ def clear_away(run: Run, progress: Progress) -> None:
     for path in run.checkpoints():
         if step_of(path) > progress.validated:
             path.unlink()
+
+
+def _parts(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Of each of the model's tensors what this rank keeps."""
+    own = dict(model.named_parameters())
+    return {name: sharding.part(value, own[name]) if name in own else value for name, value in tensors.items()}
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:
@@ -119,6 +150,10 @@ def _load_optimizer(
         name, _, slot = key.rpartition("/")
         if name not in parameters:
             raise QkvError(f"{folder}: the optimiser state is of another model: it has {name}")
-        slots.setdefault(name, {})[slot] = value.to(parameters[name].device)
+        own = parameters[name]
+        # What has the weight's shape is divided as it is; counts and the like are the same on all ranks.
+        slots.setdefault(name, {})[slot] = (
+            sharding.part(value, own) if value.shape == own.shape else value.to(own.device)
+        )
     for name, values in slots.items():
         optimizer.state[parameters[name]] = values

@@ -6,18 +6,23 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
 
 from qkv import files
 from qkv.data.loader import Step
 from qkv.data.store import Prepared
 from qkv.errors import QkvError
+from qkv.models.base import Model
 from qkv.run import Run, load_weights
 from qkv.terminal import say
 from qkv.train import checkpoint
 from qkv.train.average import average
 from qkv.train.checkpoint import Progress
+from qkv.train.distributed import ALONE, World
+from qkv.train.fast import make_trainer
 from qkv.train.log import Log
 from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate
@@ -33,72 +38,117 @@ class Interrupted(Exception):
         self.exit_code = 128 + signal_number
 
 
-def fit(run: Run, prepared: Prepared) -> bool:
+def fit(run: Run, prepared: Prepared, world: World = ALONE) -> bool:
     """Train to the config's limit, from the newest state in the run folder; False if it was reached long ago."""
-    trainer = Trainer(run.config, prepared)
-    state = checkpoint.latest(run)
-    if state is not None:
-        trainer.progress = checkpoint.restore(state, trainer.model, trainer.optimizer, trainer.ema)
-    progress, spec = trainer.progress, trainer.spec
-    if trainer.done() and run.scores.get("finished") == progress.step:
-        limits = "train.steps, train.epochs or train.patience"
-        say(f"{run.path} is finished, at step {progress.step:,}: to train on, raise its limit with --set ({limits})")
+    trainer = make_trainer(run.config, prepared, world)
+    state = world.tell(str(checkpoint.latest(run) or ""))
+    if state:
+        trainer.progress = checkpoint.restore(Path(state), trainer.model, trainer.optimizer, trainer.ema)
+    progress = trainer.progress
+    if world.tell("finished" if trainer.done() and run.scores.get("finished") == progress.step else ""):
+        if world.first:
+            how = "raise its limit with --set (train.steps, train.epochs or train.patience)"
+            say(f"{run.path} is finished, at step {progress.step:,}: to train on, {how}")
         return False
-    checkpoint.clear_away(run, progress)
-    with (
-        Log(run.log, steps=spec.steps, after=progress, tensorboard=spec.tensorboard) as log,
-        _stop_signals() as asked_to_stop,
-    ):
-        log.say(trainer.updates.describe(progress.epoch))
-        if state is not None:
-            log.say(f"going on from step {progress.step:,}")
+    if world.first:
+        checkpoint.clear_away(run, progress)
+    with _logging(run, trainer) as log, _stop_signals(impatient=world.size == 1) as asked_to_stop:
+        if log is not None:
+            log.say(trainer.updates.describe(progress.epoch))
+            if state:
+                log.say(f"going on from step {progress.step:,}")
+        if trainer.device.type == "cuda" and not trainer.sharded:
+            trainer.probe()
         _loop(run, trainer, log, asked_to_stop)
-        finish(run, trainer, log)
+        if log is not None:
+            finish(run, trainer, log)
+        world.tell()
     return True
 
 
-def _loop(run: Run, trainer: Trainer, log: Log, asked_to_stop: list[int]) -> None:
-    """The loop itself: step, log, validate, save."""
+def _logging(run: Run, trainer: Trainer) -> AbstractContextManager[Log | None]:
+    """The log, which rank 0 alone writes and says."""
+    spec = trainer.spec
+    if not trainer.world.first:
+        return nullcontext()
+    return Log(run.log, steps=spec.steps, after=trainer.progress, tensorboard=spec.tensorboard)
+
+
+def _loop(run: Run, trainer: Trainer, log: Log | None, asked_to_stop: list[int]) -> None:
+    """The loop itself: step, log, validate, save; all ranks stop at the same step if one of them is asked to."""
     progress, spec = trainer.progress, trainer.spec
-    meter = _Meter(progress)
+    meter, under_way = _Meter(progress), _UnderWay(run, trainer, log)
     with closing(trainer.updates.starting(progress.position)) as steps:
         while True:
-            if asked_to_stop:
+            if number := trainer.world.most(asked_to_stop[0] if asked_to_stop else 0):
+                under_way.settle()
                 meter.restart(progress)
                 save_state(run, trainer)
                 command = f"qkv train --resume --run {run.path}"
-                raise Interrupted(
-                    asked_to_stop[0], f"stopped at step {progress.step} and saved: go on with `{command}`"
-                )
+                words = f"stopped at step {progress.step} and saved: go on with `{command}`"
+                raise Interrupted(number, words if log is not None else "")
             due = progress.step % spec.validate_every == 0 or trainer.done()
             if due and progress.validated < progress.step:
-                result = validate_and_keep(run, trainer)
-                meter.restart(progress)
-                better = "  best" if progress.best_step == progress.step else ""
-                log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
-                log.write(
-                    "valid",
-                    progress.step,
-                    **result.to_dict(),
-                    sample=result.sample,
-                    attention_entropy=result.attention_entropy,
-                    seconds=progress.seconds,
-                )
-                save_state(run, trainer)
-                meter.restart(progress)  # nor does saving count as training speed
+                under_way.settle()
+                _validation(run, trainer, log, meter)
             if trainer.done():
                 return
-            update = next(steps)
-            outcome = trainer.step(update)
-            log.advance(progress.step)
+            update = meter.wait_for(steps)
+            under_way.add(update, trainer.start(update))
+            logged = log is not None and progress.step % spec.log_every == 0
+            outcome = under_way.settle(but=0 if logged else trainer.lag)
+            if log is not None:
+                log.advance(progress.step)
+                if logged and outcome is not None:
+                    _log_step(trainer, log, outcome, meter)
+
+
+class _UnderWay:
+    """Steps that have been started, and what is to be done about what they come to."""
+
+    def __init__(self, run: Run, trainer: Trainer, log: Log | None) -> None:
+        self.run, self.trainer, self.log = run, trainer, log
+        self.steps: deque[tuple[int, Step, Callable[[], Outcome]]] = deque()
+
+    def add(self, update: Step, read: Callable[[], Outcome]) -> None:
+        self.steps.append((self.trainer.progress.step, update, read))
+
+    def settle(self, but: int = 0) -> Outcome | None:
+        """Wait for all steps but the last few; what the last of these came to."""
+        outcome = None
+        while len(self.steps) > but:
+            number, update, read = self.steps.popleft()
+            outcome = read()
             if not outcome.finite:
-                _skipped(run, trainer, log, update)
-            if progress.step % spec.log_every == 0:
-                _log_step(trainer, log, outcome, meter.read(progress))
+                _skipped(self.run, self.trainer, self.log, update, number)
+        return outcome
 
 
-def _log_step(trainer: Trainer, log: Log, outcome: Outcome, speed: float) -> None:
+def _validation(run: Run, trainer: Trainer, log: Log | None, meter: _Meter) -> None:
+    """Validate and save; rank 0 does both, and the others learn what it found."""
     progress = trainer.progress
+    if trainer.world.size > 1:  # torchrun may kill us rather than wait for the end of a validation
+        save_state(run, trainer)
+    result = validate_and_keep(run, trainer)
+    meter.restart(progress)
+    if log is not None and result is not None:
+        better = "  best" if progress.best_step == progress.step else ""
+        log.say(f"step {progress.step:>7,}  {result}  {meter.clock(progress)}{better}")
+        log.write(
+            "valid",
+            progress.step,
+            **result.to_dict(),
+            sample=result.sample,
+            attention_entropy=result.attention_entropy,
+            seconds=progress.seconds,
+        )
+    save_state(run, trainer)
+    meter.restart(progress)  # nor does saving count as training speed
+
+
+def _log_step(trainer: Trainer, log: Log, outcome: Outcome, meter: _Meter) -> None:
+    progress = trainer.progress
+    speed, stalled = meter.read(progress)
     log.write(
         "train",
         progress.step,
@@ -108,38 +158,41 @@ def _log_step(trainer: Trainer, log: Log, outcome: Outcome, speed: float) -> Non
         tokens=progress.tokens,
         skipped=progress.skipped,
         tokens_per_second=speed,
+        stalled=stalled,
         seconds=progress.seconds,
     )
 
 
-def keep_weights(run: Run, name: str, trainer: Trainer) -> None:
-    """Write the model's weights, as they are, under a name."""
-    about = {"format": "pt", "step": str(trainer.progress.step), "made by": "qkv"}
-    files.write_tensors(run.path / "weights" / f"{name}.safetensors", dict(trainer.model.named_parameters()), about)
+def keep_weights(run: Run, name: str, model: Model, step: int) -> None:
+    """Write a model's weights, as they are, under a name."""
+    about = {"format": "pt", "step": str(step), "made by": "qkv"}
+    files.write_tensors(run.path / "weights" / f"{name}.safetensors", dict(model.named_parameters()), about)
 
 
-def validate_and_keep(run: Run, trainer: Trainer) -> Validation:
-    """Validate, keep these weights among the last ones, and as the best if they are."""
-    progress, spec = trainer.progress, trainer.spec
+def validate_and_keep(run: Run, trainer: Trainer) -> Validation | None:
+    """Validate, keep these weights among the last ones, and as the best if they are; rank 0 alone has the result."""
+    progress, spec, result = trainer.progress, trainer.spec, None
     with trainer.averaged() as model:
-        result = validate(model, trainer.prepared, trainer.config, trainer.device)
-        keep_weights(run, f"step-{progress.step:07d}", trainer)
-        for old in run.checkpoints()[: -max(1, spec.average)]:
-            old.unlink()
-        value = result.value(spec.metric)
-        if progress.best is None or value > progress.best:
-            progress.best, progress.best_step, progress.worse = value, progress.step, 0
-            keep_weights(run, "best", trainer)
-            best = {"step": progress.step, **result.to_dict()}
-            run.write_scores({"best": best, "chosen": "best", "metric": spec.metric})
-        else:
-            progress.worse += 1
+        if trainer.world.first:
+            result = validate(model, trainer.prepared, trainer.config, trainer.device)
+            keep_weights(run, f"step-{progress.step:07d}", model, progress.step)
+            for old in run.checkpoints()[: -max(1, spec.average)]:
+                old.unlink()
+            value = result.value(spec.metric)
+            if progress.best is None or value > progress.best:
+                progress.best, progress.best_step, progress.worse = value, progress.step, 0
+                keep_weights(run, "best", model, progress.step)
+                best = {"step": progress.step, **result.to_dict()}
+                run.write_scores({"best": best, "chosen": "best", "metric": spec.metric})
+            else:
+                progress.worse += 1
     progress.validated = progress.step
+    progress.worse = int(trainer.world.tell(str(progress.worse)))  # which decides when training is done
     return result
 
 
 def save_state(run: Run, trainer: Trainer) -> None:
-    checkpoint.save(run, trainer.progress, trainer.model, trainer.optimizer, trainer.ema)
+    checkpoint.save(run, trainer.progress, trainer.model, trainer.optimizer, trainer.ema, trainer.world)
 
 
 def finish(run: Run, trainer: Trainer, log: Log) -> None:
@@ -148,9 +201,10 @@ def finish(run: Run, trainer: Trainer, log: Log) -> None:
     scores = {**run.scores, "chosen": "best", "finished": trainer.progress.step}
     kept = run.checkpoints()[-spec.average :] if spec.average else []
     if len(kept) > 1:
-        load_weights(trainer.model, average(kept), kept[-1])
-        keep_weights(run, "average", trainer)
-        result = validate(trainer.model, trainer.prepared, trainer.config, trainer.device)
+        model = trainer.plain()
+        load_weights(model, average(kept), kept[-1])
+        keep_weights(run, "average", model, trainer.progress.step)
+        result = validate(model, trainer.prepared, trainer.config, trainer.device)
         scores["average"] = {"of": [path.stem for path in kept], **result.to_dict()}
         if trainer.progress.best is None or result.value(spec.metric) > trainer.progress.best:
             scores["chosen"] = "average"
@@ -159,41 +213,58 @@ def finish(run: Run, trainer: Trainer, log: Log) -> None:
     log.say(f"using {scores['chosen']} weights by default: {run.path}")
 
 
-def _skipped(run: Run, trainer: Trainer, log: Log, update: Step) -> None:
+def _skipped(run: Run, trainer: Trainer, log: Log | None, update: Step, step: int) -> None:
     """Tell of an update that was left out; after too many in a row save the batch, as ids and as text, and give up."""
     progress, path = trainer.progress, run.path / "bad-batch.json"
-    log.say(f"step {progress.step}: the loss is not finite, update skipped ({progress.skipped} in all)")
+    if log is not None:
+        log.say(f"step {step}: the loss is not finite, update skipped ({progress.skipped} in all)")
     if progress.skipped_in_a_row < MOST_SKIPPED:
         return
-    src, tgt = trainer.prepared.tokenizers.src, trainer.prepared.tokenizers.tgt
-    rows = [
-        {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
-        for batch in update.micros
-        for s, t in zip(batch.inputs[0].tolist(), batch.labels.tolist(), strict=True)
-    ]
-    bad = {"step": progress.step, "rows": rows}
-    files.write_text(path, json.dumps(bad, ensure_ascii=False, indent=1) + "\n")
+    if log is not None:
+        _write_bad_batch(path, trainer, update, step)
     raise QkvError(
-        f"the loss was not finite in {MOST_SKIPPED} updates in a row, up to step {progress.step}: look at {path}; "
+        f"the loss was not finite in {MOST_SKIPPED} updates in a row, up to step {step}: look at {path}; "
         f"a lower train.learning_rate, a longer train.warmup, train.clip=1 or train.precision=fp32 may help"
     )
 
 
+def _write_bad_batch(path: Path, trainer: Trainer, update: Step, step: int) -> None:
+    src, tgt = trainer.prepared.tokenizers.src, trainer.prepared.tokenizers.tgt
+    rows = [
+        {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
+        for batch in trainer.padded(update)
+        for s, t in zip(batch.inputs[0].tolist(), batch.labels.tolist(), strict=True)
+    ]
+    bad = {"step": step, "rows": rows}
+    files.write_text(path, json.dumps(bad, ensure_ascii=False, indent=1) + "\n")
+
+
 class _Meter:
-    """Seconds spent, and tokens a second since the last reading; validation does not count as training speed."""
+    """Seconds spent, tokens a second and the share of time without data since the last reading.
+
+    Validation does not count as training speed.
+    """
 
     def __init__(self, progress: Progress) -> None:
-        self.since, self.tokens = time.perf_counter(), progress.tokens
+        self.since, self.tokens, self.stalled = time.perf_counter(), progress.tokens, 0.0
 
-    def read(self, progress: Progress) -> float:
-        tokens, since = self.tokens, self.since
+    def wait_for(self, steps: Iterator[Step]) -> Step:
+        """The next update; how long it took to come is remembered."""
+        before = time.perf_counter()
+        update = next(steps)
+        self.stalled += time.perf_counter() - before
+        return update
+
+    def read(self, progress: Progress) -> tuple[float, float]:
+        tokens, since, stalled = self.tokens, self.since, self.stalled
         self.restart(progress)
-        return (progress.tokens - tokens) / max(1e-9, self.since - since)
+        seconds = max(1e-9, self.since - since)
+        return (progress.tokens - tokens) / seconds, stalled / seconds
 
     def restart(self, progress: Progress) -> None:
         now = time.perf_counter()
         progress.seconds += now - self.since
-        self.since, self.tokens = now, progress.tokens
+        self.since, self.tokens, self.stalled = now, progress.tokens, 0.0
 
     def clock(self, progress: Progress) -> str:
         minutes, seconds = divmod(int(progress.seconds), 60)
@@ -201,15 +272,18 @@ class _Meter:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one is obeyed at once."""
+def _stop_signals(impatient: bool = True) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them; a second one is obeyed at once, if impatient.
+
+    torchrun passes on what every process may have heard already, and limits the time itself.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
     def remember(number: int, _frame: object) -> None:
-        if received:
+        if received and impatient:
             raise KeyboardInterrupt
         received.append(number)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 1024  # tokens projected at once: logits of this many rows stay in cache on a CPU, and small on a GPU
+ROWS = 512  # tokens projected at once: their logits stay in cache on a CPU; on a GPU twice as many, still small
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -26,9 +26,12 @@ def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float)
 def smoothed_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, pad: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss and −log p summed over the real tokens: hidden (batch, target, d_model), labels (batch, target)."""
+    """Loss and −log p summed over the real tokens: hidden (batch, target, d_model), labels (batch, target).
+
+    From `Model.hidden_at` hidden is that of the real tokens already, (tokens, d_model).
+    """
     real = labels != pad
-    hidden, labels = hidden[real], labels[real]  # (tokens, d_model), (tokens,)
+    hidden, labels = hidden[real] if hidden.dim() > labels.dim() else hidden, labels[real]  # (tokens, d_model)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, nll = _FusedLoss.apply(hidden, weight, labels, smoothing, needs_grad)  # type: ignore[no-untyped-call]
     return loss, nll
@@ -60,24 +63,32 @@ def _in_parts(
     hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Loss, −log p, and the gradients of the loss, some rows at a time: the softmax in fp32 whatever the inputs are."""
-    vocab = len(weight)
     loss = hidden.new_zeros((), dtype=torch.float32)
     nll = loss.clone()
+    mean = weight.float().mean(0)  # its product with a hidden state is the mean of the logits
     d_hidden = torch.empty_like(hidden) if needs_grad else None
     d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-    for part in range(0, len(hidden), ROWS):
-        h, y = hidden[part : part + ROWS], labels[part : part + ROWS, None]
+    parts = max(1, round(len(hidden) / (ROWS if hidden.is_cpu else 2 * ROWS)))
+    rows = max(1, -(-len(hidden) // parts))  # alike in all parts: one of a few rows would pass over all of d_weight too
+    for first in range(0, len(hidden), rows):
+        part = slice(first, first + rows)
+        h, y = hidden[part], labels[part, None]
         logits = (h @ weight.T).float()  # (rows, vocab)
-        log_z = logits.logsumexp(-1, keepdim=True)
-        part_nll = (log_z - logits.gather(-1, y)).sum()
-        uniform = (log_z.squeeze(-1) - logits.mean(-1)).sum()
-        loss += (1 - smoothing) * part_nll + smoothing * uniform
+        own, largest = logits.gather(-1, y), logits.amax(-1, keepdim=True)  # (rows, 1)
+        p = logits.sub_(largest).exp_()
+        z = p.sum(-1, keepdim=True)
+        log_z = largest + z.log()
+        part_nll = (log_z - own).sum()
+        loss += (1 - smoothing) * part_nll + smoothing * (log_z.sum() - (h.float() @ mean).sum())
         nll += part_nll
         if d_hidden is not None and d_weight is not None:
-            # d loss / d logits = softmax − targets
-            d_logits = logits.sub_(log_z).exp_().sub_(smoothing / vocab)
-            d_logits.scatter_add_(-1, y, d_logits.new_full(y.shape, smoothing - 1))
-            d_logits = d_logits.to(hidden.dtype)
-            d_hidden[part : part + ROWS] = d_logits @ weight
-            d_weight += d_logits.T @ h
+            # d loss / d logits = softmax − targets; that ε/V is part of every target is left to the mean
+            d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
+            d_hidden[part] = d_logits @ weight - smoothing * mean
+            if h.dtype == torch.float32:
+                d_weight.addmm_(d_logits.T, h)
+            else:
+                d_weight += d_logits.T @ h
+    if d_weight is not None:
+        d_weight -= smoothing / len(weight) * hidden.float().sum(0)
     return loss, nll, d_hidden, d_weight

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.train.matrices import MatrixOptimizer
+from qkv.train.muon import Muon
+from qkv.train.soap import Soap
+
+DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
+MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"muon": Muon, "soap": Soap}
 
 
 def learning_rate(step: int, spec: config.Train, d_model: int) -> float:
     """The learning rate of update number `step`, counted from 1.
 
     All schedules rise linearly over `warmup` steps. Then the paper's (equation 3) and inverse_sqrt fall with 1/√step,
-    cosine and linear reach zero at the last step, constant stays. `learning_rate` is the peak; for the paper's
-    schedule, whose peak follows from d_model and warmup, it is a factor.
+    cosine and linear reach zero at the last step, constant stays, and wsd (warm-up, stable, decay) stays until the last
+    30 % of the steps, where it falls to zero as 1 − √x (Hägele et al., 2024). `learning_rate` is the peak; for the
+    paper's schedule, whose peak follows from d_model and warmup, it is a factor.
     """
     warmup = max(1, spec.warmup)
     if spec.schedule == "paper":
@@ -30,21 +38,29 @@ def learning_rate(step: int, spec: config.Train, d_model: int) -> float:
         "cosine": 0.5 - 0.5 * math.cos(math.pi * left),
         "linear": left,
         "constant": 1.0,
+        "wsd": 1 - math.sqrt(1 - min(1.0, max(0, spec.steps - step) / (DECAY * spec.steps))),
     }
     return spec.learning_rate * fall[spec.schedule]
 
 
 def build(model: nn.Module, spec: config.Train) -> torch.optim.Optimizer:
-    """Adam as in the paper, or with decoupled weight decay on the matrices (norms and biases are left alone)."""
+    """Adam as in the paper, or what goes past it; weight decay is decoupled and leaves norms and biases alone.
+
+    All of them keep tensors in `state[parameter]`, take a learning rate that is a number or a tensor, and leave out a
+    step on the device where their attribute `found_inf` says so.
+    """
     parameters = list(model.parameters())
-    settings = {"lr": 0.0, "betas": (spec.beta1, spec.beta2), "eps": spec.eps, "fused": True}
+    settings: dict[str, Any] = {"betas": (spec.beta1, spec.beta2), "eps": spec.eps}
+    if spec.optimizer in MATRIX_OPTIMIZERS:
+        return MATRIX_OPTIMIZERS[spec.optimizer](model, weight_decay=spec.weight_decay, **settings)
+    settings |= {"lr": 0.0, "fused": True}
     if spec.optimizer == "adam":
-        return torch.optim.Adam(parameters, **settings)  # type: ignore[arg-type]
+        return torch.optim.Adam(parameters, **settings)
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, **settings)  # type: ignore[arg-type]
+    return torch.optim.AdamW(groups, **settings)
 
 
 class Ema:
@@ -55,10 +71,12 @@ class Ema:
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = [p.detach().clone() for p in model.parameters()]
 
+    def decay_at(self, step: int) -> float:
+        return min(self.decay, (1 + step) / (10 + step))
+
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.weights, [p.detach() for p in model.parameters()], 1 - decay)
+        torch._foreach_lerp_(self.weights, [p.detach() for p in model.parameters()], 1 - self.decay_at(step))
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.weights, strict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
-from qkv.data.loader import Batch, Pairs, Step, Updates
+from qkv.data import batches
+from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
 from qkv.models.base import Model
 from qkv.models.build import build
 from qkv.run import load_weights
-from qkv.train import optim
+from qkv.train import memory, optim, sharding
 from qkv.train.checkpoint import Progress
+from qkv.train.distributed import ALONE, World
 from qkv.train.guided import Guide
 from qkv.train.loss import smoothed_loss
+
+RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator looks at
 
 
 class Outcome(NamedTuple):
@@ -38,13 +42,17 @@ class Outcome(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-def make_updates(config: configs.Config, prepared: Prepared, device: torch.device | None = None) -> Updates:
-    """The text as this kind of model is trained on it."""
+def make_updates(
+    config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
+) -> Updates:
+    """The text as this kind of model is trained on it, and of it this rank's share."""
     spec = config.train
     common: dict[str, Any] = {
         "tokens": spec.tokens_per_step,
         "micro_tokens": spec.micro_tokens,
         "seed": spec.seed,
+        "rank": world.rank,
+        "world": world.size,
         "device": device,
     }
     match config.model:
@@ -59,20 +67,34 @@ def make_updates(config: configs.Config, prepared: Prepared, device: torch.devic
 class Trainer:
     """A model in training: everything that a step changes, and nothing else."""
 
-    def __init__(self, config: configs.Config, prepared: Prepared) -> None:
-        self.config, self.prepared = config, prepared
+    lag = 0  # steps that may have been started before anybody asks what the first of them came to
+
+    def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
+        self.config, self.prepared, self.world = config, prepared, world
         self.spec = spec = config.train
         self.device = choose_device(spec.device)
+        world.check(self.device)
         self.precision = choose_precision(spec.precision, self.device)
+        self.sharded = spec.parallel == "sharded" and world.size > 1
         torch.manual_seed(spec.seed)
-        tokenizers = prepared.tokenizers
-        self.model: Model = build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
+        self.model = self._build()
+        world.copy(self.model.parameters())  # other processors may have drawn other bits
+        if spec.checkpointing:
+            memory.recompute(self.model)
+        if self.sharded:
+            sharding.shard(self.model, self.device, world)
         self.optimizer = optim.build(self.model, spec)
         self.ema = optim.Ema(self.model, spec.ema) if spec.ema else None
         self.guide = Guide(self.model, spec.guided_alignment) if spec.guided_alignment else None
+        self.room = memory.Room(self.device)
         self.progress = Progress()
-        self.updates = make_updates(config, prepared, self.device)
+        # A parameter's device has a number; the loader's thread has no current one of its own.
+        self.updates = make_updates(config, prepared, next(self.model.parameters()).device, world)
         self.spec = dataclasses.replace(spec, steps=self._steps())
+
+    def _build(self) -> Model:
+        tokenizers = self.prepared.tokenizers
+        return build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
 
     def _steps(self) -> int:
         """Updates until `train.steps` or `train.epochs` is reached; half a pass is half the updates of it."""
@@ -87,65 +109,180 @@ class Trainer:
         return progress.step >= spec.steps or 0 < spec.patience <= progress.worse
 
     def step(self, update: Step) -> Outcome:
-        """One update of the weights, left out when the loss is not finite.
+        """One update of the weights, and what it came to."""
+        return self.start(update)()
 
-        The loss is a sum over tokens, divided once by the count of the whole update; micro-batches cannot change it.
-        Dropout is seeded by the step number, so a resumed run draws what an unbroken one would have drawn.
+    def start(self, update: Step) -> Callable[[], Outcome]:
+        """One update of the weights, left out when the loss is not finite; the same on every rank.
+
+        Returned is a function that waits for what it came to and counts it, to be called in the order of the steps.
+        The loss is a sum over tokens, divided once by the count of the whole update; neither micro-batches nor ranks
+        can change it. Dropout is seeded by step number and rank, so a resumed run draws what an unbroken one would
+        have drawn.
         """
         progress = self.progress
         progress.step += 1
-        torch.manual_seed(self.spec.seed * 1_000_003 + progress.step)
-        outcome = self._backward(update)
+        torch.manual_seed(self.seed())
+        sums = self.gradients(update)
+        gradients = self._sum_over_ranks(sums)
+        norm = self._divide(gradients, sums)
+        loss, nll, tokens, size = torch.cat([sums, norm[None]]).tolist()  # the one wait for the device
+        outcome = Outcome(loss / tokens, nll / tokens, size)
         if outcome.finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.optimizer.step()
             if self.ema is not None:
                 self.ema.update(self.model, progress.step)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
+        progress.epoch, progress.update = update.after
+        return lambda: self.settle(outcome, int(tokens))
+
+    def settle(self, outcome: Outcome, tokens: int) -> Outcome:
+        """Count what a step came to."""
+        progress = self.progress
         progress.skipped += not outcome.finite
         progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
-        progress.epoch, progress.update = update.after
-        progress.tokens += update.tokens
+        progress.tokens += tokens
         return outcome
+
+    def seed(self) -> int:
+        """What is random in this step, on this rank, follows from it."""
+        return self.spec.seed * 1_000_003 + self.progress.step + self.world.rank * RANK_SEED
 
     def learning_rate(self) -> float:
         return optim.learning_rate(self.progress.step, self.spec, self.config.model.d_model)
 
-    def _backward(self, update: Step) -> Outcome:
-        """The gradient of the mean loss over all tokens of the update, clipped if the config says so."""
-        self.model.train()
-        loss = nll = torch.zeros((), device=self.device)
-        for batch in update.micros:
-            with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                hidden = self._hidden(batch)
-                part, part_nll = smoothed_loss(
-                    hidden,
-                    self.model.output.weight,
-                    batch.labels,
-                    smoothing=self.spec.label_smoothing,
-                    pad=self.prepared.tokenizers.tgt.pad,
-                )
-            if self.guide is not None:
-                part = part + self.guide.loss(batch)
-            (part / update.tokens).backward()
-            loss, nll = loss + part.detach(), nll + part_nll
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.clip or math.inf)
-        return Outcome(float(loss) / update.tokens, float(nll) / update.tokens, float(norm))
+    # ---- the gradient ------------------------------------------------------------------------------------------------
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        with nullcontext() if self.guide is None else self.guide.watching():
-            return self.model.hidden(*batch.inputs)
+    def gradients(self, update: Step) -> Tensor:
+        """Add the gradient of this rank's share to the weights' own; returns the sums (3,): loss, −log p and tokens.
+
+        What does not fit into memory leaves half a gradient behind: the update begins anew, in smaller parts.
+        """
+        micros = self._in_step(update.micros) if self.sharded else update.micros
+        while True:
+            sums, too_large = self._passes(micros)
+            if too_large is None:
+                return torch.cat([sums, sums.new_tensor([update.tokens])])
+            self.room.shrink(too_large)
+            self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _passes(self, micros: list[Batch]) -> tuple[Tensor, Batch | None]:
+        """Forward and backward through all micro-batches; the second result is the one that did not fit, if any."""
+        self.model.train()
+        sums = torch.zeros(2, device=self.device)
+        for batch in (part for micro in micros for part in self.room.parts(micro)):
+            try:
+                sums += self._pass(batch)
+            except torch.OutOfMemoryError:
+                if self.sharded:  # the other ranks are in the middle of the same pass
+                    raise
+                if self.guide is not None:
+                    self.guide.seen = None  # it would keep the graph
+                return sums, batch
+        return sums, None
+
+    def _pass(self, batch: Batch) -> Tensor:
+        """Forward and backward through one batch: loss and −log p (2,), summed over its tokens."""
+        pad = self.prepared.tokenizers.tgt.pad
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            if self.guide is None:
+                hidden = self.model.hidden_at(batch.labels != pad, *batch.inputs)  # (tokens, d_model)
+            else:  # who looks at whole rows of queries and keys
+                with self.guide.watching():
+                    hidden = self.model.hidden(*batch.inputs)  # (batch, target, d_model)
+            smoothing = self.spec.label_smoothing
+            loss, nll = smoothed_loss(hidden, self.model.output.weight, batch.labels, smoothing=smoothing, pad=pad)
+        if self.guide is not None:
+            loss = loss + self.guide.loss(batch)
+        loss.backward()
+        return torch.stack([loss.detach(), nll])
+
+    def _in_step(self, micros: list[Batch]) -> list[Batch]:
+        """Of sharded weights every rank takes part in every pass: those with fewer micro-batches join idly."""
+        missing = self.world.most(len(micros)) - len(micros)
+        if not missing:
+            return micros
+        some = micros[0] if micros else self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
+        return micros + [memory.idle(some)] * missing
+
+    def _sum_over_ranks(self, sums: Tensor) -> list[Tensor]:
+        """The gradients, summed over all ranks as the sums are, in place. Sharded ones are summed already."""
+        if self.sharded:
+            self.world.sum([sums])
+        elif self.world.size > 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is None:  # this rank had no rows
+                    parameter.grad = torch.zeros_like(parameter)
+            self.world.sum([*(p.grad for p in self.model.parameters() if p.grad is not None), sums])
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def _divide(self, gradients: list[Tensor], sums: Tensor) -> Tensor:
+        """Make the sum a mean over tokens, clipped if the config says so; returns its norm before clipping."""
+        tokens = sums[2]
+        norm = sharding.norm(gradients, self.world) / tokens
+        clipped = (self.spec.clip / (norm + 1e-6)).clamp(max=1.0) if self.spec.clip else torch.ones_like(norm)
+        sharding.scale(gradients, clipped / tokens)
+        return norm
+
+    def padded(self, update: Step) -> list[Batch]:
+        """An update as padded batches, to be looked at or taken apart."""
+        return update.micros
+
+    def probe(self) -> None:
+        """Try the largest micro-batch of the first pass over the text, so that what is too large shows at once.
+
+        Adam's two moments, which do not exist before the first step, have their place taken meanwhile.
+        """
+        states = 0 if self.optimizer.state else 2
+        taken = [torch.empty_like(parameter) for parameter in self.model.parameters() for _ in range(states)]
+        self.gradients(Step([largest(self.updates).to(self.device)], Position(0, 0)))
+        self.zero_gradients()
+        del taken
+
+    # ---- the weights -------------------------------------------------------------------------------------------------
+
+    def plain(self) -> Model:
+        """A model of this shape whose weights are whole and may be replaced."""
+        return self._build() if self.sharded else self.model
 
     @contextmanager
     def averaged(self) -> Iterator[Model]:
-        """The model as it will be used: with the moving average of the weights, where there is one."""
-        if self.ema is None:
+        """The model as it will be used: with the moving average of the weights, where there is one.
+
+        Of sharded weights all ranks are needed, and only rank 0 gets a model that can be used.
+        """
+        if self.ema is None and not self.sharded:
             yield self.model
             return
-        own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        load_weights(self.model, self.ema.tensors(), Path("ema"))
-        try:
+        own = dict(self.model.named_parameters())
+        weights = sharding.whole(own if self.ema is None else self.ema.tensors(), self.world)
+        if not self.world.first:
             yield self.model
+            return
+        kept = {} if self.sharded else {name: weight.detach().clone() for name, weight in own.items()}
+        model = self.plain()
+        load_weights(model, weights, Path("ema"))
+        try:
+            yield model
         finally:
-            load_weights(self.model, own, Path("weights"))
+            if kept:
+                load_weights(model, kept, Path("weights"))
+
+
+def largest(updates: Updates) -> Batch:
+    """This rank's share of the micro-batch that takes the most memory, of the first pass over the text."""
+
+    def padded(micro: batches.Indices) -> tuple[int, int]:
+        if not isinstance(updates, Pairs):
+            return len(micro), 0
+        width = int(max(updates.src_widths[micro].max(), updates.tgt_widths[micro].max()))
+        return len(micro) * width, width
+
+    micro = max((micro for update in updates.plan(0) for micro in update), key=padded)
+    share = micro[updates.rank :: updates.world]
+    return updates.batch(share if len(share) else micro[:1], (0, 0, 0))

@@ -96,7 +96,8 @@ def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.dev
     total, tokens = 0.0, 0
     for batch in given:
         moved = batch.to(device)
-        _, nll = smoothed_loss(model.hidden(*moved.inputs), model.output.weight, moved.labels, smoothing=0.0, pad=pad)
+        hidden = model.hidden_at(moved.labels != pad, *moved.inputs)  # (tokens, d_model)
+        _, nll = smoothed_loss(hidden, model.output.weight, moved.labels, smoothing=0.0, pad=pad)
         total += float(nll)
         tokens += batch.tokens
     return total, tokens

@@ -1,11 +1,12 @@
 // How the translation came about: the decoder's steps with their candidates, and the beam as a tree.
 
-const percent = p => p >= 0.0995 ? `${Math.round(100 * p)} %` : `${(100 * p).toFixed(p >= 0.00095 ? 1 : 2)} %`;
+const percent = p => p < 0.00005 ? "< 0.01 %" : p >= 0.0995 ? `${Math.round(100 * p)} %` : `${(100 * p).toFixed(p >= 0.00095 ? 1 : 2)} %`;
 
 class Steps {
-  constructor(data, onStep) {
+  constructor(data, onStep, onForce) {
     this.data = data;
     this.onStep = onStep;
+    this.onForce = onForce;
     this.slider = find("step");
     this.slider.max = data.written.length - 1;
     this.slider.addEventListener("input", () => this.show(+this.slider.value));
@@ -33,9 +34,17 @@ class Steps {
     const read = step === 0 ? `The encoder has read the ${source.length} source tokens, once and for all. ` : "";
     const sure = found ? ` with probability ${percent(found.probability)} (entropy ${found.entropy.toFixed(2)})` : "";
     find("step-about").textContent = `${read}Fed ${fed[step]}, the decoder writes ${written[step]}${sure}.`;
-    find("candidates").replaceChildren(...(found?.candidates ?? []).map(({ token, probability }) =>
-      element("li", { class: token === found.chosen ? "chosen" : "", style: `--share: ${100 * probability}%` },
-        element("span", { class: "name" }, token), element("span", { class: "bar" }), element("span", {}, percent(probability)))));
+    find("candidates").replaceChildren(...(found?.candidates ?? []).map(candidate => this.candidate(step, candidate, found.chosen)));
+  }
+
+  // A candidate and its share; where the model can be asked, a button that puts it in the chosen one's place.
+  candidate(step, { token, id, probability }, chosen) {
+    const forced = this.onForce && token !== chosen && token !== "</s>";
+    const name = forced ? element("button", { type: "button", class: "name", "aria-label": `What if ${token} stood here?`, title: "What if it stood here?" }, token)
+      : element("span", { class: "name" }, token);
+    if (forced) name.addEventListener("click", () => this.onForce(step, { token, id }));
+    return element("li", { class: token === chosen ? "chosen" : "", style: `--share: ${100 * probability}%` },
+      name, element("span", { class: "bar" }), element("span", {}, percent(probability)));
   }
 }
 

@@ -7,7 +7,10 @@ const four = weight => weight.toFixed(4);
 
 function element(tag, attributes = {}, ...content) {
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style") made.style.cssText = value;  // a style attribute would be refused where a page forbids them
+    else made.setAttribute(name, value);
+  }
   made.append(...content);
   return made;
 }

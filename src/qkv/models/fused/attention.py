@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qkv.data.ragged import TILES
 from qkv.models.fused.noise import Noise, drop
 from qkv.models.kernels import tl, triton
 
 if triton is not None:
     from qkv.models.fused.noise import _keep
 
-TILES = (16, 32, 64, 128)  # sides of a tile; longer sentences are for other means
 QKV = tuple[Tensor, Tensor, Tensor]  # (tokens, heads · width) each
 WARPS = {16: 1, 32: 2, 64: 4, 128: 8}
 

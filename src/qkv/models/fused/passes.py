@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.data.ragged import Ragged
+from qkv.data.ragged import TILES, Ragged
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.fused.attention import QKV, Heads, Rows, attend, attend_backward
 from qkv.models.fused.embedding import embed, embed_backward
@@ -43,14 +43,15 @@ class Sublayer(NamedTuple):
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-def can_pass(spec: config.Model) -> bool:
-    """Whether this module knows such a model."""
+def can_pass(spec: config.Model, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
     return (
         isinstance(spec, config.Transformer)
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and spec.positions != "rotary"
-        and max(spec.key_width, spec.value_width) <= 128  # a tile must fit into a core
+        and (spec.positions != "learned" or spec.max_positions >= TILES[-1])  # rows of padding have positions too
+        and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
     )
 
 

@@ -1,0 +1,192 @@
+"""Load on a server, against the same sentences offline: throughput, latency, memory, and that no answer is mixed up.
+
+    python benchmarks/serve_load.py RUN [--clients 64] [--seconds 120] [--sentences 1] [--rounds 2]
+
+The two take turns, so that whatever else the machine does falls on both: `qkv.load(RUN, workers=…).translate` in
+processes that are warm already, then so many clients, each sending one request after another, with `--sentences` texts
+in each. Every answer is compared with the offline translation. The clients run on the same machine, and what they cost
+is part of the figure. With a long `--seconds` and `--rounds 1` it is a soak: memory is told after each minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+
+async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: Any) -> tuple[int, Any]:
+    """One request on a connection that stays open."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+    answer = await reader.readuntil(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", answer, re.I)
+    assert length is not None, answer
+    return int(answer.split()[1]), json.loads(await reader.readexactly(int(length[1])))
+
+
+class Load:
+    """Clients, and what they saw."""
+
+    def __init__(self, port: int, expected: dict[str, str], languages: tuple[str, str], size: int) -> None:
+        self.port, self.expected, self.size = port, expected, size
+        self.source, self.target = languages
+        self.sentences = list(expected)
+        self.latencies: list[float] = []
+        self.errors: list[str] = []
+        self.mixed = 0
+
+    async def client(self, number: int, until: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        begin = number * 131 % len(self.sentences)
+        waiting = cycle(self.sentences[begin:] + self.sentences[:begin])
+        while time.monotonic() < until:
+            texts = [next(waiting) for _ in range(self.size)]
+            body = {"q": texts if self.size > 1 else texts[0], "source": self.source, "target": self.target}
+            began = time.perf_counter()
+            status, found = await post(reader, writer, "/translate", body)
+            if status != 200:
+                self.errors.append(f"{status} {found}")
+                continue
+            self.latencies.append(time.perf_counter() - began)
+            got = found["translatedText"] if self.size > 1 else [found["translatedText"]]
+            self.mixed += sum(a != self.expected[b] for a, b in zip(got, texts, strict=True))
+        writer.close()
+
+    async def run(self, clients: int, seconds: float, pids: list[int]) -> float:
+        """So many clients for so long; returns sentences a second."""
+        began = time.monotonic()
+        watch = asyncio.create_task(self.watch(began, pids))
+        await asyncio.gather(*(self.client(number, began + seconds) for number in range(clients)))
+        watch.cancel()
+        return len(self.latencies) * self.size / (time.monotonic() - began)
+
+    async def watch(self, began: float, pids: list[int]) -> None:
+        """Memory of the server after every minute."""
+        for minute in range(1, 1000):
+            await asyncio.sleep(max(0.0, began + 60 * minute - time.monotonic()))
+            print(f"  minute {minute}: {memory(pids):.1f} MB", flush=True)
+
+
+def memory(pids: list[int]) -> float:
+    """Resident memory of some processes, in MB."""
+    sizes = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
+    return sum(int(size[1]) for size in sizes if size) / 1024
+
+
+def busy(pids: list[int]) -> float:
+    """Seconds of processor time that some processes have had."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def processes(pid: int) -> list[int]:
+    """A process and its children."""
+    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *map(int, " ".join(children).split())]
+
+
+def start(run: str, workers: int, options: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """A server at a free port, when it is ready."""
+    import urllib.error
+    import urllib.request
+
+    command = [sys.executable, "-m", "qkv", "serve", run, "--port", "0", "--workers", str(workers), *options]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    port = int(server.stderr.readline().split(":")[2].split("/")[0])
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                if json.load(answer)["workers"] == workers:
+                    return server, port
+        except urllib.error.URLError:
+            pass
+        time.sleep(0.2)
+
+
+def whole_command(run: str, lines: list[str]) -> float:
+    """Sentences a second of `qkv translate`, from its start to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        began = time.monotonic()
+        command = [sys.executable, "-m", "qkv", "translate", run, str(source), "-o", f"{folder}/out", "--device", "cpu"]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        return len(lines) / (time.monotonic() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--sentences", type=int, default=1, help="texts in each request")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--file", default="demo:test.en")
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    arguments, options = parser.parse_known_args()
+    import qkv
+    from qkv.data.lines import read_lines
+
+    lines = list(dict.fromkeys(list(read_lines(arguments.file))[: arguments.lines]))
+    offline = qkv.load(arguments.run, device="cpu", workers=arguments.workers)
+    assert isinstance(offline, qkv.Translator)
+    expected = dict(zip(lines, (found.text for found in offline.translate(lines)), strict=True))
+    server, port = start(arguments.run, arguments.workers, options)
+    languages = offline.config.data.src_lang, offline.config.data.tgt_lang
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {len(lines)} sentences")
+    try:
+        for number in range(arguments.rounds):
+            began, passes = time.monotonic(), 0
+            own = [pid for pid in processes(os.getpid()) if pid != server.pid]
+            used = busy(own)
+            while time.monotonic() - began < min(20, arguments.seconds):
+                offline.translate(lines)
+                passes += 1
+            used = (busy(own) - used) / (passes * len(lines))
+            alone = passes * len(lines) / (time.monotonic() - began)
+            listening, *models = processes(server.pid)
+            before = busy([listening]), busy(models)
+            load = Load(port, expected, languages, arguments.sentences)
+            served = asyncio.run(load.run(arguments.clients, arguments.seconds, processes(server.pid)))
+            spent = busy([listening]) - before[0], busy(models) - before[1]
+            front, back = (1000 * each / (len(load.latencies) * arguments.sentences) for each in spent)
+            taken = sorted(load.latencies)
+            p50, p95, p99 = (1000 * taken[int(len(taken) * q)] for q in (0.5, 0.95, 0.99))
+            print(
+                f"round {number + 1}: offline {alone:.0f}/s, served {served:.0f}/s = {served / alone:.2f} "
+                f"(qkv translate, start to end: {whole_command(arguments.run, lines):.0f}/s); "
+                f"p50 {p50:.0f} ms, p95 {p95:.0f} ms, p99 {p99:.0f} ms; {len(taken):,} requests, "
+                f"{len(load.errors)} errors, {load.mixed} mixed up; {memory(processes(server.pid)):.1f} MB",
+                flush=True,
+            )
+            print(
+                f"  processor time a sentence: offline {1000 * used:.2f} ms, "
+                f"served {front:.2f} (listening) + {back:.2f} (models) ms",
+                flush=True,
+            )
+            for error in load.errors[:3]:
+                print(error)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+
+
+if __name__ == "__main__":
+    main()

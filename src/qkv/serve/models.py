@@ -1,0 +1,144 @@
+"""The runs that are served, as the listening process knows them: what they are called, and which texts they take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkv import config as configs
+from qkv.errors import UsageError
+from qkv.run import Run
+from qkv.serve.limits import Refusal
+from qkv.text import Tokenizers
+from qkv.text.split import Pieces, split
+
+NAME = re.compile(r"[\w.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One run: a pair of languages, several with tags, or a language model."""
+
+    name: str
+    path: str
+    translates: bool
+    source: str
+    targets: tuple[str, ...]
+    tags: tuple[str, ...]
+    longest: int
+    tokenizers: Tokenizers
+    begun: str
+
+    @classmethod
+    def open(cls, name: str, path: str | Path) -> Served:
+        run = Run.open(path)
+        data, model = run.config.data, run.config.model
+        if not isinstance(model, configs.Translating | configs.DecoderOnly):
+            raise UsageError(f"{path}: an encoder fills gaps, and nobody asks a server for that: leave it out")
+        run.weights()  # which says what is missing
+        tags = tuple(run.tokenizers.src.tags) if isinstance(model, configs.Translating) else ()
+        return cls(
+            name=name,
+            path=str(run.path),
+            translates=isinstance(model, configs.Translating),
+            source=data.src_lang or "source",
+            targets=tags or (data.tgt_lang or "target",),
+            tags=tags,
+            longest=data.max_length,
+            tokenizers=run.tokenizers,
+            begun=str(run.about.get("begun", "")),
+        )
+
+    def tag(self, target: str) -> str:
+        """The tag that asks for a language, of a model that has tags."""
+        return (target or self.tags[0]) if self.tags else ""
+
+    def pieces(self, text: str) -> tuple[Pieces, list[int]]:
+        """The text in parts that the model can read as a whole, as `Translator` cuts it, and how long each is."""
+        encode, room = self.tokenizers.src.encode, self.longest - (1 if self.tags else 0)
+        lengths: dict[str, int] = {}
+
+        def fits(piece: str) -> bool:
+            lengths[piece] = len(encode(piece))
+            return lengths[piece] <= room
+
+        pieces = split(text, fits)
+        return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
+
+    def join(self, pieces: Pieces, texts: list[str], spaces: bool) -> str:
+        """The translations of all parts as one text, as `Translator` joins them; `spaces`: between words."""
+        if not spaces:
+            pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
+        return pieces.join(texts, " " if spaces else "").strip()
+
+
+class Models(dict[str, Served]):
+    """All runs by name, and the right one for what is asked."""
+
+    @classmethod
+    def open(cls, paths: Iterable[str | Path]) -> Models:
+        """Open runs; the name is the folder's, or what stands before = in NAME=RUN."""
+        models = cls()
+        for given in map(str, paths):
+            name, _, path = given.partition("=") if "=" in given and not Path(given).exists() else ("", "", given)
+            name = name or Path(path).resolve().name
+            if not NAME.fullmatch(name) or name in models:
+                raise UsageError(f"{given}: a second model called {name}, or no name for one: call it NAME={path}")
+            models[name] = Served.open(name, path)
+        if not models:
+            raise UsageError("no run folder given: name at least one")
+        return models
+
+    def pair(self, source: str, target: str, name: str | None = None) -> Served:
+        """The model that translates between two languages, or the named one if it does."""
+        translating = [self.named(name)] if name else [model for model in self.values() if model.translates]
+        if not any(model.source == source for model in translating):
+            known = ", ".join(self.sources()) or "none"
+            why = f"{_quoted(source)} is not supported as a source language: there is {known}"
+            raise Refusal(400, why, pointer="/source")
+        for model in translating:
+            if model.translates and model.source == source and target in model.targets:
+                return model
+        known = ", ".join(self.languages()[source])
+        why = f"{_quoted(target)} is not available as a target language from {source}: there is {known}"
+        raise Refusal(400, why, pointer="/target")
+
+    def named(self, name: str | None, *, translates: bool | None = None) -> Served:
+        """The named model, or the first that does what is wanted."""
+        fitting = [model for model in self.values() if translates in (None, model.translates)]
+        what = {None: "model", True: "translation model", False: "language model"}[translates]
+        if name is None and fitting:
+            return fitting[0]
+        for model in fitting:
+            if model.name == name:
+                return model
+        known = ", ".join(model.name for model in fitting) or "none, until qkv serve is started with one"
+        raise Refusal(404, f"there is no {what} {_quoted(name or '')} here: there is {known}", pointer="/model")
+
+    def sources(self, target: str = "") -> list[str]:
+        """The languages that are translated from, into this one if it is said."""
+        fitting = [model for model in self.values() if model.translates and (not target or target in model.targets)]
+        return list(dict.fromkeys(model.source for model in fitting))
+
+    def languages(self) -> Mapping[str, list[str]]:
+        """Every language, and those that it is translated into."""
+        found: dict[str, list[str]] = {}
+        for model in self.values():
+            if model.translates:
+                found.setdefault(model.source, []).extend(t for t in model.targets if t not in found[model.source])
+                for target in model.targets:
+                    found.setdefault(target, [])
+        return found
+
+
+def _quoted(text: str) -> str:
+    return repr(text[:40])
+
+
+def card_of(model: Served, card: Mapping[str, Any]) -> dict[str, Any]:
+    """A model for people: what its process said of it, or as much as is known while that is loading."""
+    known = {"name": model.name, "does": "translate" if model.translates else "complete", "targets": model.targets}
+    return {**card, **known, "source": model.source if model.translates else ""}

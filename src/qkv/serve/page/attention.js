@@ -1,0 +1,57 @@
+// The explorer on one sentence, asked anew for each.
+
+import { ask, Latest } from "./ask.js";
+import { onPair, pairOf } from "./models.js";
+import { text } from "./translate.js";
+import { WhatIf } from "./whatif.js";
+
+const latest = new Latest();
+let explorer = null, shown = "", typed = false;
+const question = () => ({ text: find("look-text").value.trim(), model: pairOf(find("look-pair")).model });
+const asked = () => JSON.stringify(question());
+const whatIf = new WhatIf(question);
+
+export function begin() {
+  find("look").addEventListener("submit", event => { event.preventDefault(); typed = true; look(); });
+  find("look-text").addEventListener("input", () => { typed = true; });
+  onPair(() => { if (!find("panel-attention").hidden) look(); });
+}
+
+// The sentence that stands in the translation, unless another was typed here.
+export function open() {
+  const current = text().trim().split("\n")[0];
+  if (current && !(typed && find("look-text").value.trim())) find("look-text").value = current;
+  if (find("look-text").value.trim() && asked() !== shown) look();
+  else if (!find("look-text").value.trim()) find("attention-said").textContent = "Write a sentence to see what the model looks at while it translates.";
+  else explorer?.redraw();  // the width may have changed
+}
+
+async function look() {
+  if (!find("look-text").value.trim()) return;
+  const now = asked();
+  find("attention-said").textContent = "Asking …";
+  find("attention-error").textContent = "";
+  try {
+    const answer = await latest.run(signal => ask("/attention", { json: question(), signal }));
+    if (!answer) return;
+    shown = now;
+    draw(answer);
+    find("attention-said").textContent = "";
+  } catch (error) {
+    find("attention-said").textContent = "";
+    find("attention-error").textContent = error.message;
+    find("attention-found").hidden = true;
+    shown = "";
+  }
+}
+
+function draw(data) {
+  const before = explorer ? { chosen: [...explorer.state.chosen].map(head => head.key), words: explorer.state.words } : {};
+  explorer?.close();
+  find("attention-found").hidden = false;
+  find("looked-at").textContent = data.text;
+  find("looked-into").textContent = data.translation;
+  whatIf.explorer = null;
+  explorer = new Explorer(find("explorer"), data, { ...before, onChoose: heads => whatIf.choose(heads), onForce: (step, word) => whatIf.force(step, word) });
+  whatIf.begin(explorer);
+}

@@ -1,0 +1,84 @@
+// Documents: sent by button or drop, watched while they are translated, fetched when done.
+
+import { ask, send } from "./ask.js";
+import { pairOf, served } from "./models.js";
+
+const EVERY = 500;  // milliseconds between two looks at a document
+const KNOWN = ["txt", "md", "html", "srt", "docx"];
+
+export function begin() {
+  const formats = served.settings.supportedFilesFormat?.map(name => name.replace(/^\./, "")) ?? KNOWN;
+  find("formats").textContent = `${formats.map(name => `.${name}`).join(", ")}; the layout stays, the words change.`;
+  find("files").accept = formats.map(name => `.${name}`).join(",");
+  find("files").addEventListener("change", () => { [...find("files").files].forEach(translate); find("files").value = ""; });
+  for (const name of ["dragover", "drop"]) document.addEventListener(name, event => event.preventDefault());  // or the browser opens what misses
+  const drop = find("drop"), over = is => event => { event.preventDefault(); drop.classList.toggle("over-it", is); };
+  drop.addEventListener("dragover", over(true));
+  drop.addEventListener("dragleave", over(false));
+  drop.addEventListener("drop", event => { over(false)(event); [...event.dataTransfer.files].forEach(translate); });
+}
+
+const pause = () => new Promise(resolve => setTimeout(resolve, EVERY));
+const say = words => { find("jobs-said").textContent = words; };
+
+async function translate(file) {
+  const bar = element("progress", { max: 1, "aria-label": `Progress of ${file.name}` });
+  const about = element("span", { class: "hint" }, "sending …"), end = element("span", { class: "end" });
+  find("jobs").prepend(element("li", {}, element("strong", {}, file.name), bar, about, end));
+  try {
+    const { model, source, target } = pairOf(find("document-pair"));
+    const { id, total } = await patiently(async () =>
+      ask(`/documents?${new URLSearchParams({ name: file.name, source, target, model })}`, { body: await file.arrayBuffer() }), about);
+    bar.max = Math.max(1, total);
+    await watch(id, bar, about);
+    end.append(download(id, translated(file.name, target)));
+    say(`${file.name} is translated.`);
+  } catch (error) {
+    bar.remove();
+    about.className = "error";
+    about.textContent = error.message.replace(`${file.name}: `, "");  // it stands beside its name
+    say(`${file.name}: ${about.textContent}`);
+  }
+}
+
+// A busy server is asked again when it said it would have room.
+async function patiently(work, about) {
+  for (;;) {
+    try {
+      return await work();
+    } catch (error) {
+      if (error.status !== 429 && error.status !== 503) throw error;
+      about.textContent = error.message;
+      await new Promise(resolve => setTimeout(resolve, 1000 * (error.wait || 2)));
+    }
+  }
+}
+
+async function watch(id, bar, about) {
+  for (;;) {
+    const found = await patiently(() => ask(`/documents/${encodeURIComponent(id)}`), about);
+    if (found.state === "failed") throw new Error(found.error || "The translation failed.");
+    bar.value = found.state === "done" ? bar.max : found.done;
+    about.textContent = found.state === "done" ? `${found.total} sentences, done` : `${found.done} of ${found.total} sentences`;
+    if (found.state === "done") return;
+    await pause();
+  }
+}
+
+const translated = (name, target) => name.replace(/(\.[^.]*)?$/, suffix => `${target ? `.${target}` : ".translated"}${suffix}`);
+
+// A link of its own could not carry a key, so the file is fetched and then saved.
+function download(id, name) {
+  const button = element("button", { type: "button", class: "button", "aria-label": `Download ${name}` }, "Download");
+  button.addEventListener("click", async () => {
+    try {
+      const data = await (await send(`/documents/${encodeURIComponent(id)}/file`)).blob();
+      const link = element("a", { href: URL.createObjectURL(data), download: name });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    } catch (error) {
+      find("documents-error").textContent = `${name}: ${error.message}`;
+    }
+  });
+  return button;
+}

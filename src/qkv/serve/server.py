@@ -1,0 +1,140 @@
+"""The server: it listens, lets no connection dawdle, and when told to stop finishes what it has accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection, Mapping
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from qkv.errors import QkvError, UsageError
+from qkv.serve.app import create_app
+from qkv.serve.desk import Desk
+from qkv.serve.engine import Engine, Setup
+from qkv.serve.keys import Key
+from qkv.serve.limits import Limits
+from qkv.serve.metrics import Metrics
+from qkv.serve.models import Models
+from qkv.serve.service import Service
+from qkv.terminal import say
+
+CONNECTIONS = 1024  # at once; more are told to come again
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP, with a limit on how long the head of a request may take: a connection that says nothing is closed."""
+
+    patience = 10.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.impatient = self.loop.call_later(self.patience, transport.close)
+
+    def on_message_begin(self) -> None:
+        self.impatient.cancel()
+        self.impatient = self.loop.call_later(self.patience, self.transport.close)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.impatient.cancel()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.impatient.cancel()
+        super().connection_lost(exc)
+
+
+class Server(uvicorn.Server):
+    """Told to stop, it refuses what comes and finishes what it has; told again, it stops."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self.service: Service = app.state.service
+        self.desk: Desk = app.state.desk
+        self.stopping = False
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.stopping:
+            super().handle_exit(sig, frame)
+        self.stopping = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to leave the main loop now."""
+        if self.engine.failed and not self.engine.ready:
+            self.should_exit = True
+        if self.stopping and not self.engine.draining:
+            self.engine.draining = True
+            self.until = asyncio.get_running_loop().time() + self.service.limits.drain
+        if self.engine.draining:
+            done = self.engine.idle and not self.desk.busy
+            self.should_exit |= done or asyncio.get_running_loop().time() > self.until
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that listens; `shared`, other processes may listen at the same port, and the system divides the work."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        found.bind((host, port))
+        found.listen(2048)
+    except (OSError, OverflowError) as error:
+        found.close()
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise UsageError(
+            f"{host}, port {port}: cannot listen there: {reason}: choose another --port or --host"
+        ) from None
+    found.setblocking(False)
+    return found
+
+
+def start(
+    models: Models,
+    setup: Setup,
+    limits: Limits,
+    listening: socket.socket,
+    *,
+    keys: Mapping[str, Key] | None = None,
+    rate: int = 0,
+    origins: Collection[str] = (),
+) -> None:
+    """Serve models, and say where."""
+    metrics = Metrics()
+    service = Service(models, Engine(setup, limits, metrics), limits, metrics, keys or {}, rate)
+    host, port = listening.getsockname()[:2]
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}/ serves {', '.join(models)}")
+    run(create_app(service, origins=origins), listening)
+
+
+def run(app: FastAPI, listening: socket.socket) -> None:
+    """Serve until told to stop; a run that cannot be loaded is an error."""
+    options: dict[str, Any] = {"http": Protocol, "ws": "none", "access_log": False, "log_level": "warning"}
+    limits = app.state.service.limits
+    Protocol.patience = limits.patience
+    config = uvicorn.Config(
+        app,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(limits.drain)),
+        **options,
+    )
+    server = Server(config, app)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        listening.close()
+    if server.engine.failed and not server.stopping:
+        raise QkvError(str(server.engine.failed))

@@ -1,0 +1,134 @@
+"""A served model for tests: `qkv serve` in a process of its own at a free port, which ends with the test or before."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import qkv
+from conftest import sentences, tiny_config
+from qkv import config
+
+PATIENCE = 120.0  # seconds for anything that only takes long when it never comes
+JSON = {"Content-Type": "application/json"}
+PLACE = ("--port", "0", "--device", "cpu")
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    data: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None) -> Answer:
+        """A request on a connection of its own: bytes as they are, anything else as JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        kind = {} if isinstance(body, bytes | None) else JSON
+        line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            line.request(method or ("GET" if body is None else "POST"), path, data, kind | (headers or {}))
+            found = line.getresponse()
+            return Answer(found.status, {k.lower(): v for k, v in found.headers.items()}, found.read())
+        finally:
+            line.close()
+
+    def translate(self, text: str | list[str], **more: Any) -> Any:
+        found = self.ask("/translate", {"q": text, "source": "en", "target": "it", **more})
+        assert found.status == 200, found.data
+        return found.json["translatedText"]
+
+    def metric(self, name: str) -> float:
+        lines = self.ask("/metrics").data.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes with the model."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for children in threads for pid in children.read_text().split()]
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
+    def until(self, true: Any) -> None:
+        """Wait for something that is about to happen."""
+        end = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+
+
+@contextmanager
+def serving(*arguments: object, ready: bool = True) -> Iterator[Server]:
+    """`qkv serve` with these runs and options; ready, unless it is to be seen loading."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "qkv", "serve", "--drain", "5", *map(str, arguments), *PLACE],
+                stderr=stream,
+                preexec_fn=_end_with_parent,
+            )
+        server = Server(process, 0, log)
+        try:
+            server.until(lambda: b" serves " in log.read_bytes() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
+            server.port = int(log.read_text().split("/ serves")[0].rsplit(":", 1)[1])
+            if ready:
+                server.until(lambda: server.ask("/health/ready").status == 200)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def train_writer(folder: Path) -> Path:
+    """The run of a small language model, letter by letter."""
+    lines = [source for source, _ in sentences(300, seed=5)]
+    (folder / "text.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    spec = tiny_config("", "", steps=60, validate_every=60, label_smoothing=0.0, average=0)
+    data = config.Data(train=(config.Corpus(text=str(folder / "text.txt")),), max_length=32)
+    model = config.DecoderOnly(d_model=32, d_ff=64, heads=2, layers=1, norm="pre", positions="rotary", dropout=0.0)
+    made = config.Config(data, config.Tokenizer(kind="char"), model, spec.train, spec.decode)
+    return qkv.train(made, folder / "run").path

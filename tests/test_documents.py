@@ -1,0 +1,328 @@
+"""Documents: nothing but their words changes, and translated to themselves they are what they were, to the byte."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.errors import UsageError
+from qkv.serve.documents import FORMATS, Document
+from qkv.serve.documents import word as words
+
+PAGE = """<!doctype html>
+<html><head><title>Tom &amp; Jerry</title><style>p { color: red }</style>
+<script>if (a < b) write("<p>keep</p>")</script></head>
+<body><h1>The cat</h1>
+<p class="x">Your <b>cat</b> is a <a href="u?a=1&b=2">lovely
+   red cat</a>.</p>
+<!-- a comment --><p><em>All of it</em></p><pre>keep  this</pre>
+<div>One<br>two <img src="x.png" alt="no"> three &lt;b&gt; four</div>
+<p>Run <code>a b</code> now.</p><p translate="no">Keep this</p>
+<b><p>across</p></b><i>one <u>two</i> three</u><p>1 < 2</p>
+"""
+
+NOTES = """---
+title: keep
+---
+
+# A *nice* title #
+
+Some **bold text** and `code here`, see [the docs](http://a.b/c "t"), [ref] and
+a second line.\\
+After a break: a \\* star, snake_case and <http://x.y>.
+
+> A quote over
+> two lines
+
+- [ ] a task
+- an item
+  that goes on
+
+```py
+code = "keep"
+```
+
+    indented code
+
+| a head | b \\| c |
+|---|---|
+| one **two** | three |
+
+Setext
+======
+
+A footnote.[^1]
+
+[^1]: The note.
+
+[ref]: http://e.f
+
+<div>
+kept html
+</div>
+"""
+
+TITLES = (
+    "\ufeff1\r\n00:00:01,000 --> 00:00:02,500\r\n<i>Hello there my\r\ngood friend.</i>\r\n\r\n"
+    "2\r\n00:00:03,000 --> 00:00:04,000 X1:1\r\n- Yes?\r\n- {\\an8}No & no.\r\n\r\n"
+    "3\r\n00:00:05,000 --> 00:00:06,000\r\n\r\n"
+)
+
+SAMPLES = {"a.txt": " One line.\r\n\r\n\ttwo <b>\n", "a.md": NOTES, "a.html": PAGE, "a.srt": TITLES}
+
+
+def parse(name: str, text: str) -> Document:
+    return Document.parse(name, text.encode())
+
+
+def built(name: str, text: str, change: Callable[[str], str]) -> str:
+    document = parse(name, text)
+    return document.build([change(segment) for segment in document.segments]).decode()
+
+
+# ---- the same document -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_its_own_segments_give_the_same_document(name: str) -> None:
+    document = parse(name, SAMPLES[name])
+    assert document.segments
+    assert document.build(document.segments) == SAMPLES[name].encode()
+    assert len(document.marked) == len(document.segments)
+    assert document.name == name
+
+
+PIECES = r"""
+    * _ ** *** ` ``` ~~ [ ] ( ) ! # > - 1. | |---| --- \ {\an8} [x](y) [a]: < > & " ' = word Wort été http://a.b
+    <b> </b> <i> </i> <p> </p> <br> <a href='x'> </a> <script> </script> <!-- --> <code> </code> &amp; &lt;
+    00:00:01,000-->00:00:02,000
+""".split()
+SPACES = [" ", "  ", "\n", "\n\n", "\r\n", "\r", "\t", "    ", "\ufeff", "\u2028", "\x0c"]
+text = st.lists(st.sampled_from([*PIECES, *SPACES]))
+
+
+@given(text.map("".join), st.sampled_from(["txt", "md", "html", "srt"]))
+def test_whatever_a_document_holds_it_stays_the_same(content: str, kind: str) -> None:
+    document = Document.parse(f"a.{kind}", content.encode())
+    assert document.build(document.segments) == content.encode()
+    assert all(any(c.isalnum() for c in segment) and "\n" not in segment for segment in document.segments)
+    document.build([segment[::-1] + " more <b>" for segment in document.segments])  # places any markup
+
+
+@given(st.text(), st.sampled_from(["txt", "md", "html", "srt"]))
+def test_any_text_is_a_document(content: str, kind: str) -> None:
+    data = content.encode("utf-8", "ignore")
+    document = Document.parse(f"a.{kind}", data)
+    assert document.build(document.segments) == data
+
+
+# ---- what is translated, and what not --------------------------------------------------------------------------------
+
+
+def test_lines_of_text() -> None:
+    assert parse("a.txt", SAMPLES["a.txt"]).segments == ["One line.", "two <b>"]
+    assert built("a.txt", SAMPLES["a.txt"], str.upper) == " ONE LINE.\r\n\r\n\tTWO <B>\n"
+
+
+def test_html_keeps_its_tags_and_all_that_is_no_text() -> None:
+    document = parse("a.html", PAGE)
+    assert document.segments[:4] == ["Tom & Jerry", "The cat", "Your cat is a lovely red cat.", "All of it"]
+    assert document.segments[4:8] == ["One", "two three <b> four", "Run now.", "across"]
+    assert document.segments[8:] == ["one", "two", "three", "1 < 2"]
+    changed = built("a.html", PAGE, str.upper)
+    for kept in ("<title>TOM &amp; JERRY</title>", 'write("<p>keep</p>")', "p { color: red }", "<!-- a comment -->"):
+        assert kept in changed
+    for kept in ("<pre>keep  this</pre>", "ONE<br>TWO", "&lt;B&gt;", "<code>a b</code>", ">Keep this<", "<p>1 < 2</p>"):
+        assert kept in changed
+    assert tags(changed) == tags(PAGE)
+
+
+def tags(page: str) -> list[str]:
+    found: list[str] = []
+    reader = html.parser.HTMLParser()
+    reader.handle_starttag = lambda tag, attrs: found.append(f"{tag} {attrs}")  # type: ignore[method-assign]
+    reader.handle_endtag = lambda tag: found.append(f"/{tag}")  # type: ignore[method-assign]
+    reader.feed(page)
+    return found
+
+
+def test_no_character_is_taken_for_another() -> None:
+    page = "<p>a &#xE000; &lt;x0&gt; \ue001 <b>b</b> \ufdd0</p>"
+    assert parse("a.html", page).segments == ["a \ue000 <x0> \ue001 b \ufdd0"]
+    changed = built("a.html", page, lambda text: text.replace("a", "un \ue002 <x1>"))
+    assert changed.replace("<b>", "").replace("</b>", "") == (
+        "<p>un \ue002 &lt;x1&gt; \ue000 &lt;x0&gt; \ue001 b \ufdd0</p>"
+    )
+
+
+def test_markup_goes_with_its_words() -> None:
+    document = parse("a.html", '<p>a <b>lovely</b> <a href="x">cat</a>.</p>')
+    assert document.marked == [True]
+    links = [(0, 0), (1, 2), (2, 1), (3, 3)]
+    assert document.build(["un gatto adorabile."], [links]) == b'<p>un <a href="x">gatto</a> <b>adorabile</b>.</p>'
+    # without an alignment, by the place in the sentence
+    assert document.build(["un adorabile gatto."]) == b'<p>un <b>adorabile</b> <a href="x">gatto</a>.</p>'
+
+
+def test_markdown_keeps_its_structure() -> None:
+    document = parse("a.md", NOTES)
+    assert document.segments == [
+        "A nice title",
+        "Some bold text and, see the docs, ref and a second line.",
+        "After a break: a * star, snake_case and.",
+        "A quote over two lines",
+        "a task",
+        "an item that goes on",
+        "a head",
+        "b | c",
+        "one two",
+        "three",
+        "Setext",
+        "A footnote.",
+        "The note.",
+    ]
+    changed = built("a.md", NOTES, str.upper)
+    for kept in (
+        "title: keep\n",
+        "# A *NICE* TITLE #\n",
+        "**BOLD TEXT**",
+        "`code here`",
+        '[THE DOCS](http://a.b/c "t")',
+    ):
+        assert kept in changed
+    for kept in ("[REF][ref]", "\\* STAR", "<http://x.y>", "> A QUOTE OVER TWO LINES\n", "- [ ] A TASK\n"):
+        assert kept in changed
+    for kept in ('code = "keep"', "    indented code", "| A HEAD | B \\| C |", "|---|---|", "ONE **TWO** | THREE |"):
+        assert kept in changed
+    for kept in ("SETEXT\n======", "A FOOTNOTE.[^1]", "[^1]: THE NOTE.\n", "[ref]: http://e.f", "kept html"):
+        assert kept in changed
+
+
+@pytest.mark.parametrize("translated", ["# not a heading", "- no list", "1. no", "*no* [link](x) `code` <b>", "> no"])
+def test_a_translation_does_not_become_markdown(translated: str) -> None:
+    from markdown_it import MarkdownIt
+
+    written = built("a.md", "Some text.\n", lambda _: translated)
+    rendered = MarkdownIt("commonmark").render(written)
+    plain = translated.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    assert rendered == f"<p>{plain}</p>\n"
+
+
+def test_subtitles_keep_numbers_and_times() -> None:
+    assert parse("a.srt", TITLES).segments == ["Hello there my good friend.", "Yes?", "No & no."]
+    changed = built("a.srt", TITLES, str.upper)
+    assert changed == TITLES.replace("Hello there my", "HELLO THERE MY").replace("good friend", "GOOD FRIEND").replace(
+        "Yes", "YES"
+    ).replace("No & no", "NO & NO")
+
+
+def test_a_translation_is_one_line() -> None:
+    assert built("a.txt", "one\ntwo\n", lambda text: f"{text}\n{text}") == "one one\ntwo two\n"
+
+
+# ---- Word ------------------------------------------------------------------------------------------------------------
+
+
+def letter() -> bytes:
+    docx = pytest.importorskip("docx", reason="python-docx is not installed: pip install 'qkv[serve]'")
+    made = docx.Document()
+    made.add_heading("The title", 1)
+    paragraph = made.add_paragraph("a ")
+    for part in ("love", "ly"):  # as Word cuts words up
+        paragraph.add_run(part).bold = True
+    paragraph.add_run(" cat.")
+    made.add_table(1, 1).cell(0, 0).text = "in a cell"
+    broken = made.add_paragraph("one line")
+    broken.runs[0].add_break()
+    broken.add_run("another")
+    made.sections[0].header.paragraphs[0].text = "at the top"
+    out = io.BytesIO()
+    made.save(out)
+    return out.getvalue()
+
+
+def test_a_word_document_keeps_its_looks() -> None:
+    import docx
+
+    document = Document.parse("Letter.DOCX", letter())
+    assert document.segments == ["The title", "a lovely cat.", "in a cell", "one line another", "at the top"]
+    links = [None, [(0, 0), (1, 2), (2, 1), (3, 3)], None, None, None]
+    data = document.build(["Il titolo", "un gatto adorabile.", "in una cella", "una riga altra", "in alto"], links)
+    found = docx.Document(io.BytesIO(data))
+    assert [p.text for p in found.paragraphs] == ["Il titolo", "un gatto adorabile.", "una riga\n altra"]
+    assert found.paragraphs[0].style.name == "Heading 1"
+    assert [(run.text, bool(run.bold)) for run in found.paragraphs[1].runs] == [
+        ("un gatto ", False),
+        ("adorabile", True),
+        (".", False),
+    ]
+    assert found.tables[0].cell(0, 0).text == "in una cella"
+    assert found.sections[0].header.paragraphs[0].text == "in alto"
+    same = docx.Document(io.BytesIO(document.build(document.segments)))
+    before = docx.Document(io.BytesIO(letter()))
+    assert [p._p.xml for p in same.paragraphs] == [p._p.xml for p in before.paragraphs]
+
+
+def test_a_word_document_that_would_be_too_large_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "INFLATED", 1 << 20)
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts:
+        parts.writestr("word/document.xml", b"\0" * (2 << 20))
+    assert len(out.getvalue()) < 10_000
+    with pytest.raises(UsageError, match="larger than 1 MiB"):
+        Document.parse("a.docx", out.getvalue())
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("a.pdf", b"x", "send one of txt, md"),
+        ("noend", b"x", "send one of txt, md"),
+        ("a.txt", b"one\ntwo\xff", "line 2: not UTF-8"),
+        ("a.docx", b"PK no archive", "no Word document"),
+    ],
+)
+def test_what_cannot_be_read_says_why(name: str, data: bytes, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Document.parse(name, data)
+
+
+def test_a_damaged_word_document_says_so(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as parts:
+        parts.writestr("word/document.xml", "<no document")
+    with pytest.raises(UsageError, match="damaged"):
+        Document.parse("a.docx", out.getvalue())
+    with pytest.raises(UsageError, match=r"damaged|no Word document"):
+        Document.parse("a.docx", letter()[:-400])
+
+
+def test_every_segment_needs_a_translation() -> None:
+    with pytest.raises(UsageError, match="2 segments, but 1 translations"):
+        parse("a.txt", "one\ntwo").build(["uno"])
+
+
+def test_formats_are_named() -> None:
+    assert set(FORMATS) == {"txt", "md", "html", "htm", "srt", "docx"}
+
+
+@pytest.mark.parametrize(
+    "unit", ["<a", '</a">"', "<!--", "[", "`", "``` ", "**a ", "_", "<b>", "<b>x", "<code>", "![", "\n"]
+)
+@pytest.mark.parametrize("kind", ["md", "html", "srt"])
+def test_hostile_text_is_read_too(kind: str, unit: str) -> None:
+    """In linear time: were it in the square of the length, this would take minutes."""
+    data = (unit * 10_000 + " word").encode()
+    document = Document.parse(f"a.{kind}", data)
+    assert document.build(document.segments) == data
+    document.build([segment[::-1] for segment in document.segments])

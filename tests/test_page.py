@@ -1,0 +1,631 @@
+"""The served page in a real browser, before a small server of the test's own that can also refuse and dawdle.
+
+The translations, the attention and the documents behind it are those of a real model; only the completions are made up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+import qkv
+from browsing import Open, launched, needs_chromium, opening, outcome, shows, told
+from qkv.explain import record
+from qkv.serve.documents import FORMATS, Document
+
+pytestmark = needs_chromium
+
+PAGE = Path(qkv.__file__).parent / "serve" / "page"
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
+KEY = "a key"
+WORDS = [" runs", " and", " the", " dog", " sees", " a", " cat", ".", "\n", " End"]
+
+Answer = tuple[int, Any]
+
+
+class Stub:
+    """What the server knows and answers; a test may change any of it."""
+
+    def __init__(self, translator: qkv.Translator) -> None:
+        self.translator = translator
+        self.lock = threading.Lock()  # a model answers one at a time
+        self.asked: list[tuple[str, Any]] = []
+        self.details: dict[str, Any] = {}
+        self.refusals: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
+        self.slow: dict[str, float] = {}
+        self.key = ""
+        self.url = ""
+        self.pace = 0.0  # seconds between two tokens
+        self.papers: dict[str, tuple[Document, list[str]]] = {}
+        self.models: list[dict[str, Any]] = [
+            {"name": "tiny", "does": "translate", "source": "en", "targets": ["it"], "parameters": 12345}
+            | {
+                "kind": "transformer",
+                "card": "# tiny\n\n- model: **small**\n\n| a | b |\n|---|---|\n| 1 | `x` |\n",
+                "scores": {"bleu": 99.123},
+            },
+            {"name": "book", "does": "complete", "kind": "decoder", "parameters": 678, "scores": {}},
+        ]
+
+    def settings(self) -> Any:
+        return {
+            "keyRequired": bool(self.key),
+            "charLimit": 500,
+            "supportedFilesFormat": FORMATS,
+        }
+
+    def translate(self, asked: Any) -> Any:
+        time.sleep(self.slow.get(asked["q"], 0))
+        with self.lock:
+            lines = [self.translator.translate(q, n_best=asked["alternatives"] + 1) for q in asked["q"].split("\n")]
+        found = lines[0]
+        details = {"score": found.score, "logprob": found.logprob, "truncated": False, "looped": False}
+        details |= {"length_ratio": found.length_ratio} | self.details
+        others = [other.text for other in found.alternatives]
+        text = "\n".join(line.text for line in lines)
+        return {"translatedText": text, "alternatives": others, "details": details}
+
+    def alternatives(self, asked: Any) -> Any:
+        with self.lock:
+            found = self.translator.alternatives(asked["source"], asked["target"], asked["position"], asked["n"])
+        return {"words": [vars(word) for word in found]}
+
+    def attention(self, asked: Any) -> Any:
+        with self.lock:
+            changed = asked.get("without") or asked.get("force") or asked.get("drop")
+            found = self.translator.attention(asked["text"]).drawn()
+            return found | {"what_if": self.what_if(asked) if changed else None}
+
+    def what_if(self, asked: Any) -> Any:
+        heads = [one if isinstance(one, str) else tuple(one) for one in asked.get("without", [])]
+        force = tuple(asked["force"]) if asked.get("force") else None
+        return self.translator.what_if(
+            asked["text"], heads_off=heads, force=force, drop=asked.get("drop", [])
+        ).to_dict()
+
+    def upload(self, name: str, data: bytes) -> Any:
+        found = Document.parse(name, data)
+        with self.lock:
+            translated = [each.text for each in self.translator.translate(found.segments)]
+        self.papers[name] = found, translated
+        return {"id": name, "total": len(found.segments)}
+
+
+class Handler(BaseHTTPRequestHandler):
+    stub: Stub
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        name = Path(path).name
+        folder = record.PAGE if path.startswith("/page/explorer/") else PAGE
+        if path == "/":
+            name, folder = "index.html", PAGE
+        if path == "/" or path.startswith("/page/"):
+            self.answer(200, (folder / name).read_bytes(), TYPES[Path(name).suffix])
+        elif path == "/frontend/settings":
+            self.answer(200, self.stub.settings())
+        elif not self.refused(path):
+            self.answer(*self.found(path))
+
+    def found(self, path: str) -> Answer:
+        if path == "/models":
+            return 200, {"models": self.stub.models}
+        _, _, name, *rest = path.split("/")
+        document, translated = self.stub.papers[name]
+        if rest:
+            return 200, document.build(translated)
+        return 200, {"state": "done", "done": len(translated), "total": len(translated)}
+
+    def do_POST(self) -> None:
+        path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = body if path == "/documents" else json.loads(body)
+        self.stub.asked.append((path, asked))
+        if self.refused(path):
+            return
+        try:
+            if path == "/documents":
+                self.answer(200, self.stub.upload(query["name"][0], body))
+            elif path == "/v1/completions":
+                self.complete(asked)
+            else:
+                self.answer(200, getattr(self.stub, path[1:])(asked))
+        except qkv.errors.UsageError as error:
+            self.answer(422, {"error": str(error)})
+
+    def refused(self, path: str) -> bool:
+        if self.stub.key and self.headers["Authorization"] != f"Bearer {self.stub.key}":
+            self.answer(403, {"error": "An API key is required"})
+            return True
+        if waiting := self.stub.refusals.get(path):
+            status, said, headers = waiting.pop(0)
+            self.answer(status, {"error": {"message": said} if path.startswith("/v1") else said}, **headers)
+            return True
+        return False
+
+    def complete(self, asked: Any) -> None:
+        words = WORDS * 100
+        top = {word: math.log(2.0**-i) for i, word in enumerate(WORDS, 1)}
+        choices = [
+            {"text": word, "finish_reason": "length" if number == asked["max_tokens"] else None}
+            | {"logprobs": {"tokens": [word], "token_logprobs": [top[word]], "top_logprobs": [top]}}
+            for number, word in enumerate(words[: asked["max_tokens"]], 1)
+        ]
+        if not asked.get("stream"):
+            self.answer(200, {"choices": choices})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for choice in choices:
+            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            self.wfile.flush()
+            time.sleep(self.stub.pace)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def answer(self, status: int, plain: Any, kind: str = "application/json", **headers: str) -> None:
+        data = plain if isinstance(plain, bytes) else json.dumps(plain).encode()
+        self.send_response(status)
+        for name, value in {"Content-Security-Policy": POLICY, "Content-Type": kind, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def handle(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # a question that was called off
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+# ---- the browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> qkv.Translator:
+    found = qkv.load(tiny)
+    assert isinstance(found, qkv.Translator)
+    return found
+
+
+@pytest.fixture
+def stub(translator: qkv.Translator) -> Iterator[Stub]:
+    stub = Stub(translator)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"stub": stub}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_port}/"
+    yield stub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def opened(browser: Any, stub: Stub) -> Iterator[Open]:
+    with opening(browser, stub.url, lambda: not stub.key and "/models" not in stub.refusals) as found:
+        yield found
+
+
+# ---- translate -------------------------------------------------------------------------------------------------------
+
+
+def test_it_translates_as_one_types_and_asks_when_one_pauses(opened: Open, stub: Stub) -> None:
+    page = opened()
+    page.wait_for_selector("#source-text:focus")
+    assert page.locator("#pair").inner_text().strip() == "English → Italian"
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)
+    page.keyboard.type("The cat sees the dog.")
+    page.clock.run_for(200)
+    assert stub.asked == []
+    page.clock.run_for(200)
+    shows(page, "#target-text", stub.translator.translate("The cat sees the dog.").text)
+    assert [question["q"] for _, question in stub.asked] == ["The cat sees the dog."]
+    assert "21 of 500 characters" in page.locator("#source-count").inner_text()
+    assert "score" in page.locator("#target-about").inner_text()
+
+
+def test_an_old_answer_never_replaces_a_newer_one(opened: Open, stub: Stub) -> None:
+    stub.slow["The big house."] = 1.0
+    page = opened()
+    page.fill("#source-text", "The big house.")
+    page.wait_for_timeout(500)  # it is on its way
+    page.fill("#source-text", "A good day.")
+    wanted = stub.translator.translate("A good day.").text
+    shows(page, "#target-text", wanted)
+    page.wait_for_timeout(1000)
+    assert page.locator("#target-text").inner_text() == wanted
+    page.fill("#source-text", "The big house.")
+    page.wait_for_timeout(500)
+    page.click("#source-clear")
+    page.wait_for_timeout(1000)
+    assert page.locator("#target-text").inner_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        ({"truncated": True}, "cut off"),
+        ({"looped": True}, "loop"),
+        ({"length_ratio": 5.0}, "5.0 times as long"),
+        ({"length_ratio": 0.1}, "may be missing"),
+    ],
+)
+def test_what_to_be_wary_of_is_said(detail: dict[str, Any], said: str, opened: Open, stub: Stub) -> None:
+    stub.details = detail
+    page = opened()
+    page.fill("#source-text", "The cat.")
+    shows(page, "#flags", re.compile(said))
+
+
+def test_alternatives_of_the_whole_and_of_a_word(opened: Open, stub: Stub) -> None:
+    page = opened()
+    page.fill("#source-text", "The cat sees the dog.")
+    first = stub.translator.translate("The cat sees the dog.", n_best=5)
+    shows(page, "#target-text", first.text)
+    page.click("#target-others")
+    page.wait_for_selector(".choice")
+    others = [other.text for other in first.alternatives]
+    assert page.locator(".choice").all_inner_texts() == [text for text in dict.fromkeys(others) if text != first.text]
+    page.locator(".choice").first.click()
+    assert page.locator("#target-text").inner_text() == others[0]
+    assert not page.locator("#others").is_visible()
+    page.locator('[data-word="0 1"]').click()
+    page.wait_for_selector(".choice")
+    found = stub.translator.alternatives("The cat sees the dog.", others[0], 1, 4)
+    assert page.locator(".choice strong").all_inner_texts() == [word.word for word in found if word.text != others[0]]
+    assert page.locator("#other-word").input_value() == "0 1"
+    page.locator("#other-word").select_option(label="the whole text")  # by keyboard the same
+    page.wait_for_selector(".choice:not(:has(strong))")
+
+
+def test_another_word_changes_its_own_line_only(opened: Open, stub: Stub) -> None:
+    page = opened()
+    lines = ["The cat sees the dog.", "", "One good day."]
+    page.fill("#source-text", "\n".join(lines))
+    translated = stub.translate({"q": "\n".join(lines), "alternatives": 0})["translatedText"].split("\n")
+    shows(page, "#target-text", "\n".join(translated))
+    page.locator('[data-word="2 1"]').click()
+    page.wait_for_selector(".choice")
+    found = stub.translator.alternatives(lines[2], translated[2], 1, 4)
+    wanted = next(word.text for word in found if word.text != translated[2])
+    page.locator(".choice").first.click()
+    assert page.locator("#target-text").text_content() == "\n".join([*translated[:2], wanted])
+
+
+def test_copy(opened: Open, stub: Stub) -> None:
+    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    page.fill("#source-text", "A good day.")
+    shows(page, "#target-text", stub.translator.translate("A good day.").text)
+    page.click("#target-copy")
+    shows(page, "#target-copy", "Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == stub.translator.translate("A good day.").text
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "shown"),
+    [
+        (413, "9 characters, and at most 5 are taken", "more than the server takes at once. 9 characters"),
+        (422, "q: too strange", "q: too strange"),
+        (500, "", "The server failed (500)"),
+        (504, "not done within 60 s", "did not finish in time"),
+    ],
+)
+def test_refusals_are_said_in_words(status: int, said: str, shown: str, opened: Open, stub: Stub) -> None:
+    stub.refusals["/translate"] = [(status, said, {})]
+    page = opened()
+    page.fill("#source-text", "The cat.")
+    shows(page, "#translate-error", re.compile(re.escape(shown)))
+    page.fill("#source-text", "The dog.")
+    shows(page, "#target-text", stub.translator.translate("The dog.").text)
+    assert page.locator("#translate-error").inner_text() == ""
+
+
+@pytest.mark.parametrize(("status", "shown"), [(429, "busy"), (503, "loading or about to stop")])
+def test_a_busy_server_is_asked_again(status: int, shown: str, opened: Open, stub: Stub) -> None:
+    stub.refusals["/translate"] = [(status, "", {"Retry_After": "1"})]
+    page = opened()
+    page.fill("#source-text", "The cat.")
+    shows(page, "#translate-error", re.compile(f"{shown}.*in 1 s"))
+    shows(page, "#target-text", stub.translator.translate("The cat.").text)
+
+
+def test_a_server_that_is_still_loading_is_waited_for(opened: Open, stub: Stub) -> None:
+    stub.refusals["/models"] = [(503, "", {"Retry_After": "1"})]
+    page = opened()
+    shows(page, "#status", re.compile("loading"))
+    page.wait_for_selector("#pair option", state="attached")
+    assert page.locator("#status").inner_text() == ""
+
+
+def test_a_key_is_asked_for_and_kept_in_memory_only(opened: Open, stub: Stub) -> None:
+    stub.key = KEY
+    page = opened()
+    shows(page, "#status", re.compile("An API key is required. Enter a key"))
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    page.wait_for_selector("#pair option", state="attached")
+    page.fill("#source-text", "The cat.")
+    shows(page, "#target-text", stub.translator.translate("The cat.").text)
+    assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    assert KEY not in page.url
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_translated_and_fetched(opened: Open, stub: Stub, tmp_path: Path) -> None:
+    page = opened("documents")
+    data = b"# The cat\n\nThe **dog** sees the cat.\n\n    code\n"
+    page.set_input_files("#files", files=[{"name": "a.md", "mimeType": "text/plain", "buffer": data}])
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download a.it.md").click()
+    assert download.value.suggested_filename == "a.it.md"
+    document = Document.parse("a.md", data)
+    wanted = document.build([found.text for found in stub.translator.translate(document.segments)])
+    assert Path(download.value.path()).read_bytes() == wanted
+    assert page.evaluate("(bar => bar.value / bar.max)(document.querySelector('progress'))") == 1
+    shows(page, "#jobs-said", "a.md is translated.")
+
+
+def test_a_document_that_cannot_be_read_says_why(opened: Open, stub: Stub) -> None:
+    page = opened("documents")
+    stub.refusals["/documents"] = [(429, "", {"Retry_After": "1"})]  # waited for
+    page.set_input_files("#files", files=[{"name": "a.xyz", "mimeType": "text/plain", "buffer": b"The cat."}])
+    shows(page, "#jobs .error", re.compile("^not a document that can be translated"))
+
+
+def test_documents_can_be_dropped(opened: Open) -> None:
+    page = opened("documents")
+    page.wait_for_selector("#document-pair option", state="attached")
+    page.evaluate("""() => {
+        const dropped = new DataTransfer();
+        dropped.items.add(new File(["The cat."], "b.txt"));
+        document.getElementById("drop").dispatchEvent(new DragEvent("drop", { dataTransfer: dropped, bubbles: true }));
+    }""")
+    page.get_by_role("button", name="Download b.it.txt").wait_for()
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def test_the_explorer_shows_the_current_sentence(opened: Open, stub: Stub) -> None:
+    page = opened()
+    page.fill("#source-text", "The cat sees the dog.")
+    page.click("#tab-attention")
+    page.wait_for_selector("#grid .head")
+    found = stub.translator.attention("The cat sees the dog.")
+    assert page.locator("#looked-into").inner_text() == found.translation
+    page.locator('[data-head="decoder.0.cross.1"]').click()
+    page.locator("#heat").focus()
+    page.keyboard.press("ArrowDown")
+    weight = found.weights["decoder.0.cross"][1, 1, 0]
+    shows(page, "#readout", f"{found.written[1]} looks at {found.source[0]}: {weight:.4f}")
+    page.locator("#on").click()
+    assert f"writes {found.written[1]}" in page.locator("#step-about").inner_text()
+    page.locator("#tree button.best").first.wait_for()
+    page.fill("#look-text", "A good day.")
+    page.press("#look-text", "Enter")
+    shows(page, "#looked-into", stub.translator.translate("A good day.").text)
+    assert page.locator('[data-head="decoder.0.cross.1"]').get_attribute("aria-pressed") == "true"  # as before
+
+
+def test_what_if_shows_what_becomes_of_the_translation(opened: Open, stub: Stub) -> None:
+    text = "The cat sees the dog."
+    page = opened()
+    page.fill("#source-text", text)
+    page.click("#tab-attention")
+    page.wait_for_selector("#grid .head")
+    page.locator('[data-head="decoder.0.cross.0"]').click()
+    page.click("#off-head")
+    wanted = stub.translator.what_if(text, heads_off=[("decoder.0.cross", 0)])
+    assert (outcome(page, 1), outcome(page, 2)) == (told(wanted.before), told(wanted.after))
+    assert "off" in (page.locator('[data-head="decoder.0.cross.0"]').get_attribute("class") or "")
+    page.click("#off-layer")
+    shows(page, "#changes-list", "without decoder.0.cross")
+    page.wait_for_selector("#outcome table")
+    assert outcome(page, 2) == told(stub.translator.what_if(text, heads_off=["decoder.0.cross"]).after)
+    page.click("#undo")
+    assert not page.locator("#outcome").is_visible()
+
+    page.get_by_role("button", name="Drop cat").click()
+    wanted = stub.translator.what_if(text, drop=[1])
+    assert outcome(page, 2) == told(wanted.after)
+    before, after = (set(re.findall(r"\w+", found.translation)) for found in (wanted.before, wanted.after))
+    lost = before - after
+    assert lost
+    assert lost <= set(page.locator("#outcome tbody tr:nth-child(1) mark").all_inner_texts())
+    page.click("#undo")
+
+    page.locator("#candidates button").first.click()
+    steps = stub.translator.attention(text).steps
+    assert steps is not None
+    other = next(each for each in steps[0]["candidates"] if each["token"] not in (steps[0]["chosen"], "</s>"))
+    wanted = stub.translator.what_if(text, force=(0, other["id"]))
+    assert outcome(page, 2) == told(wanted.after)
+    assert stub.asked[-1][1]["force"] == [0, other["id"]]
+    page.locator("#force-step").select_option("1")
+    page.fill("#force-word", "cane")
+    page.press("#force-word", "Enter")
+    shows(page, "#changes-list", "cane at step 2")
+    page.wait_for_selector("#outcome table")
+    assert outcome(page, 2) == told(stub.translator.what_if(text, force=(1, "cane")).after)
+
+
+def test_what_cannot_be_explained_says_why(opened: Open) -> None:
+    page = opened("attention")
+    shows(page, "#attention-said", re.compile("Write a sentence"))
+    page.fill("#look-text", "The cat sees the dog. " * 20)
+    page.press("#look-text", "Enter")
+    shows(page, "#attention-error", re.compile("this is for one sentence of 1 to 32 tokens"))
+
+
+# ---- complete --------------------------------------------------------------------------------------------------------
+
+
+def test_text_streams_with_what_else_could_have_come(opened: Open) -> None:
+    page = opened("complete")
+    page.fill("#prompt", "The cat")
+    shows(page, "#next-about", "What could come after this beginning:")
+    assert page.locator("#next li").first.inner_text().split() == ["▁runs", "50", "%"]
+    page.locator("#max-tokens").fill("10")
+    page.click("#go-on")
+    shows(page, "#complete-said", "10 tokens: as many as asked for.")
+    assert page.locator("#written").text_content() == "The cat" + "".join(WORDS)
+    assert page.locator("#next li").count() == 10
+    assert page.locator("#next .chosen").inner_text().split()[0] == "▁End"
+    page.locator("#token-at").focus()
+    page.keyboard.press("Home")
+    shows(page, "#next-about", "▁runs came, with probability 50 %.")
+    page.locator('#written [data-at="1"]').hover()
+    shows(page, "#token-number", "2 of 10")
+
+
+def test_a_completion_can_be_stopped(opened: Open, stub: Stub) -> None:
+    stub.pace = 0.2
+    page = opened("complete")
+    page.locator("#max-tokens").fill("500")
+    page.click("#go-on")
+    page.wait_for_selector('#written [data-at="2"]')
+    page.click("#stop")
+    shows(page, "#complete-said", re.compile(r"Stopped after \d+ tokens."))
+    written = page.locator("#written").text_content()
+    page.wait_for_timeout(600)
+    assert page.locator("#written").text_content() == written
+
+
+def test_the_knobs_are_sent(opened: Open, stub: Stub) -> None:
+    page = opened("complete")
+    page.locator("#temperature").fill("1.5")
+    page.locator("#top-p").fill("0.5")
+    page.locator("#max-tokens").fill("20")
+    page.click("#go-on")
+    shows(page, "#complete-said", re.compile("20 tokens"))
+    sent = stub.asked[-1][1]
+    assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["stream"]) == (1.5, 0.5, 20, True)
+    stub.refusals["/v1/completions"] = [(413, "20 tokens, and at most 5 are taken", {})]
+    page.click("#go-on")
+    shows(page, "#complete-error", re.compile("20 tokens, and at most 5"))
+
+
+# ---- everybody can use it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["translation model", "language model"])
+def test_a_tab_without_its_model_says_so(missing: str, opened: Open, stub: Stub) -> None:
+    stub.models = stub.models[1:] if missing == "translation model" else stub.models[:1]
+    tabs = ["translate", "documents", "attention"] if missing == "translation model" else ["complete"]
+    page = opened(tabs[0])
+    for tab in tabs:
+        page.click(f"#tab-{tab}")
+        shows(page, f"#panel-{tab} .none", re.compile(f"No {missing} is loaded"))
+        assert not page.locator(f"#panel-{tab} .work").is_visible()
+
+
+def test_the_tabs_are_walked_by_key(opened: Open) -> None:
+    page = opened()
+    page.locator("#tab-translate").focus()
+    for key, tab in (
+        ("ArrowRight", "documents"),
+        ("End", "model"),
+        ("ArrowRight", "translate"),
+        ("ArrowLeft", "model"),
+    ):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
+        assert page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{tab}"
+        assert page.locator("[role=tabpanel]:visible").get_attribute("id") == f"panel-{tab}"
+    page.reload()
+    page.wait_for_selector("#panel-model:not([hidden])")  # the address knows the tab
+
+
+def test_controls_have_names_and_news_is_announced(opened: Open) -> None:
+    page = opened()
+    page.fill("#source-text", "The cat sees the dog.")
+    page.click("#tab-attention")
+    page.wait_for_selector("#grid .head")
+    nameless = """[...document.querySelectorAll('button, input, select, textarea')].filter(e => !e.hidden &&
+        !e.getAttribute('aria-label') && !e.textContent.trim() && !e.labels?.length && !e.closest('[hidden]'))
+        .map(e => e.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    for place in ("#target-text", "#flags", "#jobs-said", "#outcome", "#next-about"):
+        assert page.locator(place).get_attribute("aria-live") == "polite"
+    for place in ("#translate-error", "#attention-error", "#complete-error", "#status"):
+        assert page.locator(place).get_attribute("role") == "alert"
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    assert page.evaluate("[...document.querySelectorAll('label[for]')].every(l => document.getElementById(l.htmlFor))")
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_sticks_out(width: int, opened: Open) -> None:
+    page = opened(viewport={"width": width, "height": 800})
+    page.fill("#source-text", "The cat sees the dog.")
+    for tab in ("documents", "attention", "complete", "model", "translate"):
+        page.click(f"#tab-{tab}")
+        if tab == "attention":
+            page.wait_for_selector("#grid .head")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+
+
+def test_light_and_dark(opened: Open) -> None:
+    page = opened(color_scheme="light")
+    colours = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    light = page.evaluate(colours)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(colours)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+
+
+def test_the_model_tab_tells_what_is_served_and_how_to_call_it(opened: Open, stub: Stub) -> None:
+    page = opened("model")
+    page.wait_for_selector(".card")
+    text = page.locator("#models").inner_text()
+    for fact in ("translates from English into Italian", "12,345 parameters", "BLEU 99.12", "goes on with a text"):
+        assert fact in text
+    assert f"curl {stub.url}translate" in text
+    assert "At most 500 characters" in text
+    page.locator(".card summary").click()
+    assert page.locator(".card-text td code").inner_text() == "x"
+
+
+def test_a_model_that_was_still_loading_is_asked_for_again(opened: Open, stub: Stub) -> None:
+    size = stub.models[0].pop("parameters")
+    page = opened()
+    page.wait_for_selector("#pair option", state="attached")
+    stub.models[0]["parameters"] = size
+    page.click("#tab-model")
+    shows(page, ".card >> nth=0", re.compile("12,345 parameters"))
+
+
+def test_the_page_loads_only_what_is_its_own() -> None:
+    for path in PAGE.iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
+        assert path.suffix != ".html" or not re.search(r"\sstyle=|\son\w+=|<script>|<style", text), path

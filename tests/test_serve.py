@@ -1,0 +1,522 @@
+"""The server as its clients see it: LibreTranslate's and OpenAI's own, and every route beside theirs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+import qkv
+from conftest import sentences
+from qkv import cli
+from serving import FORM, JSON, Server, serving, train_writer
+
+LINES = [source for source, _ in sentences(40, seed=9)]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_writer(tmp_path_factory.mktemp("writer"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, writer: Path) -> Iterator[Server]:
+    with serving(f"tiny={tiny}", f"book={writer}", "--workers", 1, "--max-characters", 3000) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> qkv.Translator:
+    return qkv.Translator(tiny, device="cpu")
+
+
+# ---- LibreTranslate --------------------------------------------------------------------------------------------------
+
+
+def test_its_client_works_unchanged(server: Server, translator: qkv.Translator) -> None:
+    from libretranslatepy import LibreTranslateAPI
+
+    client = LibreTranslateAPI(server.url)
+    assert client.translate(LINES[0], "en", "it") == translator.translate(LINES[0]).text
+    assert client.languages() == [
+        {"code": "en", "name": "English", "targets": ["it"]},
+        {"code": "it", "name": "Italian", "targets": []},
+    ]
+    assert client.detect("Where is the house of your sister?")[0]["language"] == "en"
+
+
+def test_a_list_of_texts_is_as_offline(server: Server, translator: qkv.Translator) -> None:
+    texts = [*LINES, "", "  ", "\n", f"{LINES[0]}\n\n{LINES[1]}", " ".join(LINES[:8])]
+    found = server.translate(texts)
+    assert found == [each.text for each in translator.translate(texts)]
+    assert found[len(LINES) : len(LINES) + 3] == ["", "", ""]
+
+
+def test_alternatives_are_the_n_best(server: Server, translator: qkv.Translator) -> None:
+    body = {"q": [LINES[0], ""], "source": "auto", "target": "it", "alternatives": 2}
+    found = server.ask("/translate", body).json
+    best = translator.translate(LINES[0], n_best=3)
+    assert found["translatedText"] == [best.text, ""]
+    assert found["alternatives"] == [[other.text for other in best.alternatives], []]
+    assert [each["language"] for each in found["detectedLanguage"]] == ["en", "en"]
+
+
+def test_details_are_those_of_the_translation(server: Server, translator: qkv.Translator) -> None:
+    texts = [LINES[0], "", " ".join(LINES[:8]), "cat " * 30]
+    for form in ("text", "html"):
+        body = {"q": texts, "source": "en", "target": "it", "format": form}
+        for found, text in zip(server.ask("/translate", body).json["details"], texts, strict=True):
+            expected = translator.translate(text.strip())
+            assert found.pop("finish_reason") == expected.finish_reason
+            assert (found.pop("truncated"), found.pop("looped")) == (expected.truncated, expected.looped)
+            wanted = {name: getattr(expected, name) for name in ("score", "logprob", "length_ratio")}
+            assert found == pytest.approx(wanted, abs=1e-3)
+    one = server.ask("/translate", {"q": LINES[0], "source": "en", "target": "it"}).json["details"]
+    assert one["score"] == pytest.approx(translator.translate(LINES[0]).score, abs=1e-3)
+    tagged = server.ask("/translate", {"q": "<p>The <b>red</b> cat.", "source": "en", "target": "it", "format": "html"})
+    expected = translator.translate("The red cat.")
+    assert tagged.json["details"]["logprob"] == pytest.approx(expected.logprob, abs=1e-3)
+    assert tagged.json["details"]["length_ratio"] == pytest.approx(expected.length_ratio)
+
+
+def test_forms_and_json_are_the_same(server: Server) -> None:
+    plain = {"q": LINES[1], "source": "en", "target": "it", "alternatives": "1"}
+    form = server.ask("/translate", urlencode(plain).encode(), headers=FORM)
+    parts = "".join(f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n' for k, v in plain.items())
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    other = server.ask("/translate", f"{parts}--x--\r\n".encode(), headers=headers)
+    assert form.json == other.json == server.ask("/translate", plain).json
+    assert len(form.json["alternatives"]) == 1
+
+
+def test_html_keeps_its_tags(server: Server, translator: qkv.Translator) -> None:
+    whole = "<html><!-- a <b> --><style>p { x: 1 }</style><p class='x'>The <b>red</b> cat.</p> <br>\n<i>Two"
+    found = server.translate(whole, format="html")
+    for kept in ("<!-- a <b> -->", "<style>p { x: 1 }</style>", "<p class='x'>", "</p> <br>\n<i>", "<html>"):
+        assert kept in found
+    inner = found.split("<p class='x'>")[1].split("</p>")[0]
+    assert inner.count("<b>") == inner.count("</b>") == 1
+    assert inner.replace("<b>", "").replace("</b>", "") == translator.translate("The red cat.").text
+    assert found.endswith("<i>" + translator.translate("Two").text)  # a tag that is not closed stays where it is
+
+
+def test_html_text_stays_text(server: Server) -> None:
+    found = server.translate("<p>cat &lt;script&gt; &amp; dog</p>", format="html")
+    assert "<script>" not in found
+    assert found.startswith("<p>")
+    assert found.endswith("</p>")
+
+
+def test_settings_for_a_page(server: Server) -> None:
+    found = server.ask("/frontend/settings").json
+    assert found["charLimit"] == 3000
+    assert found["language"]["source"] == {"code": "en", "name": "English"}
+    assert ".txt" in found["supportedFilesFormat"]
+    assert found["keyRequired"] is False
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"q": "a", "source": "xx", "target": "it"}, 400, "'xx' is not supported"),
+        ({"q": "a", "source": "en", "target": "xx"}, 400, "'xx' is not available"),
+        ({"source": "en", "target": "it"}, 422, "q"),
+        ({"q": "a", "target": "it", "format": "pdf"}, 422, "format"),
+        ({"q": "a", "target": "it", "alternatives": -1}, 422, "alternatives"),
+        ({"q": ["a", 5], "target": "it"}, 422, "q"),
+        ({"q": "a", "target": "it", "model": "book"}, 400, "not supported"),
+        ({"q": "a", "target": "it", "model": "nobody"}, 404, "'nobody'"),
+        ([], 422, "body"),
+    ],
+)
+def test_what_is_wrong_is_told_as_libretranslate_does(server: Server, body: Any, status: int, said: str) -> None:
+    found = server.ask("/translate", body)
+    assert found.status == status
+    assert said in found.json["error"]
+    if status == 422 and isinstance(body, dict):
+        assert found.json["pointer"].split("/")[1] == said
+
+
+def test_a_file_is_translated(server: Server, translator: qkv.Translator) -> None:
+    text = "".join(f"{line}\n\n" for line in LINES[:5])
+    parts = {"source": "en", "target": "it"}
+    border = "xxBORDERxx"
+    body = "".join(
+        f'--{border}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in parts.items()
+    )
+    body += f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="../../etc/a.txt"\r\n'
+    body += f"Content-Type: text/plain\r\n\r\n{text}\r\n--{border}--\r\n"
+    headers = {"Content-Type": f"multipart/form-data; boundary={border}"}
+    found = server.ask("/translate_file", body.encode(), headers=headers)
+    assert found.status == 200, found.data
+    place = found.json["translatedFileUrl"]
+    assert place.startswith(server.url)
+    file = server.ask(place.removeprefix(server.url))
+    assert file.data.decode() == "".join(f"{each.text}\n\n" for each in translator.translate(LINES[:5]))
+    assert file.headers["content-disposition"].endswith("a.txt")
+    assert "/" not in file.headers["content-disposition"].split("''")[1]
+
+
+# ---- OpenAI ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_completions_are_those_of_the_model(client: Any, writer: Path) -> None:
+    completer = qkv.Completer(writer, device="cpu")
+    found = client.completions.create(model="book", prompt="The ", max_tokens=20, temperature=0, logprobs=3)
+    (best,) = completer.complete("The ", max_tokens=20, temperature=0)
+    choice = found.choices[0]
+    assert choice.text == best.text
+    assert choice.finish_reason == "length"
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, best.token_logprobs, atol=1e-4)
+    assert "".join(choice.logprobs.tokens) == best.text
+    likely = choice.logprobs.top_logprobs[0]
+    assert len(likely) == 3
+    assert max(likely, key=likely.get) == choice.logprobs.tokens[0]  # greedy takes the likeliest
+    assert found.usage.completion_tokens == 20
+    assert found.usage.prompt_tokens == len(completer.tokenizer.encode_text("The "))
+
+
+def test_completions_are_seeded_and_streamed(client: Any) -> None:
+    asked = {"model": "book", "prompt": ["The ", "A "], "max_tokens": 12, "n": 2, "seed": 7}
+    whole = client.completions.create(**asked)
+    texts = [choice.text for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert texts == [choice.text for choice in client.completions.create(**asked).choices]
+    assert len(set(texts)) > 1
+    streamed = ["", "", "", ""]
+    ended = []
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+            ended += [choice.finish_reason] if choice.finish_reason else []
+        usage = chunk.usage
+    assert streamed == texts
+    assert ended == ["length"] * 4
+    assert usage.completion_tokens == 48
+
+
+def test_a_stop_text_ends_a_completion(client: Any) -> None:
+    asked = {"model": "book", "prompt": "The ", "max_tokens": 40, "temperature": 0}
+    whole = client.completions.create(**asked).choices[0].text
+    stop = whole[6:9]
+    expected = whole[: whole.index(stop)]
+    found = client.completions.create(**asked, stop=stop).choices[0]
+    assert (found.text, found.finish_reason) == (expected, "stop")
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=[stop, "@@"], stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == expected
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_reader_who_leaves_ends_the_stream(server: Server, client: Any) -> None:
+    before = server.metric("qkv_cancelled_total")
+    with client.completions.create(model="book", prompt="The ", max_tokens=2000, stream=True) as stream:
+        next(iter(stream))
+    server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+    server.until(lambda: server.ask("/health").json["running"] == 0)
+    assert server.metric("qkv_tokens_total") < 2000
+
+
+def test_chat_translates_the_last_message(client: Any, translator: qkv.Translator) -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{LINES[0]}\n{LINES[1]}"}]
+    expected = translator.translate(f"{LINES[0]}\n{LINES[1]}").text
+    found = client.chat.completions.create(model="tiny", messages=messages)
+    assert found.choices[0].message.content == expected
+    assert found.usage.completion_tokens > 0
+    chunks = list(client.chat.completions.create(model="tiny", messages=messages, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    several = client.chat.completions.create(model="tiny", messages=messages, n=3)
+    assert len({choice.message.content for choice in several.choices}) == 3
+
+
+def test_chat_draws_where_a_temperature_is_given(client: Any, translator: qkv.Translator) -> None:
+    messages = [{"role": "user", "content": LINES[3]}]
+    asked = {"model": "tiny", "messages": messages, "temperature": 1.5, "seed": 3}
+    found = client.chat.completions.create(**asked).choices[0].message.content
+    assert found == translator.translate(LINES[3], sample=True, temperature=1.5, seed=3).text
+
+
+def test_models_are_listed(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "book"]
+    assert client.models.retrieve("book").owned_by == "qkv"
+
+
+def test_openai_errors_have_their_shape(client: Any) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match="no language model 'tiny'"):
+        client.completions.create(model="tiny", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(model="book", prompt="a", echo=True)
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        client.completions.create(model="book", prompt="a", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(model="book", prompt="a", max_tokens=10**6)
+    assert refused.value.status_code == 413
+
+
+# ---- our own ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_is_forced_decoding(server: Server, translator: qkv.Translator) -> None:
+    found = server.ask("/score", {"source": LINES[0], "target": "Il gatto."}).json
+    assert found["logprob"] == pytest.approx(translator.score(LINES[0], "Il gatto.").logprob, abs=1e-4)
+    assert found["tokens"][-1] == "</s>"
+    assert len(found["tokens"]) == len(found["token_logprobs"])
+
+
+def test_attention_is_what_the_explorer_draws(server: Server, translator: qkv.Translator) -> None:
+    found = server.ask("/attention", {"text": LINES[0]}).json
+    embedded = json.loads(json.dumps(translator.attention(LINES[0]).drawn()))
+    assert set(embedded) <= set(found)
+    for name in ("source", "fed", "written", "words", "legend", "rare", "units", "translation"):
+        assert found[name] == embedded[name]
+    packed = found["weights"]["decoder.0.cross"]
+    weights = np.frombuffer(base64.b64decode(packed["data"]), "<u2").reshape(packed["shape"]) / found["units"]
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=0.01)
+    for name, heads in embedded["heads"].items():
+        for ours, theirs in zip(found["heads"][name], heads, strict=True):
+            assert ours["confidence"] == pytest.approx(theirs["confidence"], abs=1e-4)
+    assert found["what_if"] is None
+    assert len(found["steps"]) == len(found["written"])
+
+
+def test_attention_with_a_change(server: Server, translator: qkv.Translator) -> None:
+    body = {"text": LINES[0], "without": ["decoder.0.cross", ["encoder.0.self", 1]], "force": [0, "Il"], "drop": [0]}
+    found = server.ask("/attention", body).json["what_if"]
+    heads = ["decoder.0.cross", ("encoder.0.self", 1)]
+    expected = translator.what_if(LINES[0], heads_off=heads, force=(0, "Il"), drop=[0])
+    assert found["after"]["translation"] == expected.after.translation
+    assert found["before"]["translation"] == expected.before.translation
+    assert found["forced_logprob"] == pytest.approx(expected.forced_logprob, abs=1e-3)
+    refused = server.ask("/attention", {"text": LINES[0], "without": ["nowhere"]})
+    assert refused.status == 422
+    assert "nowhere" in refused.json["error"]
+
+
+def test_other_words_at_a_place(server: Server, translator: qkv.Translator) -> None:
+    best = translator.translate(LINES[0]).text
+    found = server.ask("/alternatives", {"source": LINES[0], "target": best, "position": 0, "n": 3}).json["words"]
+    assert [each["word"] for each in found] == [o.word for o in translator.alternatives(LINES[0], best, 0, 3)]
+
+
+def test_a_document_from_upload_to_download(server: Server, translator: qkv.Translator) -> None:
+    text = "".join(f"{line}\n" for line in LINES * 4)
+    begun = server.ask("/documents?name=a%2Fb.txt&target=it", text.encode())
+    assert begun.status == 202, begun.data
+    place = f"/documents/{begun.json['id']}"
+    assert begun.json["total"] == len(LINES) * 4
+    server.until(lambda: server.ask(place).json["state"] != "running")
+    assert server.ask(place).json["done"] == begun.json["total"]
+    file = server.ask(f"{place}/file")
+    expected = {line: each.text for line, each in zip(LINES, translator.translate(LINES), strict=True)}
+    assert file.data.decode().splitlines() == [expected[line] for line in LINES * 4]
+    assert file.headers["content-type"].startswith("text/plain")
+    assert server.ask(place, method="DELETE").status == 204
+    assert server.ask(place).status == 404
+    assert server.ask("/documents?name=a.exe", b"MZ").status == 422
+
+
+def test_a_document_keeps_its_markup_and_may_be_one_long_line(server: Server, translator: qkv.Translator) -> None:
+    long = " ".join(LINES)
+    for name, text in (("a.md", f"# The **red** cat.\n\n{LINES[0]}\n"), ("b.txt", long)):
+        begun = server.ask(f"/documents?name={name}&target=it", text.encode())
+        place = f"/documents/{begun.json['id']}"
+        server.until(lambda place=place: server.ask(place).json["state"] != "running")
+        found = server.ask(f"{place}/file").data.decode()
+        if name == "b.txt":
+            assert found == translator.translate(long).text
+        else:
+            heading, _, rest = found.partition("\n")
+            assert heading.replace("**", "") == f"# {translator.translate('The red cat.').text}"
+            assert heading.count("**") == 2
+            assert rest.strip() == translator.translate(LINES[0]).text
+
+
+def test_health_metrics_and_cards(server: Server) -> None:
+    assert server.ask("/health/live").json == {"status": "ok"}
+    health = server.ask("/health").json
+    assert health["status"] == "ok"
+    assert health["workers"] == 1
+    before = server.metric("qkv_sentences_total")
+    server.translate(LINES[:3])
+    assert server.metric("qkv_sentences_total") == before + 3
+    tiny, book = server.ask("/models").json["models"]
+    assert (tiny["name"], tiny["source"], tiny["targets"], tiny["does"]) == ("tiny", "en", ["it"], "translate")
+    assert tiny["parameters"] > 10_000
+    assert book["does"] == "complete"
+
+
+def test_a_model_tells_what_its_card_says(server: Server, tiny: Path, writer: Path) -> None:
+    for found, run in zip(server.ask("/models").json["models"], (tiny, writer), strict=True):
+        assert found["card"] == (run / "card.md").read_text(encoding="utf-8")
+        assert found["card"].startswith("# ")
+
+
+def test_pages_come_from_memory_with_a_strict_policy(server: Server) -> None:
+    found = server.ask("/page/explorer/views.js")
+    assert found.status == 200
+    assert "javascript" in found.headers["content-type"]
+    for path in ("/page/explorer/views.js", "/health", "/nowhere"):
+        headers = server.ask(path).headers
+        assert "default-src 'self'" in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+    for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/explorer/..%2f..%2frecord.py", "/page//etc/passwd"):
+        assert server.ask(path).status == 404
+
+
+def test_scripts_of_other_sites_are_refused(server: Server) -> None:
+    body = {"q": LINES[0], "source": "en", "target": "it"}
+    other = server.ask("/translate", body, headers={"Origin": "https://example.org"})
+    assert other.status == 403
+    assert "access-control-allow-origin" not in other.headers
+    own = server.ask("/translate", body, headers={"Origin": server.url})
+    assert own.status == 200
+    preflight = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    assert server.ask("/translate", method="OPTIONS", headers=preflight).status == 405
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the tool are its own
+def test_no_request_that_the_schema_allows_breaks_the_server(server: Server) -> None:
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    quick = settings(
+        max_examples=5,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+    seen = set()
+
+    def check(case: Any) -> None:
+        answer = case.call(timeout=60)
+        seen.add(case.operation.label)
+        assert answer.status_code < 500, (case.operation.label, answer.status_code, answer.text[:300])
+
+    for found in schema.get_all_operations():
+        quick(given(case=found.ok().as_strategy())(check))()
+    assert {"POST /translate", "POST /v1/completions", "POST /attention", "POST /documents"} <= seen
+    assert server.translate(LINES[0])
+
+
+def test_the_documentation_names_what_there_is(server: Server, call: Any) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    options -= {"--require-hashes", "--no-deps", "--no-build-isolation"}  # of pip
+    known = call("serve", "--help").out
+    assert not [option for option in options if option not in known]
+    routes = {path.replace("{id}", "ID") for path in server.ask("/openapi.json").json["paths"]} | {"/", "/openapi.json"}
+    named = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[a-z_0-9./]*[A-Z]*(?:/file)?)(?:\?name=…)?`", text))
+    elsewhere = {path for path in named if path.startswith(("/runs", "/v1/")) and path not in routes}
+    assert named - elsewhere <= routes
+    assert len(named & routes) > 15
+
+
+def blocks(language: str) -> list[str]:
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_commands_of_the_documentation_are_commands() -> None:
+    import typer.main
+
+    serve = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    lines = [
+        line.partition("do CUDA_VISIBLE_DEVICES=$gpu ")[2].partition(" &")[0] or line
+        for line in "".join(blocks("sh")).splitlines()
+    ]
+    commands = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("qkv serve")]
+    assert len(commands) >= 5
+    for arguments in commands:
+        assert serve.make_context("serve", list(arguments)).params["runs"] or "--new-key" in arguments
+
+
+def test_the_python_of_the_documentation_runs(server: Server, translator: qkv.Translator, capsys: Any) -> None:
+    (code,) = blocks("python")
+    exec(code.replace("http://127.0.0.1:8000", server.url).replace('"demo"', '"tiny"'), {})
+    first, second, rest = capsys.readouterr().out.split("\n", 2)
+    assert first == translator.translate("Your cat is a lovely cat.").text
+    assert second == translator.translate("I love you very much.").text
+    assert len(rest) > 20  # drawn, a letter for each of 50 tokens, or a part of one
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "said"),
+    [
+        ("/translate", FORM, b'{"q": "a", "target": "it"}', "Content-Type: application/json"),
+        ("/score", FORM, b'{"source": "a", "target": "b"}', "Content-Type: application/json"),
+        ("/translate_file", FORM, b"file=a", "a field called file"),
+        ("/translate", JSON, b'{"q": "a", "target": "it", "alternatives": 99}', "ask for fewer"),
+        ("/translate", JSON, b'{"q": "a", "source": "it", "target": "en"}', "there is en"),
+        ("/nowhere", JSON, b"{}", "/openapi.json has every route"),
+        ("/documents/1", {}, None, "send it again"),
+    ],
+)
+def test_an_error_says_what_to_do(server: Server, path: str, kind: Any, body: bytes | None, said: str) -> None:
+    assert said in server.ask(path, body, headers=kind).json["error"]
+
+
+def test_the_container_is_built_of_what_there_is() -> None:
+    root = Path(__file__).parents[1]
+    lines = (root / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    steps = [line.split() for line in lines if line and not line.startswith("#")]
+    copied = [name for step in steps if step[0] == "COPY" and "--from=build" not in step for name in step[1:-1]]
+    assert copied
+    ignored = (root / ".dockerignore").read_text(encoding="utf-8").split()
+    assert all((root / name).exists() and f"!{name.removeprefix('./')}" in ignored for name in copied)
+    images = [step[1] for step in steps if step[0] == "FROM"]
+    assert all(re.search(r":\d", image) for image in images)  # a version, not whatever is newest
+    last = len(steps) - 1 - [step[0] for step in reversed(steps)].index("FROM")
+    users = [step[1] for step in steps[last:] if step[0] == "USER"]
+    assert users
+    assert users[-1] not in ("root", "0")
+
+
+def test_the_lock_has_the_tested_versions_with_hashes() -> None:
+    root = Path(__file__).parents[1]
+    pinned = {line.lower() for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines()}
+    lock = (root / "requirements-serve.lock").read_text(encoding="utf-8").replace("\\\n", " ")
+    entries = [line.split() for line in lock.splitlines() if line and not line.startswith("#")]
+    assert {entry[0].split("==")[0] for entry in entries} >= {
+        "fastapi",
+        "uvicorn",
+        "starlette",
+        "pydantic",
+        "py3langid",
+    }
+    for name, *hashes in entries:
+        assert name in pinned or name.replace("-", "_") in pinned, name
+        assert hashes
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes)
+
+
+def test_the_command_refuses_what_it_cannot_serve(tiny: Path, tmp_path: Path, call: Any) -> None:
+    assert "no such run folder" in call("serve", tmp_path / "none").error
+    assert "second model called tiny" in call("serve", f"tiny={tiny}", f"tiny={tiny}").error
+    assert "at least one" in call("serve").error
+    assert "cannot be read" in call("serve", tiny, "--keys", tmp_path / "none", "--port", 0).error
+    assert "cannot listen" in call("serve", tiny, "--host", "203.0.113.7", "--port", 1).error

@@ -1,0 +1,334 @@
+"""What goes wrong around a server: each case is answered as specified, and afterwards the server still serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qkv
+from conftest import sentences
+from qkv.serve.keys import new_key
+from serving import FORM, JSON, PATIENCE, Answer, Server, serving
+
+LINES = [source for source, _ in sentences(300, seed=9)]
+PAIR = {"source": "en", "target": "it"}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> dict[str, str]:
+    lines = list(dict.fromkeys(LINES))
+    found = qkv.Translator(tiny, device="cpu").translate(lines)
+    return {line: each.text for line, each in zip(lines, found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def _running(tiny: Path) -> Iterator[Server]:
+    limits = ("--batch-tokens", 64, "--patience", 2, "--max-characters", 50_000)
+    with serving(f"tiny={tiny}", "--workers", 1, *limits) as found:
+        yield found
+
+
+@pytest.fixture
+def server(_running: Server, expected: dict[str, str]) -> Iterator[Server]:
+    """The server, which has to be as good after the test as before."""
+    yield _running
+    _running.until(lambda: _running.ask("/health/ready").status == 200)
+    assert _running.translate(LINES[:5]) == [expected[line] for line in LINES[:5]]
+    _running.until(lambda: _running.ask("/health").json["waiting"] == 0)
+
+
+def text(answer: Answer) -> str:
+    return str(answer.json["error"])
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def test_ten_megabytes_are_refused(server: Server) -> None:
+    found = server.ask("/translate", {"q": "a" * 10_000_000, **PAIR})
+    assert found.status == 413
+    assert "1,048,576 bytes" in text(found)
+    found = server.ask("/documents?name=a.txt", b"a" * 11_000_000)
+    assert found.status == 413
+
+
+def test_ten_megabytes_without_a_length_are_refused(server: Server) -> None:
+    with server.connect() as line:
+        line.sendall(b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(100):
+            line.sendall(b"%x\r\n%b\r\n" % (100_000, b"a" * 100_000))
+        line.sendall(b"0\r\n\r\n")
+        assert line.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_sentence_of_100_000_characters_is_refused_with_the_limit(server: Server) -> None:
+    found = server.ask("/translate", {"q": "cat " * 25_000, **PAIR})
+    assert found.status == 413
+    assert "at most 50,000" in text(found)
+    assert found.json["pointer"] == "/q"
+
+
+def test_a_sentence_as_long_as_allowed_is_translated(server: Server, tiny: Path) -> None:
+    long = "the cat sees the red house and " * 50
+    assert server.translate(long) == qkv.Translator(tiny, device="cpu").translate(long).text
+
+
+@pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
+def test_bytes_that_are_not_utf_8_are_refused(server: Server, path: str) -> None:
+    found = server.ask(path, b'{"q": "\xff\xfe", "source": "en"}', headers=JSON)
+    assert found.status == 422
+    assert found.json["error"]
+
+
+def test_a_form_that_is_not_utf_8_is_refused(server: Server) -> None:
+    found = server.ask("/translate", b"q=%ff%fe&source=en&target=it", headers=FORM)
+    assert found.status == 422
+
+
+@pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
+@pytest.mark.parametrize("opening", ["[", '{"q":'])
+def test_json_that_is_deep_is_refused(server: Server, path: str, opening: str) -> None:
+    found = server.ask(path, (opening * 100_000).encode(), headers=JSON)
+    assert found.status == 422
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"null", b"NaN", b'{"q": NaN}', b'{"q": "\\ud800", "target": "it"}'])
+def test_what_is_no_json_is_refused(server: Server, body: bytes) -> None:
+    assert server.ask("/translate", body, headers=JSON).status == 422
+    assert server.ask("/score", body, headers=JSON).status == 422
+
+
+def test_zero_length(server: Server) -> None:
+    assert server.translate("") == ""
+    assert server.translate([]) == []
+    assert server.translate(["", "\n\n", "  "]) == ["", "", ""]
+    assert server.ask("/detect", {"q": ""}).json == []
+    empty = server.ask("/documents?name=a.txt&target=it", b"")
+    assert server.ask(f"/documents/{empty.json['id']}", method="DELETE").status == 204
+    refused = server.ask("/attention", {"text": ""})
+    assert refused.status == 422
+
+
+def test_control_characters(server: Server, tiny: Path) -> None:
+    every = "".join(map(chr, range(0x20))) + "\x7f\x85\u2028\ufeff\u202e\U0010ffff\ufdd0"
+    texts = [f"The{c}cat." for c in every]
+    assert server.translate(texts) == [each.text for each in qkv.Translator(tiny, device="cpu").translate(texts)]
+    assert server.ask("/translate", {"q": every, **PAIR, "format": "html"}).status == 200
+
+
+def test_ten_thousand_alternatives(server: Server) -> None:
+    found = server.ask("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
+    assert found.status == 422
+    assert "at most 10" in text(found)
+    assert found.json["pointer"] == "/alternatives"
+    huge = server.ask("/translate", b"q=a&source=en&target=it&alternatives=" + b"9" * 5000, headers=FORM)
+    assert huge.status == 422
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": 10_000}
+    assert server.ask("/v1/chat/completions", chat).status == 422
+
+
+def test_many_texts(server: Server) -> None:
+    assert server.ask("/translate", {"q": ["a"] * 1001, **PAIR}).status == 413
+
+
+def test_heads_that_are_no_http(server: Server) -> None:
+    for sent in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 100):
+        with server.connect() as line:
+            line.sendall(sent)
+            assert line.recv(100)[:12] in (b"", b"HTTP/1.1 400")
+
+
+# ---- connections -----------------------------------------------------------------------------------------------------
+
+
+def post(line: socket.socket, texts: list[str], *, keep: int = 0) -> None:
+    """Send a request, all but its last bytes."""
+    body = json.dumps({"q": texts, **PAIR}).encode()
+    head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    data = f"{head}\r\n\r\n".encode() + body
+    line.sendall(data[: len(data) - keep])
+
+
+def test_a_client_that_leaves_is_no_longer_worked_for(server: Server) -> None:
+    before = server.metric("qkv_cancelled_total")
+    done = server.metric("qkv_sentences_total")
+    with server.connect() as line:
+        post(line, LINES * 3)
+        server.until(lambda: server.ask("/health").json["waiting"] > 0)
+    server.until(lambda: server.ask("/health").json["waiting"] == 0)
+    server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+    assert server.metric("qkv_sentences_total") - done < len(LINES) * 3 / 2
+
+
+def test_clients_that_dawdle_are_hung_up_on_and_others_are_served(server: Server) -> None:
+    silent, head, body = [], [], []
+    for lines, sent in ((silent, b""), (head, b"POST /translate HTTP/1.1\r\nHos"), (body, None)):
+        for _ in range(30):
+            line = server.connect()
+            line.sendall(sent) if sent is not None else post(line, LINES[:1], keep=5)
+            lines.append(line)
+    assert server.translate(LINES[0])  # while they are there
+    for line in silent + head:
+        assert line.recv(100) == b""  # within the time of `connect`, and without an answer
+        line.close()
+    answers = [line.recv(1000) for line in body]
+    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+    for line in body:
+        line.close()
+
+
+def test_a_large_request_does_not_starve_single_sentences(server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(server.translate, LINES * 3)
+        server.until(lambda: server.ask("/health").json["waiting"] > 100)
+        for line in LINES[:3]:
+            server.translate(line)
+            assert not large.done()
+        assert len(large.result()) == len(LINES) * 3
+
+
+def test_many_clients_at_once_get_their_own_answers(server: Server, expected: dict[str, str]) -> None:
+    def client(number: int) -> bool:
+        own = [LINES[(number * 7 + i) % len(LINES)] for i in range(4)]
+        return all(server.translate(line) == expected[line] for line in own)
+
+    with ThreadPoolExecutor(32) as pool:
+        assert all(pool.map(client, range(64)))
+
+
+# ---- the model process -----------------------------------------------------------------------------------------------
+
+
+def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, str]) -> None:
+    before = server.metric("qkv_worker_restarts_total")
+
+    def client(number: int) -> Answer:
+        return server.ask("/translate", {"q": LINES[number * 10 : number * 10 + 60], **PAIR})
+
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(client, number) for number in range(20)]
+        server.until(lambda: server.ask("/health").json["running"] > 0)
+        (worker,) = server.workers
+        os.kill(worker, signal.SIGKILL)
+        answers = [each.result() for each in asked]
+    for number, answer in enumerate(answers):
+        if answer.status == 200:  # it waited, and the next process answered
+            own = LINES[number * 10 : number * 10 + 60]
+            assert answer.json["translatedText"] == [expected[line] for line in own]
+        else:
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+    assert any(answer.status == 503 and "killed by SIGKILL" in text(answer) for answer in answers)
+    server.until(lambda: server.ask("/health/ready").status == 200)
+    assert server.metric("qkv_worker_restarts_total") == before + 1
+    assert server.workers != [worker]
+
+
+def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
+    """While the model loads and while the server stops, requests are refused; what was accepted is answered."""
+    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 32, "--drain", 60, ready=False) as server:
+        early = server.ask("/translate", {"q": "The cat.", **PAIR})
+        assert early.status == 503
+        assert "loaded" in text(early)
+        assert int(early.headers["retry-after"]) >= 1
+        assert server.ask("/health/live").status == 200
+        assert server.ask("/health/ready").status == 503
+        server.until(lambda: server.ask("/health/ready").status == 200)
+        document = server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
+        with ThreadPoolExecutor(1) as pool:
+            large = pool.submit(server.translate, LINES)
+            server.until(lambda: server.ask("/health").json["waiting"] > 50)
+            os.kill(server.process.pid, signal.SIGTERM)
+            server.until(lambda: server.ask("/health").json["status"] == "draining")
+            late = server.ask("/translate", {"q": "The cat.", **PAIR})
+            assert late.status == 503
+            assert "stopping" in text(late)
+            assert large.result() == [expected[line] for line in LINES]
+        server.until(lambda: server.ask(f"/documents/{document}").json["state"] == "done")
+        file = server.ask(f"/documents/{document}/file").data.decode()
+        assert file.split("\n") == [expected[line] for line in LINES]
+        assert server.process.wait(PATIENCE) == 0
+
+
+def test_a_run_that_cannot_be_loaded_ends_the_server(tiny: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    for path in (broken / "weights").glob("*.safetensors"):
+        path.write_bytes(b"nothing")
+    with serving(broken, ready=False) as server:
+        assert server.process.wait(PATIENCE) == 1
+        last = server.log.read_text().splitlines()[-1]
+        assert last.startswith("qkv: ")
+        assert "not a safetensors file" in last
+
+
+# ---- limits and keys -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_asks_to_come_again(tiny: Path) -> None:
+    tight = ("--workers", 1, "--max-queue", 8, "--batch-tokens", 1, "--timeout", 5, "--max-texts", 2000)
+    with serving(f"tiny={tiny}", *tight) as server:
+
+        def client(number: int) -> Answer:
+            return server.ask("/translate", {"q": LINES[number * 7 : number * 7 + 7], **PAIR})
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(client, range(16)))
+        assert {answer.status for answer in answers} == {200, 429}
+        assert all(1 <= int(a.headers["retry-after"]) <= 60 for a in answers if a.status == 429)
+        assert server.metric("qkv_refused_total") == sum(a.status == 429 for a in answers)
+        assert server.ask("/translate", {"q": LINES[:9], **PAIR}).status == 413  # it could never wait
+        assert len(server.translate(LINES[:8])) == 8
+
+
+def test_a_request_that_takes_too_long_is_ended(tiny: Path) -> None:
+    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--timeout", 0.3) as server:
+        found = server.ask("/translate", {"q": LINES * 3, **PAIR})
+        assert found.status == 504
+        assert "0.3 s" in text(found)
+        server.until(lambda: server.ask("/health").json["waiting"] == 0)  # and nobody works for it any more
+
+
+def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:
+    import openai
+    from libretranslatepy import LibreTranslateAPI
+
+    (mine, line), (slow, other) = new_key("mine"), new_key("slow")
+    (tmp_path / "keys").write_text(f"# who may ask\n{line}\n{other} 2\n", encoding="utf-8")
+    assert mine not in (tmp_path / "keys").read_text()
+    site = "https://example.org"
+    with serving(f"tiny={tiny}", "--workers", 1, "--keys", tmp_path / "keys", "--allow-origin", site) as server:
+        body: dict[str, Any] = {"q": "The cat.", **PAIR}
+        assert server.ask("/translate", body).status == 403
+        assert text(server.ask("/translate", body | {"api_key": "wrong"})) == "Invalid API key"
+        assert server.ask("/frontend/settings").json["keyRequired"] is True
+        assert LibreTranslateAPI(server.url, mine).translate("The cat.", "en", "it")
+        chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "The cat."}]}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.chat.completions.create(**chat)
+            with client.with_options(api_key=mine) as known:
+                assert known.chat.completions.create(**chat).choices[0].message.content
+        for path, sent in (("/score", {"source": "a", "target": "b"}), ("/attention", {"text": "a"})):
+            assert server.ask(path, sent).status == 403
+        assert server.ask("/documents?name=a.txt", b"a").status == 403
+        statuses = [server.ask("/translate", body | {"api_key": slow}).status for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        last = server.ask("/translate", body, headers={"Authorization": f"Bearer {slow}"})
+        assert 1 <= int(last.headers["retry-after"]) <= 31
+        for origin, status in ((site, 200), ("https://example.com", 403)):
+            found = server.ask("/translate", body | {"api_key": mine}, headers={"Origin": origin})
+            assert found.status == status
+            assert found.headers.get("access-control-allow-origin") == (site if status == 200 else None)
+        log = server.log.read_text() + server.ask("/metrics").data.decode()
+        assert not any(secret in log for secret in (mine, slow, "wrong"))

@@ -1,0 +1,317 @@
+"""The parts of the server by themselves: the queue, keys and rates, HTML in parts, text before a stop text, names."""
+
+from __future__ import annotations
+
+import asyncio
+import html as standard
+import json
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.errors import UsageError
+from qkv.serve import html, languages
+from qkv.serve.bodies import _form, _json
+from qkv.serve.completing import Row
+from qkv.serve.crew import Worker
+from qkv.serve.engine import Engine, Setup
+from qkv.serve.fair import FairQueue, Unit
+from qkv.serve.keys import Rates, find_key, new_key, read_keys
+from qkv.serve.limits import Limits, Refusal
+from qkv.serve.marks import swap_back
+from qkv.serve.metrics import Metrics
+from qkv.serve.models import Models
+from qkv.serve.server import listen
+
+GROUP = ("translate", "tiny", "")
+
+
+# ---- the queue -------------------------------------------------------------------------------------------------------
+
+
+def test_clients_take_turns() -> None:
+    async def turns() -> None:
+        queue = FairQueue()
+        for number in range(100):
+            queue.add(Unit("large", GROUP, number, 1))
+        for client in "abc":
+            queue.add(Unit(client, GROUP, client, 1))
+        first = queue.take(8, 100)
+        assert Counter(unit.client for unit in first) == {"large": 5, "a": 1, "b": 1, "c": 1}
+        assert [unit.asked for unit in first if unit.client == "large"] == [0, 1, 2, 3, 4]
+        assert (queue.count, queue.cost) == (95, 95)
+
+    asyncio.run(turns())
+
+
+def test_a_batch_has_one_group_and_keeps_to_its_budget() -> None:
+    async def batches() -> None:
+        queue, other = FairQueue(), ("score", "tiny", "")
+        for client, group, cost in (("a", GROUP, 5), ("b", other, 1), ("c", GROUP, 4), ("a", GROUP, 9)):
+            queue.add(Unit(client, group, None, cost))
+        assert [(u.client, u.cost) for u in queue.take(10, 100)] == [("a", 5), ("c", 4)]
+        assert [u.client for u in queue.take(10, 100)] == ["b"]
+        assert [u.cost for u in queue.take(1, 100)] == [9]  # too much by itself, and taken all the same
+        assert queue.take(10, 100) == []
+        assert (queue.count, queue.cost) == (0, 0)
+
+    asyncio.run(batches())
+
+
+def test_what_nobody_waits_for_is_left_out() -> None:
+    async def leave() -> None:
+        queue = FairQueue()
+        units = [Unit("a", GROUP, number, 2) for number in range(4)]
+        for unit in units:
+            queue.add(unit)
+        units[0].answer.cancel()
+        units[2].answer.cancel()
+        await asyncio.sleep(0)
+        assert (queue.count, queue.cost) == (2, 4)
+        assert [unit.asked for unit in queue.take(100, 100)] == [1, 3]
+
+    asyncio.run(leave())
+
+
+def test_batches_are_of_like_length_and_shared_by_the_processes() -> None:
+    async def plan() -> None:
+        engine = Engine(Setup({}, batch_tokens=20), Limits(), Metrics())
+        costs = [3, 9, 2, 8, 3, 9, 2, 8]
+        for number, cost in enumerate(costs):
+            engine.sentences.add(Unit(number, GROUP, number, cost))
+        batches = []
+        while batch := engine._batch():
+            batches.append([unit.cost for unit in batch])
+            assert engine.waiting == len(costs) - sum(map(len, batches))
+        assert [cost for batch in batches for cost in batch] == sorted(costs)
+        assert all(sum(batch) <= 20 + max(costs) / 2 for batch in batches)
+        assert engine.idle
+
+        for number in range(6):
+            engine.sentences.add(Unit(number, GROUP, number, 19))
+        first, *_ = engine._batch()
+        for batch in engine.planned:
+            for unit in batch:
+                unit.answer.cancel()
+        assert engine.waiting == engine.sentences.count
+        assert first.wanted
+        for waiting in engine.sentences.clients.values():  # all left, and the queue does not know it yet
+            for unit in waiting:
+                unit.answer.cancel()
+        assert engine._batch() == []
+
+    asyncio.run(plan())
+
+
+def test_a_batch_waits_as_long_as_company_comes() -> None:
+    async def come() -> None:
+        engine = Engine(Setup({}, batch_tokens=1000, wait=0.05), Limits(), Metrics())
+
+        async def arrive() -> None:
+            for number in range(3):
+                engine.sentences.add(Unit(number, GROUP, number, 1))
+                await asyncio.sleep(0.04)
+
+        coming = asyncio.create_task(arrive())
+        await asyncio.sleep(0)
+        await engine._company()
+        assert coming.done()
+        assert len(engine._batch()) == 3
+        engine.sentences.add(Unit("much", GROUP, 0, 1000))  # a full batch, which waits for nobody
+        late = asyncio.create_task(asyncio.sleep(0.04))
+        await engine._company()
+        assert not late.done()
+        late.cancel()
+
+    asyncio.run(come())
+
+
+def test_a_process_that_is_alone_takes_the_whole_batch() -> None:
+    async def plan() -> None:
+        engine = Engine(Setup({}, batch_tokens=100), Limits(), Metrics())
+        engine.workers = [Worker({}), Worker({})]
+        for worker in engine.workers:
+            worker.ready.set()
+        for busy, sizes in ((set(), [3, 3]), ({engine.workers[0]}, [6])):
+            engine.busy = busy
+            for number in range(6):
+                engine.sentences.add(Unit(number, GROUP, number, 5))
+            assert [len(engine._batch()) for _ in sizes] == sizes
+            assert not engine.waiting
+
+    asyncio.run(plan())
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
+    (key, line), (other, second) = new_key("one"), new_key("two")
+    path = tmp_path / "keys"
+    path.write_text(f"# a comment\n\n{line}\n{second} 60  # slowly\n", encoding="utf-8")
+    keys = read_keys(path)
+    one, two = find_key(keys, key), find_key(keys, other)
+    assert one is not None
+    assert two is not None
+    assert (one.name, one.rate, two.name, two.rate) == ("one", None, "two", 60)
+    assert find_key(keys, "") is None
+    assert find_key(keys, line.split()[1]) is None  # the hash itself opens nothing
+    assert key not in line
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "name nohash\n", "name " + "0" * 64 + " many\n"])
+def test_key_files_that_let_nobody_in_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="new-key"):
+        read_keys(tmp_path / "keys")
+
+
+def test_a_bucket_fills_again() -> None:
+    rates = Rates()
+    assert [rates.wait("a", 3, now=0.0) for _ in range(4)] == [0, 0, 0, 20]
+    assert rates.wait("b", 3, now=0.0) == 0  # another client has its own
+    assert rates.wait("a", 3, now=10.0) == pytest.approx(10)
+    assert rates.wait("a", 3, now=20.0) == 0
+    assert rates.wait("a", 3, now=20.0) == pytest.approx(20)
+    assert [rates.wait("a", 3, now=1e6) for _ in range(4)] == [0, 0, 0, 20]  # never more than a minute's worth
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+    ),
+)
+
+
+@given(json_values)
+def test_json_is_read_as_it_was_written(value: Any) -> None:
+    assert _json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for read in (_json, _form):
+        with suppress(Refusal):  # whatever else it raises fails the test
+            read(data)
+
+
+# ---- HTML ------------------------------------------------------------------------------------------------------------
+
+pieces = st.sampled_from(
+    [
+        "<p>",
+        "</p>",
+        "<b>",
+        "</b>",
+        "<br>",
+        "<br/>",
+        "&lt;",
+        "&amp;",
+        "cat",
+        " ",
+        "\n",
+        "<",
+        ">",
+        "<!-- x -->",
+        "<a href='y'>",
+    ]
+    + ["</a>", "<script>if (a<b) x()</script>", "a & b", "<img src=x>", "<p", "é", "<style>"]
+)
+
+
+@given(st.lists(pieces, max_size=12).map("".join))
+def test_html_in_parts_loses_nothing(source: str) -> None:
+    """What is kept is kept to the byte; what is to be translated says the same text, and can be torn at its tags."""
+    found = html.parts(source)
+
+    def same(parts: list[html.Part]) -> str:
+        return "".join(p.text if p.kept else f"{p.before}{html.written(p.text)}{p.after}" for p in parts)
+
+    assert standard.unescape(same(found)) == standard.unescape(source)
+    for part in found:
+        if not part.kept:
+            assert part.text == part.text.strip()
+            assert standard.unescape(same(part.torn())) == standard.unescape(same([part]))
+            assert all(piece.kept or not piece.tagged for piece in part.torn())
+
+
+def test_html_is_cut_where_sentences_end() -> None:
+    found = html.parts("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
+    assert [swap_back(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
+    assert [part.matched for part in found if not part.kept] == [True] * 3
+    assert not html.parts("a <b>c")[0].matched
+    assert not html.parts("a <b><i>c</b></i>")[0].matched
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A decoder whose tokens are characters."""
+
+    def feed(self, token: int) -> str:
+        return chr(token)
+
+    def close(self) -> str:
+        return ""
+
+
+@given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_stream_never_shows_its_stop_text(text: str, stops: list[str]) -> None:
+    row = Row(Letters(), stops)  # type: ignore[arg-type]
+    shown = ""
+    for number, letter in enumerate(text, 1):
+        shown += row.add(ord(letter), last=number == len(text))
+        if row.finish:
+            break
+    # The first stop text to be complete ends it, and it may have begun later than one that is still incomplete.
+    ended = [text[: i + 1] for i in range(len(text)) if any(text[: i + 1].endswith(stop) for stop in stops)]
+    if ended:
+        assert row.finish == "stop"
+        assert shown == ended[0][: min(p for p in map(ended[0].find, stops) if p >= 0)]
+    else:
+        assert (row.finish, shown) == ("length", text)
+
+
+def test_a_port_is_shared_only_where_that_is_wanted() -> None:
+    with listen("127.0.0.1", 0, shared=True) as first:
+        port = first.getsockname()[1]
+        with listen("127.0.0.1", port, shared=True) as second:
+            assert second.getsockname()[1] == port
+        with pytest.raises(UsageError, match="cannot listen there"):
+            listen("127.0.0.1", port)
+    with pytest.raises(UsageError, match="cannot listen there"):
+        listen("127.0.0.1", 99_999)
+
+
+# ---- models and languages --------------------------------------------------------------------------------------------
+
+
+def test_models_are_found_by_name_and_language(tiny: Path) -> None:
+    models = Models.open([tiny, f"other={tiny}"])
+    assert list(models) == ["tiny", "other"]
+    assert models.pair("en", "it").name == "tiny"
+    assert models.pair("en", "it", "other").name == "other"
+    assert models.languages() == {"en": ["it"], "it": []}
+    with pytest.raises(Refusal, match="'xx' is not supported"):
+        models.pair("xx", "it")
+    with pytest.raises(Refusal, match="no language model"):
+        models.named(None, translates=False)
+    with pytest.raises(UsageError, match="second model"):
+        Models.open([tiny, tiny])
+
+
+def test_languages_are_recognised() -> None:
+    assert languages.detect("Dove si trova la casa di tua sorella?")[0][0] == "it"
+    assert [code for code, _ in languages.detect("Wo ist das Haus?", among=["en", "it"])] != ["de"]
+    assert languages.detect(" ") == []
+    assert languages.name("de-AT") == "German"
+    assert languages.name("tlh") == "tlh"
