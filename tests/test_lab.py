@@ -104,7 +104,7 @@ def test_contenders_learn_the_same() -> None:
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
     found = {}
-    for contender in contenders.contenders(subject.device):
+    for contender in contenders.contenders(torch.device("cuda")):  # all of them: a CPU can take their steps too
         if contender.exact and "compiled" not in contender.name:
             contender.prepare(subject)
             laid = contender.laid(batch)
@@ -122,7 +122,7 @@ def test_contenders_learn_the_same() -> None:
 def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(config.Transformer(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training.draw(50, 100, count=1)[0]
-    for contender in contenders.contenders(subject.device):
+    for contender in contenders.contenders(torch.device("cuda")):  # all of them: a CPU can take their steps too
         if isinstance(contender, contenders.Written) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
