@@ -14,6 +14,7 @@ import pytest
 
 import qkv
 from qkv import cli, config
+from serving import serving
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,6 +66,10 @@ def test_the_commands_run(folder: Path) -> None:
             arguments += ["--set", "data.max_length=32"] if "--text" in arguments else []
         if "runs/other" in arguments:  # another model with the same tokenizer
             shutil.copytree("runs/mine", "runs/other")
+        if arguments[0] == "serve":  # which would never end
+            with serving(*arguments[1:]) as server:
+                assert len(server.ask("/models").json["models"]) == len(arguments[1:])
+            continue
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             cli.app(arguments, standalone_mode=False)

@@ -86,7 +86,7 @@ def _in_parts(
             d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
             d_hidden[part] = d_logits @ weight - smoothing * mean
             if h.dtype == torch.float32:
-                d_weight.addmm_(d_logits.T, h)
+                torch.addmm(d_weight, d_logits.T, h, out=d_weight)  # `addmm_` would escape the counter of operations
             else:
                 d_weight += d_logits.T @ h
     if d_weight is not None:
