@@ -32,7 +32,7 @@ def make(tmp_path: Path) -> Make:
         values = {"steps": 50, "tokens_per_step": 512, "metric": "loss", "log_every": 1, "average": 0} | train
         dropout = values.pop("dropout", 0.0)
         model = {"d_model": 16, "d_ff": 32, "dropout": dropout}
-        settings = tiny_config(*files, **values).replace(model=model, data={"max_length": 400})
+        settings = tiny_config(*files).replace(model=model, data={"max_length": 400}, train=values)
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         run, prepared = begin._begin(folder, settings, None, [], "")
         return kind(run.config, prepared)
@@ -58,6 +58,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         {"clip": 0.5, "ema": 0.9},
         {"optimizer": "muon", "schedule": "wsd", "learning_rate": 0.01, "warmup": 2},
         {"optimizer": "soap"},
+        {"r_drop": 5.0, "dropout": 1e-9},  # so little that both drop nothing, each in its own way
     ],
     ids=str,
 )

@@ -10,15 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from qkv import config
 from qkv.data.loader import Batch, pad
 from qkv.data.ragged import TILES, Flat, Ragged, lay
+from qkv.models.fused.loss import agreeing_loss_plain
 from qkv.models.fused.noise import Noise, drop
 from qkv.models.fused.passes import Passes, can_pass
 from qkv.models.fused.weights import Weights
 from qkv.models.transformer import Transformer
-from qkv.train.loss import smoothed_loss
+from qkv.train.loss import agreeing_loss, smoothed_loss
 
 VOCAB = 50
 
@@ -82,13 +84,15 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
 
 
 @pytest.mark.parametrize(
-    ("norm", "activation"), [("post", "relu"), ("pre", "relu"), ("pre", "gelu"), ("post", "swiglu")]
+    ("norm", "activation", "r_drop"),
+    [("post", "relu", 0.0), ("pre", "relu", 0.0), ("pre", "gelu", 0.0), ("post", "swiglu", 0.0), ("pre", "relu", 5.0)],
 )
-def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation: str) -> None:
+def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation: str, r_drop: float) -> None:
     """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
-    model = small(norm=norm, activation=activation, dropout=0.3, attention_dropout=0.2, activation_dropout=0.2)
+    dropout = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2, "token_dropout": 0.1}
+    model = small(norm=norm, activation=activation, **dropout)
     weights = Weights(model, torch.float32)
-    passes = Passes(model, weights, smoothing=0.1, pad=0)
+    passes = Passes(model, weights, smoothing=0.1, pad=0, r_drop=r_drop)
     passes.seed.copy_(torch.tensor([7, -3]))
     batch = end_to_end([pairs(3, 6, 2, 20)], 8)
     with torch.no_grad():
@@ -106,6 +110,33 @@ def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation:
         other = passes.run(batch)
     assert (sums[1] - sums[0]) / 2e-3 == pytest.approx(slope, rel=0.03)
     assert float(other[0]) != float(first[0])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 3.0])
+def test_two_passes_agree_as_autograd_says(alpha: float) -> None:
+    """The loss of R-Drop and its gradients by hand, and by the definition of the divergence."""
+    torch.manual_seed(3)
+    labels = torch.randint(1, VOCAB, (700,))
+    labels[::7] = 0
+    hidden = torch.randn(2, 700, 16, requires_grad=True)
+    weight = torch.randn(VOCAB, 16, requires_grad=True)
+    real = [each[labels != 0] for each in hidden]
+    loss, nll = agreeing_loss(*real, weight, labels, smoothing=0.1, alpha=alpha, pad=0)
+    wanted = torch.autograd.grad(loss, (hidden, weight))
+    parts = [smoothed_loss(each, weight, labels[None], smoothing=0.1, pad=0) for each in real]
+    logs = [(each @ weight.T).log_softmax(-1) for each in real]
+    ways = ((logs[0], logs[1]), (logs[1], logs[0]))
+    divergence = sum(F.kl_div(other, own, log_target=True, reduction="sum") for own, other in ways)
+    expected = sum(part[0] for part in parts) / 2 + alpha / 4 * divergence
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert nll.item() == pytest.approx(sum(part[1].item() for part in parts) / 2, rel=1e-5)
+    logits = [(each @ weight.T).detach() for each in hidden]
+    by_hand = agreeing_loss_plain(*logits, labels, 0.1, alpha, 0)  # and the logits are now their gradients
+    assert by_hand[0].sum().item() == pytest.approx(loss.item(), rel=1e-5)
+    assert by_hand[1].sum().item() == pytest.approx(nll.item(), rel=1e-5)
+    both, given = torch.stack(logits), hidden.detach()
+    torch.testing.assert_close(both @ weight.detach(), wanted[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.einsum("crv,crd->vd", both, given), wanted[1], rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_is_even_and_differs_by_place_and_seed() -> None:
@@ -185,15 +216,16 @@ for rate in (0.0, 0.3):
 
     ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
     table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
-    for at in (positions, None):
-        close([embedding.embed_kernel(ids, places, table, at, 3.0, noise)],
-              [embedding.embed_plain(ids, places, table, at, 3.0, noise)])
+    for at, unseen in ((positions, 0.0), (None, 0.0), (positions, 0.4)):
+        tokens = embedding.Tokens(ids, places, 3.0, noise, Noise(unseen, seed, 6))
+        close([embedding.embed_kernel(tokens, table, at)], [embedding.embed_plain(tokens, table, at)])
         sums = [[torch.zeros(9, 24), torch.zeros(7, 24)] for _ in range(2)]
         for own, function in zip(sums, (embedding.embed_backward_kernel, embedding.embed_backward_plain)):
-            function(d, ids, places, own[0], None if at is None else own[1], 3.0, noise)
+            function(d, tokens, own[0], None if at is None else own[1])
         close(*sums)
 
     hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
+    close([feed_forward.rectify_kernel(d.clone(), noise)], [feed_forward.rectify_plain(d.clone(), noise)])
     found = [(d.clone(), torch.ones(300)) for _ in range(2)]
     feed_forward.rectify_backward_kernel(found[0][0], hidden, noise, found[0][1])
     feed_forward.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
@@ -222,6 +254,12 @@ for vocab in (30, 8192 + 40):
     twin = logits.clone()
     close(loss.loss_kernel(logits, labels, 0.1, 0), loss.loss_plain(twin, labels, 0.1, 0))
     close([logits], [twin])
+    for alpha in (0.0, 5.0):
+        both = torch.randn(2, 7, vocab) * 3
+        twins = both.clone()
+        close(loss.agreeing_loss_kernel(*both, labels, 0.1, alpha, 0),
+              loss.agreeing_loss_plain(*twins, labels, 0.1, alpha, 0))
+        close([both], [twins])
 print("equal")
 """
 

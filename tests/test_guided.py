@@ -278,6 +278,7 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
         ({"model": {"kind": "rnn"}}, 'of model.kind = "transformer", not of "rnn"'),
         ({"data": {"valid": [{"src": "a", "tgt": "b", "align": "c"}]}}, r"data\.valid\[0\]\.align teaches nothing"),
         ({"data": {"max_length": 70_000}, "train": {"tokens_per_step": 90_000}}, "with align, at most 65535"),
+        ({"train": {"guided_alignment": 1.0, "r_drop": 1.0}}, "guides one pass, and train.r_drop takes two"),
         ({"train": {"guided_alignment": -1.0}}, "guided_alignment = -1.0: must be at least 0"),
     ],
 )

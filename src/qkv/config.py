@@ -123,6 +123,9 @@ class Train:
     warmup: int = option(4000, "steps of linear warm-up", low=0)
     clip: float = option(0.0, "largest gradient norm; 0: no clipping (the paper)", low=0.0)
     label_smoothing: float = option(0.1, "probability mass given to all tokens alike", low=0.0, high=1.0)
+    r_drop: float = option(
+        0.0, "R-Drop: every batch passes twice under other dropout, and this weight draws the two together", low=0.0
+    )
     guided_alignment: float = option(
         0.0, "weight of the objective that one head's attention follows the corpora's align; 0: none", low=0.0
     )
@@ -175,6 +178,9 @@ class Config:
         return from_dict(tree)
 
 
+DROPPING = ("model.dropout", "model.attention_dropout", "model.activation_dropout", "model.token_dropout")
+
+
 def check(config: Config) -> None:
     """Refuse values that cannot work, naming the option and the remedy."""
     for path, spec, value in options(config):
@@ -219,6 +225,8 @@ def _check_train(config: Config) -> None:
             f"data.max_length = {longest} leaves no room for such a sentence in a batch of {batch} tokens: "
             f"raise train.tokens_per_step and train.micro_tokens above it, or lower data.max_length"
         )
+    if train.r_drop and not any(value for path, _, value in options(config) if path in DROPPING):
+        raise UsageError(f"train.r_drop compares passes under different dropout: set {DROPPING[0]} above 0")
     if 1.0 in (train.beta1, train.beta2):
         raise UsageError("train.beta1 and train.beta2 must be below 1: an average that never changes teaches nothing")
     if train.weight_decay and train.optimizer == "adam":
@@ -255,6 +263,8 @@ def _check_alignment(config: Config) -> None:
         raise UsageError(f"data.max_length = {config.data.max_length}: with align, at most {(1 << 16) - 1}")
     if not config.train.guided_alignment:
         return
+    if config.train.r_drop:
+        raise UsageError("train.guided_alignment guides one pass, and train.r_drop takes two: set one to 0")
     if config.data.train and not any(corpus.align for corpus in config.data.train):
         raise UsageError("train.guided_alignment needs alignments: name their file as align in [[data.train]]")
     if not isinstance(config.model, Transformer):

@@ -56,8 +56,9 @@ class TranslationModel(Model):
                 f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
                 f'share the vocabulary, or set model.tie = "output"'
             )
+        unseen = spec.token_dropout if isinstance(spec, config.Attentive) else 0.0
         self.source, self.target = (
-            Embedding(vocab, spec.d_model, make_positions(positions, spec.d_model, max_positions), spec.dropout)
+            Embedding(vocab, spec.d_model, make_positions(positions, spec.d_model, max_positions), spec.dropout, unseen)
             for vocab in (src_vocab, tgt_vocab)
         )
 

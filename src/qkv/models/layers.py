@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.errors import UsageError
-from qkv.models.fused.embedding import embed
+from qkv.models.fused.embedding import Tokens, embed
 from qkv.models.fused.noise import Noise
 from qkv.models.kernels import add_norm
 from qkv.models.rows import Rows
@@ -84,23 +84,32 @@ class Dropout(nn.Dropout):
 
 
 class Embedding(nn.Module):
-    """Token embedding × √d_model plus positions, if any, then dropout (sections 3.4, 3.5 and 5.4)."""
+    """Token embedding × √d_model plus positions, if any, then dropout (sections 3.4, 3.5 and 5.4).
 
-    def __init__(self, vocab: int, d_model: int, positions: nn.Module | None, dropout: float) -> None:
+    With `unseen` (token cutoff, Shen et al., 2020) so many tokens are in training nothing but their position.
+    """
+
+    def __init__(
+        self, vocab: int, d_model: int, positions: nn.Module | None, dropout: float, unseen: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, d_model)
         # After the factor √d_model an embedding has unit variance; as output weights they give unit-sized logits.
         nn.init.normal_(self.tokens.weight, std=d_model**-0.5)
         self.positions = positions
         self.scale = math.sqrt(d_model)
-        self.dropout = Dropout(dropout)
+        self.dropout, self.unseen = Dropout(dropout), unseen
 
     def forward(self, ids: Tensor, start: int | Tensor = 0, rows: Rows | None = None) -> Tensor:
         """Ids (batch, length), or of `rows` laid end to end (1, tokens), which all begin at 0."""
         if isinstance(start, Tensor) and not self.training:  # a token for each row: one kernel
             table: Tensor | None = getattr(self.positions, "table", None)
-            return embed(ids.squeeze(1), start, self.tokens.weight, table, self.scale, Noise(0.0, start, 0))[:, None]
+            silent = Noise(0.0, start, 0)
+            tokens = Tokens(ids.squeeze(1), start, self.scale, silent, silent)
+            return embed(tokens, self.tokens.weight, table)[:, None]
         x = self.tokens(ids) * self.scale  # (batch, length, d_model)
+        if self.training and self.unseen:
+            x = x * (torch.rand(ids.shape, device=x.device) >= self.unseen)[..., None]
         if self.positions is not None:
             table = self.positions(start, ids.shape[1]) if rows is None else rows.each(self.positions)
             x = x + table.to(x.dtype)

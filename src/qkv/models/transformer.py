@@ -145,7 +145,7 @@ class DecoderOnly(Model):
         super().__init__()
         self.spec = spec
         positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
-        self.target = Embedding(vocab, spec.d_model, positions, spec.dropout)
+        self.target = Embedding(vocab, spec.d_model, positions, spec.dropout, spec.token_dropout)
         self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(spec, f"decoder.{i}", cross=False) for i in range(spec.layers)
         )
@@ -175,7 +175,7 @@ class EncoderOnly(Model):
         super().__init__()
         self.spec = spec
         positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
-        self.source = Embedding(vocab, spec.d_model, positions, spec.dropout)
+        self.source = Embedding(vocab, spec.d_model, positions, spec.dropout, spec.token_dropout)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             EncoderLayer(spec, f"encoder.{i}") for i in range(spec.layers)
         )

@@ -38,7 +38,7 @@ class Captured:
         dtype: torch.dtype,
     ) -> None:
         self.weights = Weights(model, dtype)
-        self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad)
+        self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
         self.optimizer, self.clip = optimizer, spec.clip
         self.device = self.weights.masters.device
         number = self.weights.masters.new_zeros

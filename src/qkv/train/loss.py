@@ -11,16 +11,48 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 ROWS = 512  # tokens projected at once: their logits stay in cache on a CPU; on a GPU twice as many, still small
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """The definition: targets (1 − ε)·one-hot + ε/V. Returns that loss and −log p of the labels, both summed."""
-    log_probs = F.linear(hidden, weight).float().log_softmax(-1)  # (tokens, vocab)
+    return _smoothed(_log_probs(hidden, weight), labels, smoothing)
+
+
+def _log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight).float().log_softmax(-1)  # (tokens, vocab)
+
+
+def _smoothed(log_probs: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     nll = -log_probs.gather(-1, labels[:, None]).sum()
     uniform = -log_probs.mean(-1).sum()
     return (1 - smoothing) * nll + smoothing * uniform, nll.detach()
+
+
+def agreeing_loss(
+    first: Tensor, second: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, alpha: float, pad: int
+) -> tuple[Tensor, Tensor]:
+    """R-Drop (Wu et al., 2021): two passes under different dropout, (tokens, d_model) each, are to say the same.
+
+    With p and q what they say of a token, its loss is the mean of theirs and α/4 (KL(p‖q) + KL(q‖p)): half of the sum
+    that their paper writes, so that it compares with the loss of one pass. Returned are this loss and −log p, summed.
+    """
+    labels = labels[labels != pad]
+    sums = torch.zeros(2, device=labels.device)
+    for part in torch.arange(len(labels), device=labels.device).split(ROWS):  # whose logits are computed again
+        sums = sums + checkpoint(
+            _agreeing, first[part], second[part], weight, labels[part], smoothing, alpha, use_reentrant=False
+        )
+    return sums[0], sums[1].detach()
+
+
+def _agreeing(first: Tensor, second: Tensor, weight: Tensor, labels: Tensor, smoothing: float, alpha: float) -> Tensor:
+    log_p, log_q = _log_probs(first, weight), _log_probs(second, weight)
+    losses, nlls = zip(*(_smoothed(log_probs, labels, smoothing) for log_probs in (log_p, log_q)), strict=True)
+    divergence = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum()  # KL(p‖q) + KL(q‖p)
+    return torch.stack([sum(losses) / 2 + alpha / 4 * divergence, sum(nlls) / 2])
 
 
 def smoothed_loss(

@@ -25,7 +25,7 @@ from qkv.train import memory, optim, sharding
 from qkv.train.checkpoint import Progress
 from qkv.train.distributed import ALONE, World
 from qkv.train.guided import Guide
-from qkv.train.loss import smoothed_loss
+from qkv.train.loss import agreeing_loss, smoothed_loss
 
 RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator looks at
 
@@ -188,19 +188,25 @@ class Trainer:
 
     def _pass(self, batch: Batch) -> Tensor:
         """Forward and backward through one batch: loss and −log p (2,), summed over its tokens."""
-        pad = self.prepared.tokenizers.tgt.pad
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            if self.guide is None:
-                hidden = self.model.hidden_at(batch.labels != pad, *batch.inputs)  # (tokens, d_model)
-            else:  # who looks at whole rows of queries and keys
-                with self.guide.watching():
-                    hidden = self.model.hidden(*batch.inputs)  # (batch, target, d_model)
-            smoothing = self.spec.label_smoothing
-            loss, nll = smoothed_loss(hidden, self.model.output.weight, batch.labels, smoothing=smoothing, pad=pad)
+            loss, nll = self._loss(batch)
         if self.guide is not None:
             loss = loss + self.guide.loss(batch)
         loss.backward()
         return torch.stack([loss.detach(), nll])
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss and −log p of a batch, summed over its tokens."""
+        weight, labels, pad = self.model.output.weight, batch.labels, self.prepared.tokenizers.tgt.pad
+        options: dict[str, Any] = {"smoothing": self.spec.label_smoothing, "pad": pad}
+        if self.guide is not None:  # who looks at whole rows of queries and keys
+            with self.guide.watching():
+                return smoothed_loss(self.model.hidden(*batch.inputs), weight, labels, **options)
+        hidden = self.model.hidden_at(labels != pad, *batch.inputs)  # (tokens, d_model)
+        if not self.spec.r_drop:
+            return smoothed_loss(hidden, weight, labels, **options)
+        again = self.model.hidden_at(labels != pad, *batch.inputs)
+        return agreeing_loss(hidden, again, weight, labels, alpha=self.spec.r_drop, **options)
 
     def _in_step(self, micros: list[Batch]) -> list[Batch]:
         """Of sharded weights every rank takes part in every pass: those with fewer micro-batches join idly."""

@@ -23,10 +23,15 @@ ROWS, COLUMNS = 16, 256
 
 def rectify(x: Tensor, noise: Noise) -> Tensor:
     """dropout(max(0, x)), in place of x."""
-    if not noise.rate:
-        return x.relu_()
-    if triton is None or not x.is_cuda:
-        return drop(x.relu_(), noise)
+    chosen = rectify_kernel if triton is not None and x.is_cuda and noise.rate else rectify_plain
+    return chosen(x, noise)
+
+
+def rectify_plain(x: Tensor, noise: Noise) -> Tensor:
+    return drop(x.relu_(), noise)
+
+
+def rectify_kernel(x: Tensor, noise: Noise) -> Tensor:
     block = 1024
     _rectify[(triton.cdiv(x.numel(), block),)](
         x, noise.seed, noise.salt, x.numel(), noise.scale, block=block, threshold=noise.threshold

@@ -1,4 +1,8 @@
-"""The label-smoothed loss over the vocabulary (section 5.4) from logits, which become its gradient where they lie."""
+"""The label-smoothed loss over the vocabulary (section 5.4) from logits, which become its gradient where they lie.
+
+With R-Drop (Wu et al., 2021) there are two logits of everything, from passes under different dropout, and the two
+distributions are drawn to one another. What that is, `qkv.train.loss` says.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,44 @@ def loss_plain(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tu
     return loss, nll
 
 
+def agreeing_loss_and_gradients(
+    first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
+) -> tuple[Tensor, Tensor]:
+    """The same of two logits of every label: the mean of both, and α/4 (KL(p‖q) + KL(q‖p)) added to the loss."""
+    chosen = agreeing_loss_kernel if triton is not None and first.is_cuda else agreeing_loss_plain
+    return chosen(first, second, labels, smoothing, alpha, pad)
+
+
+def agreeing_loss_plain(
+    first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
+) -> tuple[Tensor, Tensor]:
+    log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
+    sums = [loss_plain(logits, labels, smoothing, pad) for logits in (first, second)]
+    loss, nll = ((one + other) / 2 for one, other in zip(*sums, strict=True))
+    real, p, q, above = (labels != pad)[:, None], log_p.exp(), log_q.exp(), log_p - log_q
+    forth, back = (p * above).sum(1, keepdim=True), -(q * above).sum(1, keepdim=True)
+    first.copy_(first / 2 + alpha / 4 * real * (p * (above - forth) + p - q))
+    second.copy_(second / 2 + alpha / 4 * real * (q * (-above - back) + q - p))
+    return loss + alpha / 4 * (real * (forth + back)).squeeze(1), nll
+
+
 def loss_kernel(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     loss, nll = logits.new_empty(2, rows, dtype=torch.float).unbind()
     step = 8 if vocab % 8 == 0 else 1  # told to the compiler, which then reads so many at once
     _loss[(rows,)](logits, labels, loss, nll, vocab // step, pad, smoothing, step=step, block=8192, num_warps=8)
+    return loss, nll
+
+
+def agreeing_loss_kernel(
+    first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
+) -> tuple[Tensor, Tensor]:
+    rows, vocab = first.shape
+    loss, nll = first.new_empty(2, rows, dtype=torch.float).unbind()
+    step = 8 if vocab % 8 == 0 else 1
+    _agreeing_loss[(rows,)](
+        first, second, labels, loss, nll, vocab // step, pad, smoothing, alpha, step=step, block=4096, num_warps=8
+    )
     return loss, nll
 
 
@@ -77,3 +114,59 @@ if triton is not None:
             gradient = tl.exp(value - log_z) - smoothing / vocab
             gradient = tl.where(start + inside == label, gradient - (1 - smoothing), gradient)
             tl.store(logits + start + inside, gradient.to(logits.dtype.element_ty), mask=real)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _agreeing_loss(  # type: ignore[no-untyped-def]
+        first, second, labels, loss, nll, vocab, pad, smoothing, alpha, step: tl.constexpr, block: tl.constexpr
+    ):
+        """One program a row of both; the divergences need no third reading, as their sums are scaled as they grow."""
+        row = tl.program_id(0).to(tl.int64)
+        vocab *= step
+        first += row * vocab
+        second += row * vocab
+        label = tl.load(labels + row)
+        inside = tl.arange(0, block)
+        if label == pad:
+            for start in range(0, vocab, block):
+                real = start + inside < vocab
+                tl.store(first + start + inside, tl.zeros((block,), first.dtype.element_ty), mask=real)
+                tl.store(second + start + inside, tl.zeros((block,), second.dtype.element_ty), mask=real)
+            tl.store(loss + row, 0.0)
+            tl.store(nll + row, 0.0)
+            return
+        highest_a, highest_b = tl.full((), -1e30, tl.float32), tl.full((), -1e30, tl.float32)
+        total_a, total_b = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
+        apart_a, apart_b = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)  # Σ eᵃ(a − b), Σ eᵇ(a − b)
+        added = tl.zeros((block,), tl.float32)
+        for start in range(0, vocab, block):
+            real = start + inside < vocab
+            a = tl.load(first + start + inside, mask=real, other=float("-inf")).to(tl.float32)
+            b = tl.load(second + start + inside, mask=real, other=float("-inf")).to(tl.float32)
+            difference = tl.where(real, a - b, 0.0)
+            above_a, above_b = tl.maximum(highest_a, tl.max(a, axis=0)), tl.maximum(highest_b, tl.max(b, axis=0))
+            shrink_a, shrink_b = tl.exp(highest_a - above_a), tl.exp(highest_b - above_b)
+            e_a, e_b = tl.exp(a - above_a), tl.exp(b - above_b)
+            total_a, total_b = total_a * shrink_a + e_a, total_b * shrink_b + e_b
+            apart_a, apart_b = apart_a * shrink_a + e_a * difference, apart_b * shrink_b + e_b * difference
+            added += tl.where(real, a + b, 0.0)
+            highest_a, highest_b = above_a, above_b
+        z_a, z_b = tl.sum(total_a, axis=0), tl.sum(total_b, axis=0)
+        log_a, log_b = highest_a + tl.log(z_a), highest_b + tl.log(z_b)
+        forth = tl.sum(apart_a, axis=0) / z_a - (log_a - log_b)  # KL(p‖q)
+        back = log_a - log_b - tl.sum(apart_b, axis=0) / z_b  # KL(q‖p)
+        own = (log_a - tl.load(first + label).to(tl.float32) + log_b - tl.load(second + label).to(tl.float32)) / 2
+        mean = (log_a + log_b - tl.sum(added, axis=0) / vocab) / 2
+        tl.store(loss + row, (1 - smoothing) * own + smoothing * mean + alpha / 4 * (forth + back))
+        tl.store(nll + row, own)
+        tl.debug_barrier()  # the label's logits have been read
+        for start in range(0, vocab, block):
+            real = start + inside < vocab
+            log_p = tl.load(first + start + inside, mask=real, other=float("-inf")).to(tl.float32) - log_a
+            log_q = tl.load(second + start + inside, mask=real, other=float("-inf")).to(tl.float32) - log_b
+            p, q = tl.exp(log_p), tl.exp(log_q)
+            above = tl.where(real, log_p - log_q, 0.0)
+            wanted = tl.where(start + inside == label, 1 - smoothing, 0.0) + smoothing / vocab
+            d_a = (p - wanted) / 2 + alpha / 4 * (p * (above - forth) + p - q)
+            d_b = (q - wanted) / 2 + alpha / 4 * (q * (-above - back) + q - p)
+            tl.store(first + start + inside, d_a.to(first.dtype.element_ty), mask=real)
+            tl.store(second + start + inside, d_b.to(second.dtype.element_ty), mask=real)

@@ -17,9 +17,9 @@ from qkv import config
 from qkv.data.ragged import TILES, Ragged
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.fused.attention import QKV, Heads, Rows, attend, attend_backward
-from qkv.models.fused.embedding import embed, embed_backward
+from qkv.models.fused.embedding import Tokens, embed, embed_backward
 from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu
-from qkv.models.fused.loss import loss_and_gradient
+from qkv.models.fused.loss import agreeing_loss_and_gradients, loss_and_gradient
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
 from qkv.models.fused.weights import Weight, Weights, accumulate
@@ -58,20 +58,32 @@ def can_pass(spec: config.Model, dtype: torch.dtype = torch.bfloat16) -> bool:
 class Passes:
     """Forward and backward passes of one model; gradients are added to those of `weights`."""
 
-    def __init__(self, model: Transformer, weights: Weights, *, smoothing: float, pad: int) -> None:
+    def __init__(
+        self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
+    ) -> None:
         assert can_pass(model.spec)
         self.model, self.weights = model, weights
-        self.smoothing, self.pad = smoothing, pad
+        self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
         self.sites = {module: site for site, module in enumerate(model.modules())}
+        self.first_site = 0
 
     def run(self, batch: Ragged, most: tuple[int, ...] = ()) -> Tensor:
         """One pass: the loss and −log p, (2,), each summed over the tokens; its gradients are added to the others.
 
-        `most` is how many rows of each tile there is to be room for, if not those of this batch.
+        `most` is how many rows of each tile there is to be room for, if not those of this batch. With R-Drop there are
+        two passes, under different dropout.
         """
+        ways = [self._forward(batch, most or batch.counts, number) for number in range(2 if self.r_drop else 1)]
+        sums, gradients = self._loss([hidden for hidden, _ in ways], batch.labels)
+        for (_, back), gradient in zip(ways, gradients, strict=True):
+            back(gradient)
+        return sums
+
+    def _forward(self, batch: Ragged, most: tuple[int, ...], number: int) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """What the decoder made of each target token, and the way back from there to all weights."""
         model, source, target = self.model, batch.source, batch.target
-        most = most or batch.counts
+        self.first_site = number * len(self.sites)
         source_rows = Rows(source.starts, source.starts, batch.first, most)
         cross_rows = Rows(target.starts, source.starts, batch.first, most)
         target_rows = Rows(target.starts, target.starts, batch.first, most)
@@ -91,14 +103,16 @@ class Passes:
             decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
         x, back_to_target = self._embed(model.target, target.ids, target.places)
         hidden, back_through_decoder = self._stack(x, decoder, model.decoder_norm)
-        sums, gradient = self._loss(hidden, batch.labels)
-        back_to_target(back_through_decoder(gradient))
-        assert remembered.gradient is not None
-        back_to_source(back_through_encoder(remembered.gradient))
-        return sums
+
+        def back(gradient: Tensor) -> None:
+            back_to_target(back_through_decoder(gradient))
+            assert remembered.gradient is not None
+            back_to_source(back_through_encoder(remembered.gradient))
+
+        return hidden, back
 
     def _noise(self, module: nn.Module, rate: float) -> Noise:
-        return Noise(rate if self.model.training else 0.0, self.seed, self.sites[module])
+        return Noise(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
@@ -163,14 +177,15 @@ class Passes:
 
     def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         table = self.weights[embedding.tokens.weight]
-        noise = self._noise(embedding, embedding.dropout.p)
+        noise, unseen = self._noise(embedding, embedding.dropout.p), self._noise(embedding.tokens, embedding.unseen)
         learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
         positions = None if embedding.positions is None else embedding.positions.table.detach()  # type: ignore[operator]
-        x = embed(ids, places, table.value, positions, embedding.scale, noise)
+        tokens = Tokens(ids, places, embedding.scale, noise, unseen)
+        x = embed(tokens, table.value, positions)
 
         def back(d_x: Tensor) -> None:
             d_positions = None if learned is None else self.weights[learned.table].grad
-            embed_backward(d_x, ids, places, table.grad, d_positions, embedding.scale, noise)
+            embed_backward(d_x, tokens, table.grad, d_positions)
 
         return x, back
 
@@ -271,18 +286,25 @@ class Passes:
 
         return forward
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of loss and −log p, and the gradient of `hidden`; logits exist for some rows at a time."""
+    def _loss(self, hidden: list[Tensor], labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The sums of loss and −log p, and the gradient of each `hidden`; logits exist for some rows at a time."""
         weight = self.weights[self.model.output.weight]
-        rows = max(1, LOGITS // len(weight.value))
-        sums, d_hidden = [], torch.empty_like(hidden)
-        for first in range(0, len(hidden), rows):
+        rows = max(1, LOGITS // len(hidden) // len(weight.value))
+        sums, gradients = [], [torch.empty_like(each) for each in hidden]
+        for first in range(0, len(labels), rows):
             part = slice(first, first + rows)
-            logits = F.linear(hidden[part], weight.value)  # (rows, vocab), which become their own gradient
-            sums.append(torch.stack(loss_and_gradient(logits, labels[part], self.smoothing, self.pad)).sum(1))
-            torch.mm(logits, weight.value, out=d_hidden[part])
-            accumulate(weight.grad, logits.T, hidden[part])
-        return torch.stack(sums).sum(0), d_hidden
+            logits = [F.linear(each[part], weight.value) for each in hidden]  # (rows, vocab)
+            sums.append(torch.stack(self._to_gradients(logits, labels[part])).sum(1))
+            for each, given, gradient in zip(logits, hidden, gradients, strict=True):
+                torch.mm(each, weight.value, out=gradient[part])
+                accumulate(weight.grad, each.T, given[part])
+        return torch.stack(sums).sum(0), gradients
+
+    def _to_gradients(self, logits: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and −log p of each label; the logits become their own gradients."""
+        if len(logits) == 1:
+            return loss_and_gradient(logits[0], labels, self.smoothing, self.pad)
+        return agreeing_loss_and_gradients(*logits, labels, self.smoothing, self.r_drop, self.pad)
 
 
 class _Memory:

@@ -1,0 +1,92 @@
+"""What is added to dropout against overfitting: R-Drop, which draws two passes together, and tokens that are not seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import sentences, tiny_config, write_pairs
+from qkv import config
+from qkv.models.build import build
+from qkv.models.layers import Embedding
+from qkv.run import Run
+from qkv.train import begin
+from qkv.train.trainer import Trainer
+
+KINDS: list[config.Model] = [
+    config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.3, norm="pre"),
+    config.Recurrent(d_model=16, dropout=0.3),
+    config.Convolutional(d_model=16, encoder_layers=2, decoder_layers=2, max_positions=512, dropout=0.3),
+    config.DecoderOnly(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
+    config.EncoderOnly(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
+]
+
+
+def trainer(folder: Path, model: config.Model, **train: Any) -> Trainer:
+    src, tgt = write_pairs(folder, sentences(150))
+    made = dataclasses.replace(tiny_config(src, tgt), model=model).replace(train={"metric": "loss"} | train)
+    if not isinstance(model, config.Translating):
+        made = made.replace(data={"train": [{"text": tgt}]})
+    run, prepared = begin._begin(folder / f"run-{len(list(folder.iterdir()))}", made, None, [], "")
+    assert isinstance(run, Run)
+    return Trainer(run.config, prepared)
+
+
+def divergence(trained: Trainer) -> float:
+    """Between what two passes under different dropout say of a token, on average: KL(p‖q) + KL(q‖p)."""
+    steps = trained.updates.starting(trained.progress.position)
+    batch = next(steps).micros[0]
+    steps.close()
+    trained.model.train()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        hidden = [trained.model.hidden_at(batch.labels != 0, *batch.inputs) for _ in range(2)]
+        log_p, log_q = (trained.model.project(each).log_softmax(-1) for each in hidden)
+    return float(((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("model", KINDS, ids=lambda model: model.kind)
+def test_passes_agree_more_when_they_are_drawn_together(model: config.Model, tmp_path: Path) -> None:
+    free, drawn = trainer(tmp_path, model), trainer(tmp_path, model, r_drop=10.0)
+    for each in (free, drawn):
+        steps = each.updates.starting(each.progress.position)
+        outcomes = [each.step(next(steps)) for _ in range(60)]
+        steps.close()
+        assert outcomes[-1].nll < outcomes[0].nll
+    assert divergence(drawn) < 0.7 * divergence(free)
+
+
+def test_drawn_together_in_a_resumed_run_as_in_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken, again = (trainer(tmp_path, KINDS[0], r_drop=2.0) for _ in range(2))
+    for each in (unbroken, again):
+        steps = each.updates.starting(each.progress.position)
+        each.outcomes = [each.step(next(steps)) for _ in range(3)]  # type: ignore[attr-defined]
+        steps.close()
+    assert unbroken.outcomes == again.outcomes  # type: ignore[attr-defined]
+
+
+def test_unseen_tokens_leave_their_places() -> None:
+    torch.manual_seed(0)
+    positions = torch.nn.Module()
+    positions.forward = lambda start, length: torch.arange(length)[:, None].expand(length, 8).float()  # type: ignore
+    embedding = Embedding(20, 8, positions, dropout=0.0, unseen=0.25)
+    ids = torch.randint(0, 20, (50, 40))
+    places = torch.arange(40)[:, None].float()
+    tokens = embedding.tokens(ids) * embedding.scale
+    embedding.train()
+    left = embedding(ids) - places  # (batch, length, d_model)
+    unseen = (left.abs() < 1e-5).all(-1)
+    assert unseen.float().mean() == pytest.approx(0.25, abs=0.04)
+    torch.testing.assert_close(left[~unseen], tokens[~unseen], atol=1e-5, rtol=1e-5)
+    embedding.eval()
+    torch.testing.assert_close(embedding(ids) - places, tokens, atol=1e-5, rtol=1e-5)
+
+
+def test_the_option_reaches_both_sides() -> None:
+    spec = config.Transformer(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, token_dropout=0.3)
+    model = build(spec, 20, 20)
+    assert model.source.unseen == model.target.unseen == 0.3
