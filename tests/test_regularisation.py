@@ -1,4 +1,4 @@
-"""What is added to dropout against overfitting: R-Drop, which draws two passes together, and tokens that are not seen."""
+"""What goes further than dropout: R-Drop, which draws two passes together, and tokens that are not seen."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ class Attentive:
     dropout: float = option(0.1, "dropout on sub-layer outputs and embeddings (section 5.4)", low=0.0, high=0.99)
     attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=0.99)
     activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=0.99)
-    token_dropout: float = option(
-        0.0, "chance that a token is not seen in training, but its place is", low=0, high=0.99
-    )
+    token_dropout: float = option(0.0, "chance that training sees only the place of a token", low=0.0, high=0.99)
 
     @property
     def key_width(self) -> int:

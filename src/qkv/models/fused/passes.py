@@ -302,9 +302,10 @@ class Passes:
 
     def _to_gradients(self, logits: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and −log p of each label; the logits become their own gradients."""
-        if len(logits) == 1:
+        if not self.r_drop:
             return loss_and_gradient(logits[0], labels, self.smoothing, self.pad)
-        return agreeing_loss_and_gradients(*logits, labels, self.smoothing, self.r_drop, self.pad)
+        first, second = logits
+        return agreeing_loss_and_gradients(first, second, labels, self.smoothing, self.r_drop, self.pad)
 
 
 class _Memory:
