@@ -212,7 +212,7 @@ def test_evaluate(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: P
     assert report["lines"] == 25
     assert "version:" in report["bleu"]["signature"]
     shown = call("evaluate", tiny, *test_set).out.splitlines()
-    assert [line.split(" = ")[0] for line in shown] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
+    assert [line.split(" = ")[0] for line in shown[:4]] == ["BLEU", "BLEU lower-case, 13a", "chrF2", "TER"]
 
 
 def test_a_run_does_not_differ_from_itself(tiny: Path, call: Call, test_set: tuple[str, str]) -> None:

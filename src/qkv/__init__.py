@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import config, models, presets
-    from qkv.api import Completer, Filler, Translation, Translator, compare, evaluate, load, train
+    from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, load, train
     from qkv.config import Config
     from qkv.errors import QkvError, UsageError
     from qkv.run import Run
@@ -28,6 +28,7 @@ _HOME = {
     "Translation": "qkv.api",
     "Translator": "qkv.api",
     "UsageError": "qkv.errors",
+    "augment": "qkv.api",
     "compare": "qkv.api",
     "config": "",
     "evaluate": "qkv.api",
@@ -46,6 +47,7 @@ __all__ = [
     "Translation",
     "Translator",
     "UsageError",
+    "augment",
     "compare",
     "config",
     "evaluate",

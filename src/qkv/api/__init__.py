@@ -8,17 +8,22 @@ from typing import Unpack
 
 from qkv import config as configs
 from qkv.api.asking import Options
+from qkv.api.augmenting import Augmented, Augmenter, augment
 from qkv.api.completing import Completer, Completion
 from qkv.api.filling import Filler, Filling
 from qkv.api.results import OtherWord, Scored, Translation
 from qkv.api.translating import CHUNK, Translator
 from qkv.errors import UsageError
 from qkv.evaluate import metrics
+from qkv.evaluate.diagnosis import Diagnosis
+from qkv.evaluate.diagnosis import diagnose as diagnose_texts
 from qkv.run import Run
 from qkv.train.begin import train
 
 __all__ = [
     "CHUNK",
+    "Augmented",
+    "Augmenter",
     "Completer",
     "Completion",
     "Filler",
@@ -28,7 +33,9 @@ __all__ = [
     "Scored",
     "Translation",
     "Translator",
+    "augment",
     "compare",
+    "diagnose",
     "evaluate",
     "load",
     "train",
@@ -88,3 +95,17 @@ def compare(
     theirs = evaluate(against, src, ref, **options)
     a, b = ([each.text for each in translations] for _, translations in (ours, theirs))
     return ours, theirs, metrics.compare(a, b, ref, tgt_lang=translator.config.data.tgt_lang)
+
+
+def diagnose(
+    src: Sequence[str], translations: Sequence[Translation], ref: Sequence[str], *, tgt_lang: str = ""
+) -> Diagnosis:
+    """What is wrong with translations beside their score: loops, hallucinations, copies, lengths, the worst of them."""
+    return diagnose_texts(
+        src,
+        [each.text for each in translations],
+        ref,
+        tgt_lang=tgt_lang,
+        truncated=[each.truncated for each in translations],
+        retried=[each.looped for each in translations],
+    )

@@ -5,6 +5,7 @@ A verb is a plain function in one of the modules here, and takes its place in th
 
 from __future__ import annotations
 
+from qkv.cli.augmenting import augment
 from qkv.cli.command import app, lab, main
 from qkv.cli.explaining import align, explain, heads, report
 from qkv.cli.measuring import doctor, speed, table1, table2, table3
@@ -19,6 +20,7 @@ __all__ = ["app", "main"]
 for verb in (
     train,
     translate,
+    augment,
     complete,
     fill,
     score,

@@ -12,7 +12,7 @@ from qkv.cli.options import RunArgument, Settings, command_line
 from qkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.config import Config
+    from qkv.config import Config, Corpus
     from qkv.data.store import Prepared
 
 
@@ -22,6 +22,13 @@ def train(
         list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; may be repeated.")
     ] = None,
     tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one for each --src.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:WEIGHT[:TAG]]",
+            help="More pairs, .tsv or .jsonl, e.g. of qkv augment: WEIGHT times an epoch, after TAG; may be repeated.",
+        ),
+    ] = None,
     valid_src: Annotated[
         str | None, typer.Option(help="Validation source; by default a part of the text is held out.")
     ] = None,
@@ -52,7 +59,7 @@ def train(
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
-        if what or src or tgt or valid_src or valid_tgt or text or valid_text or minutes:
+        if what or src or tgt or also or valid_src or valid_tgt or text or valid_text or minutes:
             raise UsageError("--resume takes what the run folder holds: give --run, and --set if need be, alone")
         begin(run=run, resume=True, settings=changed)
         return
@@ -60,11 +67,11 @@ def train(
         raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
     config = find_config(what) if what else None
     if text or valid_text:
-        if src or tgt or valid_src or valid_tgt:
+        if src or tgt or also or valid_src or valid_tgt:
             raise UsageError("--text is for models without a source, --src and --tgt for those with one: give either")
         config = _with_text(config, text or [], valid_text)
     else:
-        config = _with_corpora(config, src or [], tgt or [], valid_src, valid_tgt)
+        config = _also(_with_corpora(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
     fixed = any(setting.partition("=")[0].strip() == "train.steps" for setting in changed)
 
     def recipe(config: Config, prepared: Prepared) -> tuple[Config, list[str]]:
@@ -93,6 +100,34 @@ def _with_corpora(
     if valid_src:
         data = dataclasses.replace(data, valid=(configs.Corpus(src=valid_src, tgt=valid_tgt or ""),))
     return dataclasses.replace(config, data=data)
+
+
+def _also(config: Config, also: list[str]) -> Config:
+    """The config with more corpora beside those that it has."""
+    if also and not config.data.valid:
+        # What is held out is a part of everything: the best checkpoint would be the one most like a machine's text.
+        raise UsageError(
+            f"--also {also[0]}: what was made by a model is no text to validate on: give --valid-src and --valid-tgt"
+        )
+    more = tuple(_corpus(each, config.data.root) for each in also)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
+
+
+def _corpus(given: str, root: str) -> Corpus:
+    """A corpus as --also has it: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
+    from qkv import config as configs
+
+    name, weight, tag = given, "1", ""
+    if not Path(given).exists():
+        name, _, rest = given.partition(":")
+        weight, _, tag = rest.partition(":")
+    try:
+        value = float(weight or "1")
+    except ValueError:
+        raise UsageError(f'--also {given}: "{weight}" is no weight: write FILE:WEIGHT, e.g. {name}:0.5') from None
+    # On the command line a path starts from here, in a config from its root.
+    path = str(Path(name).absolute()) if root and name != "-" else name
+    return configs.Corpus(src=path, weight=value, tag=tag)
 
 
 def _with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,8 @@ from qkv.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api import Completer, Filler
+    from qkv.evaluate.metrics import Comparison
+    from qkv.explain.evaluation import System
 
 
 def score(
@@ -64,45 +67,67 @@ def evaluate(
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Keep the translations in a file.", show_default=False)
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A page (.html) to write: plots, sentences to look at.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
     """Measure a model: BLEU, chrF, TER against raw references; bits per byte of a text.
 
-    Scores have their signature and 95 % interval. Of a model without a source, SRC is a text: how well it is foreseen,
-    in perplexity and bits per byte, or its gaps are filled.
+    Scores have their signature and 95 % interval; below them stands what is wrong: loops, hallucinations, copies. Of a
+    model without a source, SRC is a text: how well it is foreseen, in perplexity and bits per byte, or its gaps filled.
     """
     from qkv import api
-    from qkv.terminal import counter, writer
+    from qkv.explain import evaluation
+    from qkv.terminal import counter, say, writer
 
+    if report:
+        evaluation.check(report)
     loaded = api.load(run, weights=weights, device=device)
     if not isinstance(loaded, api.Translator):
-        if reference or against or output:
-            raise UsageError(f"{run} has no source: give one text, and neither REF, --against nor --output")
+        if reference or against or output or report:
+            raise UsageError(f"{run} has no source: give one text, and neither REF, --against, --output nor --report")
         _evaluate_text(loaded, source, as_json)
         return
     ours = loaded
     sources, references = held_out(run, source, reference)
     theirs = api.Translator(against, device=device) if against else None
-    compared: dict[str, Any] = {}
-    lines: list[str] = []
     with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
         options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, tag=tag, progress=advance)
         if theirs is None:
-            scores, found = api.evaluate(ours, sources, references, **options)
+            results, comparison = [api.evaluate(ours, sources, references, **options)], None
         else:
-            (scores, found), (other, _), comparison = api.compare(ours, theirs, sources, references, **options)
-            compared = {"against": {"run": str(against), **other.to_dict()}, "comparison": comparison.to_dict()}
-            lines = ["", f"a: {run}", f"b: {against}", str(comparison)]
+            first, second, comparison = api.compare(ours, theirs, sources, references, **options)
+            results = [first, second]
+    language = ours.config.data.tgt_lang
+    systems = [
+        evaluation.System(str(path), scores, api.diagnose(sources, found, references, tgt_lang=language))
+        for path, (scores, found) in zip((run, against), results, strict=False)
+    ]
     if output:
         with writer(output) as write:
-            for each in found:
+            for each in results[0][1]:
                 write(each.text)
+    _tell(systems, comparison, as_json)
+    if report:
+        evaluation.report(systems, report, comparison)
+        say(str(report))
+
+
+def _tell(systems: Sequence[System], comparison: Comparison | None, as_json: bool) -> None:
+    """What was measured, as lines or as JSON."""
+    ours, *others = systems
     if as_json:
-        print(json.dumps({"run": str(run), **scores.to_dict(), **compared}, ensure_ascii=False))
-    else:
-        print("\n".join([str(scores), *lines]))
+        values = [{"run": s.name, **s.scores.to_dict(), "diagnosis": s.diagnosis.to_dict()} for s in systems]
+        compared = {"against": values[1], "comparison": comparison.to_dict()} if comparison else {}
+        print(json.dumps({**values[0], **compared}, ensure_ascii=False))
+        return
+    print(f"{ours.scores}\n{ours.diagnosis}")
+    for other in others:
+        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\nb:\n{other.diagnosis}")
 
 
 def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -> None:

@@ -23,7 +23,9 @@ class Flat(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-TILES = (16, 32, 64, 128)  # tokens on the longer side of a row, at most
+TILES = (16, 32, 64, 128, 1024)  # tokens on the longer side of a row, at most
+LONGEST = TILES[-1]
+PADDING = 128  # in a row of nothing else, at most
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,13 @@ def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int
     """Rows in the order of their tiles as one tensor, with rows of padding behind them."""
     rows, real = lengths.shape[1], len(ids[1])
     fill = [-len(side) % step for side in ids[:2]]
-    largest = TILES[int(np.searchsorted(TILES, lengths.max()))]
-    extra = -(-max(fill) // largest)  # rows of padding, of the largest tile there is
-    padding = np.minimum(largest, np.maximum(0, np.array(fill)[:, None] - largest * np.arange(extra)))
+    largest = int(np.searchsorted(TILES, lengths.max()))
+    size = min(PADDING, TILES[largest])
+    extra = -(-max(fill) // size)  # rows of padding, behind the others and so of the largest tile there is
+    padding = np.minimum(size, np.maximum(0, np.array(fill)[:, None] - size * np.arange(extra)))
     lengths = np.concatenate([lengths, padding], axis=1)
     tiles = np.searchsorted(TILES, lengths.max(0))
-    tiles[rows:] = np.searchsorted(TILES, largest)
+    tiles[rows:] = largest
     counts = np.bincount(tiles, minlength=len(TILES))
     starts = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(lengths, axis=1)], axis=1)
     parts, sizes = [], (int(starts[0, -1]), int(starts[1, -1]))

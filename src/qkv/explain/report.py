@@ -95,7 +95,7 @@ def page(runs: Sequence[Run]) -> str:
         "title": escape(" and ".join(names)),
         "css": (PAGE / "report.css").read_text(encoding="utf-8"),
         "js": (PAGE / "report.js").read_text(encoding="utf-8"),
-        "heading": _heading(names),
+        "heading": heading(names),
         "body": "\n".join(
             [_facts(runs, names, histories), _differences(runs, names), _samples(runs, names, histories)]
         ),
@@ -251,14 +251,14 @@ def _entropy_charts(histories: Sequence[History]) -> list[Chart]:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _heading(names: Sequence[str]) -> str:
+def heading(names: Sequence[str]) -> str:
     """The names of the runs, each with the colour that its lines have."""
     return " <span class=and>and</span> ".join(
         f'<span class="run run-{i}"><i aria-hidden="true"></i>{escape(name)}</span>' for i, name in enumerate(names)
     )
 
 
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose cells are HTML already; the first of each row is its name."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     body = "".join(
@@ -274,7 +274,7 @@ def _facts(runs: Sequence[Run], names: Sequence[str], histories: Sequence[Histor
     facts = [_card(run) | _state(run, found) | _scores(run.scores) for run, found in zip(runs, histories, strict=True)]
     keys = list(dict.fromkeys(key for each in sorted(facts, key=len, reverse=True) for key in each))
     rows = [[escape(key), *(escape(each.get(key, "–")) for each in facts)] for key in keys]
-    shown = _table("How it was made, and how far it came", ["", *map(escape, names)], rows)
+    shown = table("How it was made, and how far it came", ["", *map(escape, names)], rows)
     return f"<section><h2>Facts</h2>{shown}</section>"
 
 
@@ -334,7 +334,7 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
         return ""
     found = configs.difference(runs[0].config, runs[1].config)
     rows = [[f"<code>{escape(path)}</code>", _option(ours), _option(theirs)] for path, ours, theirs in found]
-    shown = _table("Options in which the two differ", ["option", *map(escape, names)], rows)
+    shown = table("Options in which the two differ", ["option", *map(escape, names)], rows)
     return f"<section><h2>Config</h2>{shown if rows else '<p>Both runs have the same config.</p>'}</section>"
 
 
@@ -364,7 +364,7 @@ def _samples(runs: Sequence[Run], names: Sequence[str], histories: Sequence[Hist
         rows.append([f"steps {alike[0]:,} to {alike[-1]:,}" if len(alike) > 1 else f"step {alike[0]:,}", *cells])
     title = "Samples over time"
     caption = "The first validation sentence translated, or text written, at each validation"
-    return f'<section class="samples"><h2>{title}</h2>{_table(caption, ["", *map(escape, names)], rows)}</section>'
+    return f'<section class="samples"><h2>{title}</h2>{table(caption, ["", *map(escape, names)], rows)}</section>'
 
 
 def _given(run: Run) -> dict[str, str]:

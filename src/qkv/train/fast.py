@@ -12,7 +12,6 @@ import torch
 
 from qkv import config as configs
 from qkv.data.loader import Batch, Pairs, Step, collate
-from qkv.data.ragged import TILES
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
 from qkv.models.fused.passes import can_pass
@@ -54,8 +53,6 @@ class FastTrainer(Trainer):
         super().__init__(config, prepared, world)
         assert isinstance(self.updates, Pairs)
         self.updates.ragged_tokens = -(-self.spec.tokens_per_step // world.size)
-        if self.precision == torch.float32:  # the largest tile is too large for a core
-            self.updates.ragged_longest = TILES[-2]
         self._made: Captured | None = None
 
     @property

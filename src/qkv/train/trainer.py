@@ -197,16 +197,17 @@ class Trainer:
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss and −log p of a batch, summed over its tokens."""
-        weight, labels, pad = self.model.output.weight, batch.labels, self.prepared.tokenizers.tgt.pad
+        output, labels, pad = self.model.output, batch.labels, self.prepared.tokenizers.tgt.pad
         options: dict[str, Any] = {"smoothing": self.spec.label_smoothing, "pad": pad}
         if self.guide is not None:  # who looks at whole rows of queries and keys
             with self.guide.watching():
-                return smoothed_loss(self.model.hidden(*batch.inputs), weight, labels, **options)
+                hidden = self.model.hidden(*batch.inputs)  # (batch, target, d_model)
+            return smoothed_loss(hidden, output.weight, labels, **options)
         hidden = self.model.hidden_at(labels != pad, *batch.inputs)  # (tokens, d_model)
-        if not self.spec.r_drop:
-            return smoothed_loss(hidden, weight, labels, **options)
+        if not self.spec.r_drop:  # sharded weights are whole behind a pass, not before it
+            return smoothed_loss(hidden, output.weight, labels, **options)
         again = self.model.hidden_at(labels != pad, *batch.inputs)
-        return agreeing_loss(hidden, again, weight, labels, alpha=self.spec.r_drop, **options)
+        return agreeing_loss(hidden, again, output.weight, labels, alpha=self.spec.r_drop, **options)
 
     def _in_step(self, micros: list[Batch]) -> list[Batch]:
         """Of sharded weights every rank takes part in every pass: those with fewer micro-batches join idly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qkv.models.fused.noise import Noise, drop, kept
@@ -50,7 +51,9 @@ def embed_backward_plain(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positio
 
 
 def _seen(x: Tensor, unseen: Noise) -> Tensor:
-    return x * kept(unseen, 0, len(x))[:, None] if unseen.rate else x
+    if not unseen.rate:
+        return x
+    return x * kept(unseen, torch.arange(len(x), dtype=torch.int32, device=x.device))[:, None]
 
 
 def embed_kernel(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:

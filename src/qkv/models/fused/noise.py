@@ -40,13 +40,12 @@ class Noise:
         return 1 / (1 - self.rate)
 
 
-def kept(noise: Noise, first: int, count: int) -> Tensor:
-    """Which of so many elements stay, the `first` and those after it: the plain twin of `_keep`.
+def kept(noise: Noise, index: Tensor) -> Tensor:
+    """Which elements of these numbers (int32, not to be used again) stay: the plain twin of `_keep`.
 
     Words are signed here, so shifts are of what is left of the sign; in place, because memory is what this waits for.
     """
-    x = torch.arange(first, first + count, dtype=torch.int32, device=noise.seed.device)
-    scratch = torch.empty_like(x)
+    x, scratch = index, torch.empty_like(index)
     start, second = noise.seed.unbind()
     x ^= start + noise.salt
     _mix(x, scratch, 16).mul_(_signed(FIRST))
@@ -68,12 +67,13 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def drop(x: Tensor, noise: Noise, first: int = 0) -> Tensor:
-    """Dropout of a whole tensor, whose elements are numbered as they lie, from `first` on."""
+def drop(x: Tensor, noise: Noise, index: Tensor | None = None) -> Tensor:
+    """Dropout of a whole tensor, whose elements are numbered by `index`, or as they lie."""
     if not noise.rate:
         return x
-    dropped = kept(noise, first, x.numel()).logical_not_()
-    return (x * noise.scale).masked_fill_(dropped.view(x.shape), 0.0)
+    if index is None:
+        index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    return (x * noise.scale).masked_fill_(kept(noise, index).logical_not_(), 0.0)
 
 
 if triton is not None:

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.data.ragged import TILES, Ragged
+from qkv.data.ragged import PADDING, Ragged
 from qkv.models.attention import MultiHeadAttention
-from qkv.models.fused.attention import QKV, Heads, Rows, attend, attend_backward
+from qkv.models.fused.attention import attend, attend_backward
 from qkv.models.fused.embedding import Tokens, embed, embed_backward
 from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu
 from qkv.models.fused.loss import agreeing_loss_and_gradients, loss_and_gradient
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
+from qkv.models.fused.tiles import QKV, Heads, Rows
 from qkv.models.fused.weights import Weight, Weights, accumulate
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual
 from qkv.models.transformer import Transformer
@@ -50,7 +51,7 @@ def can_pass(spec: config.Model, dtype: torch.dtype = torch.bfloat16) -> bool:
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and spec.positions != "rotary"
-        and (spec.positions != "learned" or spec.max_positions >= TILES[-1])  # rows of padding have positions too
+        and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
         and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
     )
 

@@ -1,0 +1,245 @@
+"""The page of an evaluation holds what `--json` says, escapes every text, and asks nobody; its filter filters."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browsing import launched, needs_chromium
+from conftest import Call, sentences, write_pairs
+from qkv.decode import loops
+from qkv.errors import UsageError
+from qkv.evaluate import diagnosis, metrics
+from qkv.evaluate.diagnosis import diagnose
+from qkv.explain.evaluation import (
+    FLAGGED,
+    LISTED,
+    System,
+    chrf_histogram,
+    groups,
+    marked,
+    page,
+    ratio_histogram,
+    report,
+)
+from test_report import Page
+
+EVIL = "</script><script>alert('x')</script> & \"quoted\" <!-- {{title}} <b>bold</b>"
+SOURCES, REFERENCES = [list(side) for side in zip(*sentences(80, seed=3), strict=True)]
+
+
+def spoilt(seed: int) -> list[str]:
+    """Some outputs empty, copied, looping, invented; some with another word; the rest right."""
+    dice = random.Random(seed)
+    made = []
+    for source, reference in zip(SOURCES, REFERENCES, strict=True):
+        words = reference.split()
+        words[dice.randrange(len(words))] = "boh"
+        others = ["", source, "il gatto " * 9, "Qualcuno compra quattro biciclette.", " ".join(words)]
+        made.append(dice.choice([*others, reference, reference]))
+    return made
+
+
+def system(name: str, hypotheses: list[str], sources: list[str], references: list[str]) -> System:
+    scores = metrics.score(hypotheses, references, bootstrap=20)
+    return System(name, scores, diagnose(sources, hypotheses, references))
+
+
+ONE = system("runs/one", spoilt(1), SOURCES, REFERENCES)
+TWO = system("runs/two", spoilt(2), SOURCES, REFERENCES)
+COMPARISON = metrics.compare(spoilt(1), spoilt(2), REFERENCES, bootstrap=20)
+
+
+def checked(systems: list[System], comparison: metrics.Comparison | None = None) -> Page:
+    """The page, once it is known to be sound and to ask nobody else."""
+    text = page(systems, comparison)
+    found = Page(text)
+    assert not re.search(r"undefined|NaN|Infinity|None|null", found.text)
+    assert [tag for tag, _ in found.seen].count("script") == 1
+    assert not [attrs for tag, attrs in found.seen if tag in ("link", "img", "iframe") or {"src", "href"} & set(attrs)]
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest", text)
+    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in found.seen if tag == "th")
+    return found
+
+
+def test_the_tables_hold_what_was_measured() -> None:
+    found = checked([ONE, TWO], COMPARISON)
+    rows = {row[0]: row[1:] for row in reversed(found.cells) if len(row) == 4}
+    for a, b in zip(ONE.scores, TWO.scores, strict=True):
+        assert rows[a.name][:2] == [f"{s.value:.2f} [{s.low:.2f}, {s.high:.2f}]" for s in (a, b)]
+        assert a.signature in found.text
+    gain = f"{TWO.scores.bleu.value - ONE.scores.bleu.value:+.2f}".replace("-", "−")
+    assert rows["BLEU"][2] == f"{gain}, p = {COMPARISON.bleu.p:.4f}"
+    told = [each.diagnosis.to_dict() for each in (ONE, TWO)]
+    for flag, meaning in told[0]["definitions"].items():
+        shown = [f"{each['counts'][flag]} ({100 * each['rates'][flag]:.2f} %)" for each in told]
+        assert rows[flag] == [*shown, meaning]
+    assert rows["length ratio"][:2] == [f"{each['length_ratio']:.3f}" for each in told]
+    for a, b in zip(*(each["by_length"] for each in told), strict=True):
+        name = str(a["low"]) if a["low"] == a["high"] else f"{a['low']}–{a['high']}"
+        numbers = [row[1:] for row in found.cells if row[0] == name and len(row) == 4]
+        assert numbers == [[str(a["sentences"]), f"{a[m]:.2f}", f"{b[m]:.2f}"] for m in ("bleu", "chrf")]
+
+
+def test_histograms_count_every_sentence_where_it_belongs() -> None:
+    columns = ONE.diagnosis.to_dict()["sentences"]
+    by_score, by_ratio = chrf_histogram(ONE.diagnosis), ratio_histogram(ONE.diagnosis)
+    assert sum(by_score) == sum(by_ratio) == len(ONE.diagnosis.sentences) == 80
+    assert by_score[-1] == sum(value >= 95 for value in columns["chrf"])
+    assert by_score[0] == sum(value < 5 for value in columns["chrf"])
+    assert by_ratio[10] == sum(0.95 <= value < 1.05 for value in columns["length_ratio"])
+    assert by_ratio[-1] == sum(value >= 1.95 for value in columns["length_ratio"])
+
+
+def test_every_text_is_escaped() -> None:
+    texts = [EVIL, *SOURCES[:5]], [EVIL * 2, *SOURCES[:5]], [f"no {EVIL}", *SOURCES[:5]]
+    found = checked([system(EVIL, texts[1], texts[0], texts[2])])
+    assert EVIL in found.text
+    assert not {"b", "!--"} & {tag for tag, _ in found.seen}
+
+
+def test_marks_stand_where_texts_differ() -> None:
+    assert marked("Il gatto nero dorme.", ["Il gatto dorme."]) == "Il gatto <mark>nero</mark> dorme."
+    assert marked("a b c d", ["d c"]) == "<mark>a b</mark> c <mark>d</mark>"  # in order: not both
+    assert marked("a <b>", ["a"], ' class="missed"') == 'a <mark class="missed">&lt;b&gt;</mark>'
+    assert marked("a b c", ["a b", "b c"]) == "<mark>a</mark> b <mark>c</mark>"  # what one of them lacks
+    assert marked("我喜欢猫", ["我喜欢狗"]) == "我喜欢<mark>猫</mark>"
+    assert marked("  same  text ", ["same text"]) == "  same  text "
+    assert marked("", ["same"]) == ""
+
+
+def test_the_lists_hold_the_right_sentences() -> None:
+    made = {group.key: group for group in groups([ONE])}
+    assert list(made)[:2] == ["worst", "random"]
+    assert [pair[0] for pair in made["worst"].pairs] == ONE.diagnosis.ranked[:LISTED]
+    assert len({pair[0].line for pair in made["random"].pairs}) == LISTED
+    for flag, count in ONE.diagnosis.counts.items():
+        assert (flag in made) == bool(count)
+        assert not count or [pair[0] for pair in made[flag].pairs] == ONE.diagnosis.flagged(flag)
+    both = {group.key: group for group in groups([ONE, TWO])}
+    apart = [abs(a.chrf - b.chrf) for a, b in both["differ"].pairs]
+    assert apart == sorted(apart, reverse=True)
+    differing = [s.chrf - t.chrf for s, t in zip(ONE.diagnosis.sentences, TWO.diagnosis.sentences, strict=True)]
+    assert apart[0] == max(map(abs, differing))
+    for a, b in both["differ"].pairs:
+        assert a.line == b.line
+        assert a.hypothesis != b.hypothesis
+    assert both["empty"].all == sum(not a or not b for a, b in zip(spoilt(1), spoilt(2), strict=True))
+
+
+def test_what_is_left_out_is_said() -> None:
+    many = system("many", [""] * 300, [*SOURCES * 4][:300], [*REFERENCES * 4][:300])
+    found = checked([many])
+    assert f"{LISTED} of 300." in found.text
+    assert f"{FLAGGED} of 300." in found.text
+    assert [tag for tag, _ in found.seen].count("article") == 2 * LISTED + FLAGGED
+
+
+def test_nothing_to_judge_is_a_page_too() -> None:
+    found = checked([system("blank", ["", ""], ["", " "], ["", ""])])
+    assert "nothing to plot" in found.text
+    assert "Blank sources: 2; blank translations of them: 2." in found.text
+
+
+def test_wrong_calls_are_refused(tmp_path: Path, call: Call) -> None:
+    with pytest.raises(UsageError, match=r"report\.pdf.*\.html"):
+        report([ONE], tmp_path / "report.pdf")
+    with pytest.raises(UsageError, match="one system, or of two"):
+        page([])
+    done = call("evaluate", tmp_path / "no run", "--report", "report.pdf")  # refused before anything is loaded
+    assert (done.code, "written as .html" in done.error) == (2, True)
+
+
+def test_the_documentation_defines_every_flag() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| flag \|.*?\n\n", text, re.DOTALL)
+    named = [flag for row in table.strip().splitlines()[2:] for flag in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert named == list(ONE.diagnosis.definitions)
+    for number in (diagnosis.TOLD, diagnosis.HIGHEST, diagnosis.FEW, loops.TIMES, loops.TOKENS, LISTED, FLAGGED):
+        assert re.search(rf"\b{number:.0f}\b", text)
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+COLOURS = """['body', 'mark', '.bar'].map(name => {
+    const { color, backgroundColor, fill } = getComputedStyle(document.querySelector(name));
+    return [color, backgroundColor, fill];
+})"""
+
+
+@needs_chromium
+def test_the_filter(tmp_path: Path) -> None:
+    report([ONE, TWO], tmp_path / "two.html", COMPARISON)
+    wrong: list[str] = []
+    with launched() as browser:
+        opened = browser.new_page(viewport={"width": 400, "height": 800})
+        watch(opened, wrong)
+        opened.goto((tmp_path / "two.html").as_uri())
+        assert opened.evaluate("document.documentElement.scrollWidth") <= 400
+        colours = []
+        for scheme in ("light", "dark"):
+            opened.emulate_media(color_scheme=scheme)
+            colours.append(opened.evaluate(COLOURS))
+        assert all(light != dark for light, dark in zip(*colours, strict=True))
+        made = {group.key: group for group in groups([ONE, TWO])}
+        shown = opened.locator("article:visible")
+        assert shown.count() == len(made["differ"].pairs)
+        opened.locator("input[name=list]").first.focus()
+        for group in [*made.values()][1:]:
+            opened.keyboard.press("ArrowRight")  # as any radio buttons
+            assert opened.locator("[data-list]:visible").get_attribute("data-list") == group.key
+            assert shown.locator("h4").all_inner_texts() == [f"line {pair[0].line}" for pair in group.pairs]
+        opened.locator("input[value=worst]").check()
+        opened.get_by_label("containing").fill("BICICLETTE")
+        some = [p for p in made["worst"].pairs if any("biciclette" in s.hypothesis for s in p)]
+        assert 0 < shown.count() == len(some) < len(made["worst"].pairs)
+        assert opened.locator("output").inner_text() == f"{len(some)} of {len(made['worst'].pairs)} sentences"
+        opened.keyboard.press("Enter")
+        assert opened.url.endswith("two.html")
+        bar = opened.locator("figure").nth(2).locator(".bar.run-0").last
+        assert bar.locator("title").text_content() == f"runs/one, 95: {chrf_histogram(ONE.diagnosis)[-1]} sentences"
+    assert wrong == []
+
+
+def watch(opened: Any, wrong: list[str]) -> None:
+    opened.on("console", lambda message: wrong.append(message.text))
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("request", lambda request: wrong.append(request.url) if request.url[:5] != "file:" else None)
+
+
+@needs_chromium
+def test_the_page_of_a_model_says_what_its_json_says(tiny: Path, call: Call, tmp_path: Path) -> None:
+    pairs = [*sentences(20, seed=9), ("", ""), (EVIL, EVIL)]
+    files = write_pairs(tmp_path, pairs)
+    done = call("evaluate", tiny, *files, "--against", tiny, "--json", "--report", tmp_path / "page.html")
+    told = json.loads(done.out)
+    found = told["diagnosis"]
+    assert told["against"]["diagnosis"] == found
+    assert (found["lines"], found["blank_sources"], found["blank_kept"]) == (22, 1, 1)
+    wrong: list[str] = []
+    with launched() as browser:
+        opened = browser.new_page()
+        watch(opened, wrong)
+        opened.goto((tmp_path / "page.html").as_uri())
+        cells = {
+            row.split("\t")[0]: row.split("\t")[1] for row in opened.locator("section > .scroll tr").all_inner_texts()
+        }
+        assert cells["BLEU"].startswith(f"{told['bleu']['value']:.2f} [{told['bleu']['low']:.2f}")
+        assert cells["length ratio"] == f"{found['length_ratio']:.3f}"
+        for flag, count in found["counts"].items():
+            assert cells[flag].split()[0] == str(count)
+        opened.locator("input[value=worst]").check()
+        lines = opened.locator("article:visible h4").all_inner_texts()
+        assert lines[:10] == [f"line {each['line']}" for each in found["worst"]]
+        assert EVIL in opened.locator("article:visible dd").all_text_contents()
+    assert wrong == []
+    assert told["bleu"]["value"] == json.loads(call("evaluate", tiny, *files, "--json").out)["bleu"]["value"]
+    printed = call("evaluate", tiny, *files).out
+    assert f"length ratio = {found['length_ratio']:.3f}" in printed
+    assert found["definitions"]["hallucination"] in printed
