@@ -357,9 +357,10 @@ def test_no_verb_shows_the_verbs(call: Call) -> None:
     done = call()
     assert (done.code, done.err) == (2, "")
     shown = [line.split()[0] for line in done.out.partition("Commands:\n")[2].splitlines() if line[2:3].strip()]
-    assert shown[:7] == [
+    assert shown[:8] == [
         "train",
         "translate",
+        "augment",
         "complete",
         "fill",
         "score",
