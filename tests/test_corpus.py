@@ -70,6 +70,16 @@ def test_compressed_or_not(tmp_path: Path, suffix: str) -> None:
     assert pairs_of(tmp_path, config.Corpus(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
 
 
+def test_a_file_that_is_there_only_packed_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"packed"))
+    assert pairs_of(tmp_path, config.Corpus(text="a.txt")) == [("packed",)]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"also"))
+    with pytest.raises(UsageError, match=r"a\.txt: no such file, but a\.txt\.gz and a\.txt\.xz: name one"):
+        pairs_of(tmp_path, config.Corpus(text="a.txt"))
+    (tmp_path / "a.txt").write_bytes(b"plain")
+    assert pairs_of(tmp_path, config.Corpus(text="a.txt")) == [("plain",)]
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 def test_several_compressed_streams_end_to_end(tmp_path: Path, suffix: str) -> None:
     pack = PACKERS[suffix]

@@ -118,7 +118,10 @@ def form_of(name: str) -> str:
 
 
 def find(name: str, root: str) -> Path:
-    """Where a named file is: `-` is standard input, `demo:NAME` a file of the built-in corpus."""
+    """Where a named file is: `-` is standard input, `demo:NAME` a file of the built-in corpus.
+
+    A file that is there only packed, `train.en.xz` for `train.en`, is found too.
+    """
     if name == "-":
         return Path("-")
     if name.startswith("demo:"):
@@ -126,9 +129,15 @@ def find(name: str, root: str) -> Path:
     path = Path(root, name)
     if path.is_dir():
         raise UsageError(f"{path}: is a folder: give a text file")
-    if not path.exists():
+    if path.exists():
+        return path
+    packed = [path.with_name(path.name + suffix) for suffix in PACKED]
+    found = [each for each in packed if each.exists()]
+    if len(found) > 1:
+        raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in found)}: name one of them")
+    if not found:
         raise UsageError(f"{path}: no such file")
-    return path
+    return found[0]
 
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------
