@@ -1,0 +1,169 @@
+"""transformers' MarianMT trained by the loop that a user would write, against the clock: what recipes compare with.
+
+    python benchmarks/peer_loop.py train.en train.de valid.en valid.de --seconds 110 --every 30 -o peer.json
+        [--test test.en test.de] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000]
+
+The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
+padded; AdamW, warm-up and cosine; bf16 autocast on a GPU; label smoothing; `generate` with a beam of 4 on the
+validation set every so many seconds, whose time counts as it does for us. The clock starts when the text is prepared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sacrebleu import corpus_bleu
+from torch import Tensor
+from transformers import MarianConfig, MarianMTModel
+
+from qkv.config import Corpus, Data, Tokenizer
+from qkv.data.lines import read_lines
+from qkv.data.store import prepare
+from qkv.text import Tokenizers
+
+
+def learn(files: list[str], vocab: int) -> Tokenizers:
+    with tempfile.TemporaryDirectory() as folder:
+        data = Data(train=(Corpus(src=files[0], tgt=files[1]),), valid=(Corpus(src=files[2], tgt=files[3]),))
+        return prepare(data, Tokenizer(vocab=vocab), Path(folder)).tokenizers
+
+
+def build(size: argparse.Namespace, tokenizers: Tokenizers) -> MarianMTModel:
+    tokens = tokenizers.tgt
+    layers = {"encoder_layers": size.layers, "decoder_layers": size.layers}
+    heads = {"encoder_attention_heads": size.heads, "decoder_attention_heads": size.heads}
+    widths = {"encoder_ffn_dim": size.d_ff, "decoder_ffn_dim": size.d_ff, "d_model": size.d_model}
+    special = {"pad_token_id": tokens.pad, "eos_token_id": tokens.eos, "decoder_start_token_id": tokens.bos}
+    shared = {"scale_embedding": True, "share_encoder_decoder_embeddings": True, "activation_function": "relu"}
+    drop = {"dropout": size.dropout, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    made = {"vocab_size": tokens.size, "max_position_embeddings": 512, "forced_eos_token_id": None}
+    return MarianMTModel(MarianConfig(**layers, **heads, **widths, **special, **shared, **drop, **made))
+
+
+def padded(rows: list[list[int]], pad: int) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+
+
+def batches(pairs: list[tuple[list[int], list[int]]], tokens: int, draw: random.Random) -> Iterator[list[Any]]:
+    """An epoch: pairs of like length together, in batches of about so many padded target tokens, in any order."""
+    order = sorted(pairs, key=lambda pair: (len(pair[1]) + draw.random(), draw.random()))
+    made, batch = [], []
+    for pair in order:
+        if batch and (len(batch) + 1) * max(len(pair[1]), len(pair[0])) > tokens:
+            made.append(batch)
+            batch = []
+        batch.append(pair)
+    made.append(batch)
+    draw.shuffle(made)
+    yield from made
+
+
+@torch.no_grad()
+def translate(model: MarianMTModel, tokenizers: Tokenizers, lines: list[str], device: torch.device) -> list[str]:
+    model.eval()
+    src, tgt, found = tokenizers.src, tokenizers.tgt, {}
+    order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
+    for first in range(0, len(order), 128):
+        some = order[first : first + 128]
+        source = padded([[*src.encode(lines[i]), src.eos] for i in some], src.pad).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model.generate(
+                source, attention_mask=source != src.pad, num_beams=4, max_new_tokens=source.shape[1] + 50
+            )
+        for i, row in zip(some, out.tolist(), strict=True):
+            found[i] = tgt.decode([token for token in row if token not in (tgt.pad, tgt.bos, tgt.eos)])
+    model.train()
+    return [found[i] for i in range(len(lines))]
+
+
+class Peer:
+    """The model, its text and its clock."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        torch.manual_seed(given.seed)
+        self.given, self.draw = given, random.Random(given.seed)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizers = learn(given.files, given.vocab)
+        *train, self.valid, self.reference = (list(read_lines(name)) for name in given.files)
+        src, tgt = self.tokenizers.src, self.tokenizers.tgt
+        self.pairs = [(src.encode(a)[:255], tgt.encode(b)[:255]) for a, b in zip(*train, strict=True) if a and b]
+        self.began = time.monotonic()
+        self.model = build(given, self.tokenizers).to(self.device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate, betas=(0.9, 0.98), weight_decay=0.01)
+        self.step = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def update(self, batch: list[Any]) -> Tensor:
+        given, src, tgt = self.given, self.tokenizers.src, self.tokenizers.tgt
+        self.step += 1
+        falling = 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / given.steps)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = given.rate * min(self.step / given.warmup, falling)
+        source = padded([[*a, src.eos] for a, _ in batch], src.pad).to(self.device)
+        target = padded([[tgt.bos, *b] for _, b in batch], tgt.pad).to(self.device)
+        labels = padded([[*b, tgt.eos] for _, b in batch], tgt.pad).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(input_ids=source, attention_mask=source != src.pad, decoder_input_ids=target).logits
+        smoothed = {"ignore_index": tgt.pad, "label_smoothing": 0.1}
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), **smoothed)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def train(self) -> list[dict[str, float]]:
+        """Epoch after epoch until the time is up; the curve of BLEU on the validation set."""
+        curve: list[dict[str, float]] = []
+        due = self.given.every
+        while True:
+            for batch in batches(self.pairs, self.given.tokens, self.draw):
+                loss = self.update(batch)
+                if (seconds := self.seconds) < min(due, self.given.seconds):
+                    continue
+                found = translate(self.model, self.tokenizers, self.valid, self.device)
+                bleu = corpus_bleu(found, [self.reference]).score
+                curve.append({"seconds": seconds, "step": self.step, "loss": loss.item(), "bleu": bleu})
+                print(curve[-1], flush=True)
+                due += self.given.every
+                if self.seconds >= self.given.seconds:
+                    return curve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", nargs=4)
+    parser.add_argument("--test", nargs=2)
+    parser.add_argument("-o", "--output", required=True)
+    sizes = {"d_model": 256, "d_ff": 1024, "heads": 4, "layers": 3, "tokens": 8192, "vocab": 10_000}
+    clock = {"seconds": 110.0, "every": 30.0, "steps": 20_000, "warmup": 500, "seed": 1}
+    for name, value in {**sizes, **clock, "dropout": 0.3, "rate": 1e-3}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    given = parser.parse_args()
+    peer = Peer(given)
+    report: dict[str, Any] = {"curve": peer.train(), "steps": peer.step, "settings": vars(given)}
+    if given.test:
+        source, reference = (list(read_lines(name)) for name in given.test)
+        found = translate(peer.model, peer.tokenizers, source, peer.device)
+        scores = {name: corpus_bleu(found, [reference], lowercase=name != "bleu").score for name in ("bleu", "lower")}
+        report["test"] = scores
+        print(scores)
+    Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
