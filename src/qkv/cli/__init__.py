@@ -8,7 +8,7 @@ from __future__ import annotations
 from qkv.cli.augmenting import augment
 from qkv.cli.command import app, lab, main
 from qkv.cli.explaining import align, explain, heads, report
-from qkv.cli.measuring import doctor, speed, table1, table2, table3
+from qkv.cli.measuring import ablate, doctor, speed, table1, table2, table3
 from qkv.cli.serving import serve
 from qkv.cli.training import average, config, train
 from qkv.cli.translating import translate
@@ -35,5 +35,5 @@ for verb in (
     doctor,
 ):
     app.command()(verb)
-for verb in (table1, table2, table3, speed):
-    lab.command()(verb)
+for measurement in (table1, table2, table3, ablate, speed):
+    lab.command()(measurement)

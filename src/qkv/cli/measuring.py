@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qkv.cli.options import Device, command_line
+from qkv.cli.options import Device, Settings, command_line
+from qkv.cli.training import with_corpora
 
 Output = Annotated[
     list[str] | None,
@@ -159,6 +160,46 @@ def table3(
         depth=depth,
         steps=steps,
         tokens=tokens,
+        seeds=seeds,
+        jobs=jobs,
+        device=device,
+        output=output or [],
+        command=command_line(),
+    )
+
+
+def ablate(
+    what: Annotated[str, typer.Argument(metavar="CONFIG", help="The recipe: a preset, a .toml file or a run.")],
+    changes: Annotated[
+        list[str],
+        typer.Option("--try", help="A change of it, e.g. train.r_drop=5; several with spaces between; repeatable."),
+    ],
+    out: WorkFolder = Path("runs/ablation"),
+    src: Src = "",
+    tgt: Tgt = "",
+    valid_src: ValidSrc = "",
+    valid_tgt: ValidTgt = "",
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(help="Updates of the recipe as it is; 0: as it says.")] = 0,
+    equal: Annotated[str, typer.Option(help="What all are given alike: time or steps.")] = "time",
+    seeds: Seeds = 3,
+    jobs: Jobs = 0,
+    device: Device = "auto",
+    output: Output = None,
+) -> None:
+    """What changes of a recipe are worth: each against the recipe as it is, at equal time, with several seeds."""
+    from qkv.config import assign
+    from qkv.lab.ablation import measure
+    from qkv.run import find_config
+
+    sources, targets = ([each] if each else [] for each in (src, tgt))
+    config = with_corpora(find_config(what), sources, targets, valid_src or None, valid_tgt or None)
+    measure(
+        assign(config, settings or []),
+        changes,
+        out=out,
+        steps=steps,
+        equal=equal,
         seeds=seeds,
         jobs=jobs,
         device=device,

@@ -71,7 +71,7 @@ def train(
             raise UsageError("--text is for models without a source, --src and --tgt for those with one: give either")
         config = _with_text(config, text or [], valid_text)
     else:
-        config = _also(_with_corpora(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
+        config = _also(with_corpora(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
     fixed = any(setting.partition("=")[0].strip() == "train.steps" for setting in changed)
 
     def recipe(config: Config, prepared: Prepared) -> tuple[Config, list[str]]:
@@ -80,7 +80,7 @@ def train(
     begin(config, run, recipe=None if what else recipe, settings=changed, command=command_line())
 
 
-def _with_corpora(
+def with_corpora(
     config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
 ) -> Config:
     """The config with the corpora that the command line names."""

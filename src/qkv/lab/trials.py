@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial came to, measured on its last weights; with `error`, nothing but why it failed."""
+    """What a trial came to, by its averaged weights or else its last ones; with `error`, nothing but why it failed."""
 
     name: str
     seed: int
@@ -347,7 +347,7 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
             fit(run, prepared)
         shutil.rmtree(run.path / "state")  # the table needs the weights only
     curve = _curve(run.log)
-    translator = Translator(run, weights="last", device=spec.device)
+    translator = Translator(run, weights="" if spec.average else "last", device=spec.device)
 
     def bleu(sources: list[str], references: list[str]) -> float:
         texts = [each.text for each in translator.translate(sources)]

@@ -1,0 +1,124 @@
+"""What a change of a recipe is worth: the same training with and without it, at equal time, with several seeds.
+
+A change is written as on the command line, `train.r_drop=5`, several of them with spaces between. Each is measured
+against the recipe as it is, on the validation set, and the table says which differences are more than chance.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qkv import auto, files
+from qkv import config as configs
+from qkv.data.store import Prepared
+from qkv.errors import UsageError
+from qkv.lab import figures, trials
+from qkv.lab.trials import Result, Trial
+
+AS_IT_IS = "as it is"
+EQUAL = ("time", "steps")
+SECONDS = "seconds.json"
+
+
+def measure(
+    config: configs.Config,
+    changes: Sequence[str],
+    *,
+    out: str | Path,
+    steps: int = 0,
+    equal: str = "time",
+    seeds: int = 3,
+    jobs: int = 0,
+    device: str = "auto",
+    output: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Train the recipe and every change of it, print the table, write it if asked.
+
+    With `equal="time"` what takes longer for a token has fewer updates, by the time of a token measured beforehand;
+    the schedule is stretched to them. `out` is the working directory: given again, the table goes on from there.
+    """
+    figures.check_outputs(output)
+    if equal not in EQUAL:
+        raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
+    folder = Path(out)
+    changed = {"device": device, "tensorboard": False} | ({"steps": steps} if steps else {})
+    base = config.replace(train=changed)
+    variants = {AS_IT_IS: base} | {change: configs.assign(base, shlex.split(change)) for change in changes}
+    texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
+    if equal == "time":
+        variants = _at_equal_time(variants, texts, folder)
+    found = _train(variants, texts, folder, seeds, jobs or trials.usual_jobs(device))
+    result = {
+        **figures.about(device, command),
+        "equal": equal,
+        "text": trials.text_words(base, texts[AS_IT_IS]),
+        "trials": [each.to_dict() for results in found.values() for each in results],
+    }
+    title = f"Changes of a recipe at equal {equal}, {seeds} seeds; {result['text']}"
+    figures.publish(result, [_sheet(title, found)], [], output)
+    return result
+
+
+def _at_equal_time(
+    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
+) -> dict[str, configs.Config]:
+    """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
+    path = folder / SECONDS
+    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, variant in variants.items():
+        if name not in known:
+            known[name] = _seconds_an_update(variant, texts[name])
+            files.write_text(path, json.dumps(known, indent=1) + "\n")
+    return {name: _lasting(variant, known[AS_IT_IS] / known[name]) for name, variant in variants.items()}
+
+
+def _seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
+    tokens = auto.tokens_a_pass(prepared.train) / auto.updates_a_pass(config, prepared)
+    return auto.seconds_a_token(config, prepared) * tokens
+
+
+def _lasting(config: configs.Config, share: float) -> configs.Config:
+    """So much longer or shorter, with warm-up and validations in proportion."""
+    lengths = ("steps", "warmup", "validate_every")
+    return config.replace(train={name: max(1, round(getattr(config.train, name) * share)) for name in lengths})
+
+
+def _train(
+    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
+) -> dict[str, list[Result]]:
+    """The results of every variant; those of one text are trained side by side."""
+    found: dict[str, list[Result]] = {}
+    for prepared in {text.folder: text for text in texts.values()}.values():
+        planned = [
+            Trial(name, variant.replace(train={"seed": seed}))
+            for seed in range(1, seeds + 1)
+            for name, variant in variants.items()
+            if texts[name].folder == prepared.folder
+        ]
+        for result in trials.run_all(planned, prepared, folder, jobs=jobs):
+            found.setdefault(result.name, []).append(result)
+    return {name: found[name] for name in variants}
+
+
+def _sheet(title: str, found: dict[str, list[Result]]) -> figures.Sheet:
+    good = {name: [result for result in results if not result.error] for name, results in found.items()}
+    bleus = {name: [result.bleu for result in results] for name, results in good.items()}
+    losses = {name: [result.loss for result in results] for name, results in good.items()}
+    spread = figures.deviation(bleus.values())
+    rows = []
+    for name, results in good.items():
+        gained = ""
+        if name != AS_IT_IS and bleus[name] and bleus[AS_IT_IS]:
+            gain = figures.difference(bleus[name], bleus[AS_IT_IS], spread)
+            gained = f"{gain}: {'more than chance' if gain.told else 'chance'}"
+        steps = f"{results[0].steps:,}" if results else "failed"
+        mean = [figures.with_spread(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
+        seconds = figures.with_spread([result.seconds for result in results], 0)
+        rows.append((name, *mean, gained, steps, seconds))
+    columns = ("change", "BLEU", "loss", "BLEU gained", "updates", "seconds of training")
+    return figures.Sheet(title, columns, tuple(rows))

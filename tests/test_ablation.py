@@ -1,0 +1,93 @@
+"""Changes of a recipe against the recipe as it is: at equal time, with several seeds, told apart from chance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import sentences, tiny_config, write_pairs
+from qkv import config
+from qkv.errors import UsageError
+from qkv.lab import ablation, trials
+from qkv.lab.trials import Point, Result
+
+DROP = "model.dropout=0.1 train.r_drop=2"
+WORDS = "tokenizer.kind=word"
+
+
+def recipe(folder: Path) -> config.Config:
+    small = {"d_model": 16, "d_ff": 16}
+    return tiny_config(*write_pairs(folder, sentences(60))).replace(model=small, train={"steps": 8, "warmup": 4})
+
+
+def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, page = tmp_path / "work", tmp_path / "table.md"
+    work.mkdir()
+    # What takes twice as long for an update has half as many of them, and half the warm-up.
+    seconds = {ablation.AS_IT_IS: 0.1, DROP: 0.2, WORDS: 0.1}
+    (work / ablation.SECONDS).write_text(json.dumps(seconds), encoding="utf-8")
+    options: dict[str, Any] = {"out": work, "seeds": 2, "jobs": 1, "device": "cpu"}
+    result = ablation.measure(recipe(tmp_path), [DROP, WORDS], **options, output=[str(page)], command="qkv lab ablate")
+    found = [Result.from_dict(each) for each in result["trials"]]
+    assert [each.error for each in found] == [""] * 6
+    assert [(each.name, each.seed, each.steps) for each in found] == [
+        (name, seed, steps) for name, steps in ((ablation.AS_IT_IS, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
+    ]
+    told = page.read_text(encoding="utf-8")
+    assert f"| {DROP} |" in told
+    assert "`qkv lab ablate`" in told
+    monkeypatch.setattr(trials, "_measure", lambda *arguments: pytest.fail("measured again"))
+    assert ablation.measure(recipe(tmp_path), [DROP, WORDS], **options)["trials"] == result["trials"]
+
+
+def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def seconds(made: config.Config, prepared: object) -> float:
+        asked.append(made.train.r_drop)
+        return 3.0 if made.train.r_drop else 1.0
+
+    monkeypatch.setattr(ablation.auto, "seconds_a_token", seconds)
+    monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
+    options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu"}
+    for _ in range(2):
+        result = ablation.measure(recipe(tmp_path), [DROP], **options)
+        assert [each["steps"] for each in result["trials"]] == [8, 3]
+    assert asked == [0.0, 2.0]
+    equal = ablation.measure(recipe(tmp_path), [DROP], **options, equal="steps")
+    assert [each["steps"] for each in equal["trials"]] == [8, 8]
+
+
+def fake(name: str, spec: config.Train, key: str, bleu: float) -> Result:
+    return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
+
+
+def test_a_gain_is_told_from_chance() -> None:
+    def three(name: str, *values: float) -> list[Result]:
+        return [fake(name, config.Train(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
+
+    found = {
+        ablation.AS_IT_IS: three(ablation.AS_IT_IS, 30.0, 30.2, 29.8),
+        "good": three("good", 31.9, 32.1, 32.0),
+        "same": three("same", 30.1, 30.0, 30.2),
+        "broken": [Result("broken", 1, "", error="it broke")],
+    }
+    rows = {row[0]: row for row in ablation._sheet("", found).rows}
+    assert rows["good"][1] == "32.00 ± 0.10"
+    assert rows["good"][3].endswith(": more than chance")
+    assert rows["same"][3].endswith(": chance")
+    assert rows["broken"][4] == "failed"
+    assert rows[ablation.AS_IT_IS][3] == ""
+
+
+def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
+    made = recipe(tmp_path)
+    with pytest.raises(UsageError, match="choose one of time, steps"):
+        ablation.measure(made, [], out=tmp_path, equal="luck")
+    with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
+        ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
+    with pytest.raises(UsageError, match=r"a \.json file"):
+        ablation.measure(made, [], out=tmp_path, output=["table.txt"])
