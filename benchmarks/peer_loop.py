@@ -4,7 +4,7 @@
         [--test test.en test.de] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000]
 
 The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
-padded; AdamW, warm-up and cosine; bf16 autocast on a GPU; label smoothing; `generate` with a beam of 4 on the
+padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a beam of 4 on the
 validation set every so many seconds, whose time counts as it does for us. The clock starts when the text is prepared.
 """
 
@@ -58,11 +58,12 @@ def padded(rows: list[list[int]], pad: int) -> Tensor:
 def batches(pairs: list[tuple[list[int], list[int]]], tokens: int, draw: random.Random) -> Iterator[list[Any]]:
     """An epoch: pairs of like length together, in batches of about so many padded target tokens, in any order."""
     order = sorted(pairs, key=lambda pair: (len(pair[1]) + draw.random(), draw.random()))
-    made, batch = [], []
+    made, batch, longest = [], [], 0
     for pair in order:
-        if batch and (len(batch) + 1) * max(len(pair[1]), len(pair[0])) > tokens:
+        longest = max(longest, *map(len, pair))
+        if batch and (len(batch) + 1) * longest > tokens:
             made.append(batch)
-            batch = []
+            batch, longest = [], max(map(len, pair))
         batch.append(pair)
     made.append(batch)
     draw.shuffle(made)
@@ -97,7 +98,8 @@ class Peer:
         self.tokenizers = learn(given.files, given.vocab)
         *train, self.valid, self.reference = (list(read_lines(name)) for name in given.files)
         src, tgt = self.tokenizers.src, self.tokenizers.tgt
-        self.pairs = [(src.encode(a)[:255], tgt.encode(b)[:255]) for a, b in zip(*train, strict=True) if a and b]
+        pairs = [(src.encode(a), tgt.encode(b)) for a, b in zip(*train, strict=True) if a and b]
+        self.pairs = [pair for pair in pairs if max(map(len, pair)) < 256]
         self.began = time.monotonic()
         self.model = build(given, self.tokenizers).to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -110,7 +112,7 @@ class Peer:
     def update(self, batch: list[Any]) -> Tensor:
         given, src, tgt = self.given, self.tokenizers.src, self.tokenizers.tgt
         self.step += 1
-        falling = 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / given.steps)))
+        falling = 0.5 * (1 + math.cos(math.pi * min(1.0, self.seconds / given.seconds)))
         for group in self.optimizer.param_groups:
             group["lr"] = given.rate * min(self.step / given.warmup, falling)
         source = padded([[*a, src.eos] for a, _ in batch], src.pad).to(self.device)
@@ -150,7 +152,7 @@ def main() -> None:
     parser.add_argument("--test", nargs=2)
     parser.add_argument("-o", "--output", required=True)
     sizes = {"d_model": 256, "d_ff": 1024, "heads": 4, "layers": 3, "tokens": 8192, "vocab": 10_000}
-    clock = {"seconds": 110.0, "every": 30.0, "steps": 20_000, "warmup": 500, "seed": 1}
+    clock = {"seconds": 110.0, "every": 30.0, "warmup": 500, "seed": 1}
     for name, value in {**sizes, **clock, "dropout": 0.3, "rate": 1e-3}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ def recipe(folder: Path) -> config.Config:
 
 def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, page = tmp_path / "work", tmp_path / "table.md"
-    work.mkdir()
-    # What takes twice as long for an update has half as many of them, and half the warm-up.
-    seconds = {ablation.AS_IT_IS: 0.1, DROP: 0.2, WORDS: 0.1}
-    (work / ablation.SECONDS).write_text(json.dumps(seconds), encoding="utf-8")
+    # What takes twice as long for an update has half as many of them.
+    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
     options: dict[str, Any] = {"out": work, "seeds": 2, "jobs": 1, "device": "cpu"}
     result = ablation.measure(recipe(tmp_path), [DROP, WORDS], **options, output=[str(page)], command="qkv lab ablate")
     found = [Result.from_dict(each) for each in result["trials"]]
@@ -57,11 +54,19 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
         result = ablation.measure(recipe(tmp_path), [DROP], **options)
         assert [each["steps"] for each in result["trials"]] == [8, 3]
     assert asked == [0.0, 2.0]
+    other = ablation.measure(recipe(tmp_path).replace(train={"steps": 4, "warmup": 0}), [DROP], **options)
+    assert [each["steps"] for each in other["trials"]] == [4, 1]
+    assert asked == [0.0, 2.0] * 2, "another recipe in the same folder is measured by itself"
+    passes = recipe(tmp_path).replace(train={"epochs": 2.0, "patience": 1})
+    whole = ablation.measure(passes, [DROP], **options)["trials"]
+    assert whole[0]["steps"] > whole[1]["steps"] > 0
     equal = ablation.measure(recipe(tmp_path), [DROP], **options, equal="steps")
     assert [each["steps"] for each in equal["trials"]] == [8, 8]
 
 
 def fake(name: str, spec: config.Train, key: str, bleu: float) -> Result:
+    assert not spec.epochs
+    assert not spec.patience
     return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
 
 
@@ -80,6 +85,8 @@ def test_a_gain_is_told_from_chance() -> None:
     assert rows["good"][3].endswith(": more than chance")
     assert rows["same"][3].endswith(": chance")
     assert rows["broken"][4] == "failed"
+    alone = ablation._sheet("", {name: results[:1] for name, results in found.items()})
+    assert [row[3] for row in alone.rows][1] == "+1.9, noise unknown"
     assert rows[ablation.AS_IT_IS][3] == ""
 
 
@@ -87,6 +94,8 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
     made = recipe(tmp_path)
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
+    with pytest.raises(UsageError, match=r'which model\.kind = "decoder" has not'):
+        ablation.measure(config.Config(model=config.DecoderOnly()), [], out=tmp_path)
     with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):

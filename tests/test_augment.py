@@ -172,10 +172,13 @@ class Told:
                 more = {"truncated": True, "finish_reason": "length"}
             case "looped":
                 more = {"looped": True}
+            case "chosen":  # among several: the first is cut short, the second goes round
+                others = [Alternative("LA " * 12, 0.0, -3.0), Alternative("CHOSEN WELL", 0.0, -3.0)]
+                return Translation(text, -1.0, -3.0, [], others, truncated=True, finish_reason="length")
             case "copy":
                 text = f"COPY  {rest}!"
             case "long":
-                text = "x " * 13
+                text = "a b c d e f g h i j k l m"
             case "likely":  # the log-probability of a token is the number
                 text = rest
                 return Translation(text, 0.0, float(rest) * 2, [text], [])
@@ -184,6 +187,15 @@ class Told:
     def score(self, source: list[str], target: list[str]) -> list[Any]:
         self.scored = list(zip(source, target, strict=True))
         return [SimpleNamespace(logprob=-4.0 * len(s), tokens=[""] * 4) for s in source]
+
+
+@pytest.mark.parametrize(
+    ("reference", "fate"), [("CHOSEN X", "unfinished"), ("LA " * 12, "looped"), ("CHOSEN WELL", "kept")]
+)
+def test_what_is_chosen_is_judged(reference: str, fate: str) -> None:
+    augmenter = Augmenter(Told(), "distillation", filters=Filters(allow=("ratio",)))  # type: ignore[arg-type]
+    (pair,) = augmenter.pairs(list(settle(["chosen"], lambda: 0)), [reference])
+    assert (pair.fate, pair.tgt.split()) == (fate, reference.split())
 
 
 def fates(lines: list[str], **filters: Any) -> list[str]:
@@ -653,6 +665,7 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
         ("pairs.tsv:0.5:bt", ("pairs.tsv", 0.5, "bt")),
         ("pairs.tsv::bt", ("pairs.tsv", 1.0, "bt")),
         ("a:2.tsv", ("a:2.tsv", 1.0, "")),
+        ("a:2.tsv:0.5:bt", ("a:2.tsv", 0.5, "bt")),
         ("-:2", ("-", 2.0, "")),
     ],
 )

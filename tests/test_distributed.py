@@ -164,7 +164,13 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         qkv.train(config.load(recipe), folder / "aa")
         qkv.train(config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
         shutil.copytree(folder / "ad", folder / "as")
+        twice = folder / "twice.toml"  # with R-Drop, and so little dropout that nothing is dropped
+        passes = config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
+        twice.write_text(config.dumps(passes), encoding="utf-8")
+        qkv.train(passes, folder / "alone")
         jobs = [
+            job(folder / "data", twice),
+            job(folder / "sharded", twice, parallel="sharded"),
             job(folder / "dd", recipe),
             job(folder / "ss", recipe, parallel="sharded"),
             job(folder / "da", recipe, steps=HALF, checkpointing=True),
@@ -195,6 +201,11 @@ def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> Non
 def test_two_processes_train_what_one_trains(runs: Path, how: str) -> None:
     assert_same(runs / how, runs / "aa")
     assert len(entries(runs / how, "train")) == STEPS  # one of them logs
+
+
+@pytest.mark.parametrize("how", ["data", "sharded"])
+def test_two_processes_pass_twice_as_one_does(runs: Path, how: str) -> None:
+    assert_same(runs / how, runs / "alone")
 
 
 @pytest.mark.parametrize("how", ["ad", "as", "da", "sa", "sd"])

@@ -62,11 +62,10 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_steps_are_those_of_the_plain_trainer(
-    make: Make, train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qkv.data.loader.LONGEST", 128)  # a pair beyond it takes the plain way
+def test_steps_are_those_of_the_plain_trainer(make: Make, train: dict[str, Any]) -> None:
     plain, fast = make(Trainer, **train), make(FastTrainer, **train)
+    assert isinstance(fast.updates, Pairs)
+    fast.updates.ragged_longest = 128  # a pair beyond it takes the plain way
     ways, close = set(), 2e-4
     if plain.spec.optimizer == "soap":
         close = 0.02  # eigenvectors of eigenvalues that are nearly alike follow the rounding
@@ -156,6 +155,15 @@ def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
         return sorted(found)
 
     assert rows(fast, ours) == rows(plain, theirs)
+
+
+def test_rows_end_where_learned_positions_do(make: Make) -> None:
+    free = make(FastTrainer)
+    assert isinstance(free.updates, Pairs)
+    model = {"positions": "learned", "max_positions": 500}
+    learned = FastTrainer(free.config.replace(model=model), free.prepared)
+    assert isinstance(learned.updates, Pairs)
+    assert (free.updates.ragged_longest, learned.updates.ragged_longest) == (1024, 500)
 
 
 def test_a_cpu_has_the_plain_trainer(make: Make) -> None:

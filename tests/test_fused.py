@@ -139,6 +139,26 @@ def test_two_passes_agree_as_autograd_says(alpha: float) -> None:
     torch.testing.assert_close(torch.einsum("crv,crd->vd", both, given), wanted[1], rtol=1e-4, atol=1e-4)
 
 
+def test_the_two_passes_of_r_drop_drop_differently() -> None:
+    model = small(dropout=0.3)
+    batch, losses = end_to_end([pairs(3, 6, 2, 20)], 8), []
+    for r_drop in (1e-9, 10.0):
+        passes = Passes(model, Weights(model, torch.float32), smoothing=0.1, pad=0, r_drop=r_drop)
+        passes.seed.copy_(torch.tensor([7, -3]))
+        with torch.no_grad():
+            losses.append(float(passes.run(batch)[0]))
+    assert losses[1] > 1.01 * losses[0]
+
+
+def test_positions_reach_as_far_as_rows_do() -> None:
+    model, batch = small(), pairs(3, 1, 600, 600)
+    loss, _ = smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
+    fresh = small()
+    passes = Passes(fresh, Weights(fresh, torch.float32), smoothing=0.1, pad=0)
+    with torch.no_grad():
+        assert float(passes.run(end_to_end([batch], 1))[0]) == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_dropout_is_even_and_differs_by_place_and_seed() -> None:
     ones = torch.ones(512, 512)
     masks = []

@@ -14,7 +14,7 @@ from qkv import config
 from qkv.models.build import build
 from qkv.models.layers import Embedding
 from qkv.run import Run
-from qkv.train import begin
+from qkv.train import begin, checkpoint, loop
 from qkv.train.trainer import Trainer
 
 KINDS: list[config.Model] = [
@@ -60,13 +60,20 @@ def test_passes_agree_more_when_they_are_drawn_together(model: config.Model, tmp
     assert divergence(drawn) < 0.7 * divergence(free)
 
 
-def test_drawn_together_in_a_resumed_run_as_in_an_unbroken_one(tmp_path: Path) -> None:
-    unbroken, again = (trainer(tmp_path, KINDS[0], r_drop=2.0) for _ in range(2))
-    for each in (unbroken, again):
-        steps = each.updates.starting(each.progress.position)
-        each.outcomes = [each.step(next(steps)) for _ in range(3)]  # type: ignore[attr-defined]
-        steps.close()
-    assert unbroken.outcomes == again.outcomes  # type: ignore[attr-defined]
+def test_a_resumed_run_draws_what_an_unbroken_one_draws(tmp_path: Path) -> None:
+    unbroken, broken, resumed = (trainer(tmp_path, KINDS[0], r_drop=2.0) for _ in range(3))
+    steps = unbroken.updates.starting(unbroken.progress.position)
+    updates = [next(steps) for _ in range(4)]
+    steps.close()
+    for update in updates[:2]:
+        broken.step(update)
+    run = Run.create(tmp_path / "saved", broken.config, broken.prepared.tokenizers)
+    loop.save_state(run, broken)
+    state = checkpoint.latest(run)
+    assert state is not None
+    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema)
+    outcomes = [unbroken.step(update) for update in updates]
+    assert [resumed.step(update) for update in updates[2:]] == outcomes[2:]
 
 
 def test_unseen_tokens_leave_their_places() -> None:

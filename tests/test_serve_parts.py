@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import qkv
+from conftest import sentences, tiny_config, write_pairs
 from qkv.errors import UsageError
 from qkv.serve import html, languages
 from qkv.serve.bodies import _form, _json
@@ -25,7 +27,7 @@ from qkv.serve.keys import Rates, find_key, new_key, read_keys
 from qkv.serve.limits import Limits, Refusal
 from qkv.serve.marks import swap_back
 from qkv.serve.metrics import Metrics
-from qkv.serve.models import Models
+from qkv.serve.models import Models, Served
 from qkv.serve.server import listen
 
 GROUP = ("translate", "tiny", "")
@@ -315,3 +317,21 @@ def test_languages_are_recognised() -> None:
     assert languages.detect(" ") == []
     assert languages.name("de-AT") == "German"
     assert languages.name("tlh") == "tlh"
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tags", "targets"), [(("de", "fr"), ("de", "fr")), (("", "bt"), ("it",))])
+def test_tags_are_languages_only_if_all_text_has_them(
+    tmp_path: Path, tags: tuple[str, str], targets: tuple[str, ...]
+) -> None:
+    corpora = []
+    for tag in tags:
+        src, tgt = write_pairs(tmp_path, sentences(60, seed=len(corpora)), f"text{tag}")
+        corpora.append({"src": src, "tgt": tgt, "tag": tag})
+    small = {"d_model": 16, "d_ff": 16}
+    spec = tiny_config("", "", steps=2, metric="loss", average=0).replace(data={"train": corpora}, model=small)
+    served = Served.open("both", qkv.train(spec, tmp_path / "run").path)
+    assert served.targets == targets
+    assert served.tag("") == (targets[0] if tags[0] else "")

@@ -30,6 +30,7 @@ from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.noise import Noise
 from qkv.data.passes import Limits
+from qkv.decode.loops import find_loop
 from qkv.decode.rerank import UTILITIES, utilities
 from qkv.decode.workers import worker_count
 from qkv.errors import UsageError
@@ -148,12 +149,13 @@ class Augmenter:
     def _judged(self, number: int, line: str, found: Translation, best: Alternative, fate: str) -> Pair:
         """A line and its translation, in this order, and its fate so far."""
         both = self.translator.tokenizers
-        lengths = [len(both.src.encode(line)), len(both.tgt.encode(best.text))] if best.text else [0, 0]
+        read, written = (both.src.encode(line), both.tgt.encode(best.text)) if best.text else ([], [])
+        lengths = [len(read), len(written)]
         reasons = {
             "empty": not best.text,
             "garbled": GARBLED in best.text and GARBLED not in line,
-            "unfinished": found.finish_reason == "length",
-            "looped": found.looped,
+            "unfinished": best.truncated,
+            "looped": (found.looped and best.text == found.text) or find_loop(written, read) is not None,
             "copy": _letters(line) == _letters(best.text),
             "ratio": Limits(0, self.filters.max_ratio).uneven(lengths),
         }
@@ -185,7 +187,7 @@ class Augmenter:
         if least is not None:
             pairs = [pair if pair.fate or likely(pair) >= least else replace(pair, fate="unlikely") for pair in pairs]
         left = sorted((pair for pair in pairs if not pair.fate), key=lambda pair: -likely(pair))
-        best = {pair.line for pair in left[: math.ceil(keep * len(left))]}
+        best = {pair.line for pair in left[: math.ceil(round(keep * len(left), 9))]}
         return [replace(pair, fate=pair.fate or ("kept" if pair.line in best else "worse")) for pair in pairs]
 
     def _oriented(self, pair: Pair) -> Pair:
@@ -199,7 +201,7 @@ class Augmenter:
 
 
 def _best(found: Translation) -> Alternative:
-    return Alternative(found.text, found.score, found.logprob)
+    return Alternative(found.text, found.score, found.logprob, found.truncated)
 
 
 def _letters(text: str) -> str:

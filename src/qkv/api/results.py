@@ -15,6 +15,7 @@ class Alternative:
     text: str
     score: float
     logprob: float
+    truncated: bool = False
 
 
 @dataclass(frozen=True)

@@ -338,16 +338,15 @@ class Translator(Explained):
         ranks = [self._join(pieces, rank) for rank in zip(*found, strict=False)]
         best, alternatives = ranks[0], ranks[1:]
         written = [token for hypotheses in found for token in hypotheses[0].tokens]
-        truncated = any(hypotheses[0].truncated for hypotheses in found)
         return Translation(
             text=best.text,
             score=best.score,
             logprob=best.logprob,
             tokens=self.tokenizers.tgt.tokens(written),
             alternatives=alternatives,
-            truncated=truncated,
+            truncated=best.truncated,
             pieces=len(found),
-            finish_reason="length" if truncated else "stop",
+            finish_reason="length" if best.truncated else "stop",
             length_ratio=len(written) / max(1, read),
             looped=looped,
         )
@@ -359,4 +358,5 @@ class Translator(Explained):
             glue = ""
             pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
         text = pieces.join(texts, glue).strip()
-        return Alternative(text, sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses))
+        score, logprob = sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses)
+        return Alternative(text, score, logprob, any(h.truncated for h in hypotheses))

@@ -117,10 +117,10 @@ def _corpus(given: str, root: str) -> Corpus:
     """A corpus as --also has it: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
     from qkv import config as configs
 
-    name, weight, tag = given, "1", ""
-    if not Path(given).exists():
-        name, _, rest = given.partition(":")
-        weight, _, tag = rest.partition(":")
+    # A name may hold colons of its own: the longest that is a file is one.
+    ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
+    end = next((end for end in reversed(ends) if Path(given[:end]).exists()), ends[0])
+    name, (weight, _, tag) = given[:end], given[end + 1 :].partition(":")
     try:
         value = float(weight or "1")
     except ValueError:

@@ -187,6 +187,7 @@ class Pairs(Updates):
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
         self.ragged_tokens = 0  # tokens a side that are laid end to end in one pass; 0: they are padded
+        self.ragged_longest = LONGEST  # tokens on the longer side of a row that can be laid so
         self.aligned = aligned  # whether batches hold the links between tokens, which dropout would make false
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
@@ -225,7 +226,7 @@ class Pairs(Updates):
     def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
         if not (self.ragged_tokens and share):
             return super().make(share, seed, after)
-        longest = LONGEST // 2 if self.dropout else LONGEST  # cut anew, a row may be longer
+        longest = self.ragged_longest // 2 if self.dropout else self.ragged_longest  # cut anew, a row may be longer
         long = [np.maximum(self.src_widths[micro], self.tgt_widths[micro]) > longest for micro in share]
         short = np.concatenate([micro[~too_long] for micro, too_long in zip(share, long, strict=True)])
         laid = [self._lay(part, seed) for part in self._parts(short)]
@@ -249,7 +250,7 @@ class Pairs(Updates):
             source, target = map(_flat, self.rows(indices, seed))
         else:
             source, target = (Flat(*self.store.flat(side, indices)) for side in ("src", "tgt"))
-        if max(source.lengths.max(), target.lengths.max()) >= LONGEST:  # with </s>, it is longer
+        if max(source.lengths.max(), target.lengths.max()) >= self.ragged_longest:  # with </s>, it is longer
             return None
         tgt, step = self.tokenizers.tgt, -(-self.ragged_tokens // SIZES // LEAST_STEP) * LEAST_STEP
         return lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=step)

@@ -7,6 +7,7 @@ against the recipe as it is, on the validation set, and the table says which dif
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from qkv import auto, files
 from qkv import config as configs
 from qkv.data.store import Prepared
+from qkv.device import choose_device, describe
 from qkv.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
@@ -45,11 +47,16 @@ def measure(
     figures.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
+    if not isinstance(config.model, configs.Translating):
+        raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
     folder = Path(out)
-    changed = {"device": device, "tensorboard": False} | ({"steps": steps} if steps else {})
-    base = config.replace(train=changed)
+    # All are trained to the end of their time: nothing else may end one of them.
+    base = config.replace(train={"device": device, "tensorboard": False, "patience": 0})
+    if steps:
+        base = base.replace(train={"steps": steps, "epochs": 0.0})
     variants = {AS_IT_IS: base} | {change: configs.assign(base, shlex.split(change)) for change in changes}
     texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
+    variants = {name: _in_steps(variant, texts[name]) for name, variant in variants.items()}
     if equal == "time":
         variants = _at_equal_time(variants, texts, folder)
     found = _train(variants, texts, folder, seeds, jobs or trials.usual_jobs(device))
@@ -64,28 +71,42 @@ def measure(
     return result
 
 
+def _in_steps(config: configs.Config, prepared: Prepared) -> configs.Config:
+    """The same length of training without `train.epochs`, and a log from which its seconds can be told."""
+    spec = config.train
+    steps = spec.steps
+    if spec.epochs:
+        steps = min(steps, math.ceil(spec.epochs * auto.updates_a_pass(config, prepared)))
+    often = {"validate_every": min(spec.validate_every, steps), "log_every": max(1, min(spec.log_every, steps // 20))}
+    return config.replace(train={"steps": steps, "epochs": 0.0, **often})
+
+
 def _at_equal_time(
     variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
 ) -> dict[str, configs.Config]:
     """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
     path = folder / SECONDS
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    seconds = {}
     for name, variant in variants.items():
-        if name not in known:
-            known[name] = _seconds_an_update(variant, texts[name])
+        place = describe(choose_device(variant.train.device))
+        key = f"{name} on {place}, {trials.key_of(Trial(name, variant), texts[name])}"
+        if key not in known:
+            known[key] = seconds_an_update(variant, texts[name])
             files.write_text(path, json.dumps(known, indent=1) + "\n")
-    return {name: _lasting(variant, known[AS_IT_IS] / known[name]) for name, variant in variants.items()}
+        seconds[name] = known[key]
+    return {name: _lasting(variant, seconds[AS_IT_IS] / seconds[name]) for name, variant in variants.items()}
 
 
-def _seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
+def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
     tokens = auto.tokens_a_pass(prepared.train) / auto.updates_a_pass(config, prepared)
     return auto.seconds_a_token(config, prepared) * tokens
 
 
 def _lasting(config: configs.Config, share: float) -> configs.Config:
     """So much longer or shorter, with warm-up and validations in proportion."""
-    lengths = ("steps", "warmup", "validate_every")
-    return config.replace(train={name: max(1, round(getattr(config.train, name) * share)) for name in lengths})
+    now = {name: getattr(config.train, name) for name in ("steps", "warmup", "validate_every")}
+    return config.replace(train={name: max(1, round(value * share)) if value else 0 for name, value in now.items()})
 
 
 def _train(
@@ -115,10 +136,11 @@ def _sheet(title: str, found: dict[str, list[Result]]) -> figures.Sheet:
         gained = ""
         if name != AS_IT_IS and bleus[name] and bleus[AS_IT_IS]:
             gain = figures.difference(bleus[name], bleus[AS_IT_IS], spread)
-            gained = f"{gain}: {'more than chance' if gain.told else 'chance'}"
+            verdict = "more than chance" if gain.told else "chance"
+            gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
         steps = f"{results[0].steps:,}" if results else "failed"
         mean = [figures.with_spread(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
         seconds = figures.with_spread([result.seconds for result in results], 0)
         rows.append((name, *mean, gained, steps, seconds))
-    columns = ("change", "BLEU", "loss", "BLEU gained", "updates", "seconds of training")
+    columns = ("change", "BLEU", "loss at the end", "BLEU gained", "updates", "seconds of training")
     return figures.Sheet(title, columns, tuple(rows))

@@ -86,8 +86,8 @@ class Result:
     steps: int = 0
     parameters: int = 0
     flops_per_token: float = 0.0  # of training, for each target token
-    loss: float = 0.0  # on the validation text, for each token
-    bleu: float = 0.0  # likewise
+    loss: float = 0.0  # on the validation text, for each token, of the last weights
+    bleu: float = 0.0  # on the validation text
     test_bleu: float | None = None
     test: list[str] | None = None  # the files that it was measured on
     curve: tuple[Point, ...] = ()
@@ -195,7 +195,7 @@ def run_all(
     With `jobs` > 1 each trial is a process, so many at a time. One that fails is told of, and tried again next time.
     """
     known = read_results(folder)
-    keys = [_key(trial, prepared) for trial in trials]
+    keys = [key_of(trial, prepared) for trial in trials]
     waiting = [
         (trial, key)
         for trial, key in zip(trials, keys, strict=True)
@@ -237,7 +237,7 @@ def read_results(folder: Path) -> dict[str, Result]:
     return found
 
 
-def _key(trial: Trial, prepared: Prepared) -> str:
+def key_of(trial: Trial, prepared: Prepared) -> str:
     """What decides a result: the text by its content, and every option but where the text lies."""
     tree = configs.to_dict(trial.config)
     for place in ("train", "valid", "root", "store", "workers"):
@@ -347,7 +347,8 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
             fit(run, prepared)
         shutil.rmtree(run.path / "state")  # the table needs the weights only
     curve = _curve(run.log)
-    translator = Translator(run, weights="" if spec.average else "last", device=spec.device)
+    averaged = (run.path / "weights" / "average.safetensors").exists()
+    translator = Translator(run, weights="average" if averaged else "last", device=spec.device)
 
     def bleu(sources: list[str], references: list[str]) -> float:
         texts = [each.text for each in translator.translate(sources)]
@@ -358,7 +359,7 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
         name=name,
         seed=spec.seed,
         key=key,
-        steps=spec.steps,
+        steps=curve[-1].step,
         parameters=parameters(run.config.model, prepared.tokenizers),
         flops_per_token=flops_per_token(run.config, prepared),
         loss=curve[-1].loss,
@@ -412,4 +413,5 @@ def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
                 )
                 loss.backward()
             tokens += update.tokens
-    return float(counter.get_total_flops() / tokens)
+    passes = 2 if config.train.r_drop else 1
+    return float(passes * counter.get_total_flops() / tokens)

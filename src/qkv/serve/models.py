@@ -39,7 +39,9 @@ class Served:
         if not isinstance(model, configs.Translating | configs.DecoderOnly):
             raise UsageError(f"{path}: an encoder fills gaps, and nobody asks a server for that: leave it out")
         run.weights()  # which says what is missing
-        tags = tuple(run.tokenizers.src.tags) if isinstance(model, configs.Translating) else ()
+        # Where some of the text had none, a tag marks where a pair came from (qkv augment), not a language.
+        tagged = isinstance(model, configs.Translating) and all(corpus.tag for corpus in data.train)
+        tags = tuple(run.tokenizers.src.tags) if tagged else ()
         return cls(
             name=name,
             path=str(run.path),

@@ -53,6 +53,9 @@ class FastTrainer(Trainer):
         super().__init__(config, prepared, world)
         assert isinstance(self.updates, Pairs)
         self.updates.ragged_tokens = -(-self.spec.tokens_per_step // world.size)
+        if isinstance(config.model, configs.Transformer) and config.model.positions == "learned":
+            # What BPE-dropout makes longer than that is refused by the plain way, with a word.
+            self.updates.ragged_longest = min(self.updates.ragged_longest, config.model.max_positions)
         self._made: Captured | None = None
 
     @property

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.data.ragged import PADDING, Ragged
+from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.fused.attention import attend, attend_backward
 from qkv.models.fused.embedding import Tokens, embed, embed_backward
@@ -24,7 +24,7 @@ from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
 from qkv.models.fused.tiles import QKV, Heads, Rows
 from qkv.models.fused.weights import Weight, Weights, accumulate
-from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual
+from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
 from qkv.models.transformer import Transformer
 
 LOGITS = 2**30  # numbers at once
@@ -66,6 +66,9 @@ class Passes:
         self.model, self.weights = model, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
+        for embedding in (model.source, model.target):  # tables of sinusoids grow, but not in the middle of a pass
+            if isinstance(embedding.positions, SinusoidalPositions):
+                embedding.positions(0, LONGEST)
         self.sites = {module: site for site, module in enumerate(model.modules())}
         self.first_site = 0
 
