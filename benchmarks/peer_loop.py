@@ -4,8 +4,9 @@
         [--test test.en test.de] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000]
 
 The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
-padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a beam of 4 on the
-validation set every so many seconds, whose time counts as it does for us. The clock starts when the text is prepared.
+padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a
+beam of 4 on the validation set every so many seconds, whose time counts as it does for us. The clock starts when the
+text is prepared.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+"""How often `qkv evaluate` calls something a hallucination that is one, and that is none.
+
+    python benchmarks/flags.py NAME=SRC,REF …          # at most the first 2,000 lines of each
+
+Outputs are made of the references: those of other sentences, shuffled, and the right ones with 3 words in 10 replaced
+by random words of the set. Also the references and the sources themselves.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import islice
+
+from qkv.data.lines import read_lines
+from qkv.evaluate.diagnosis import diagnose
+
+LINES, REPLACED = 2000, 0.3
+
+
+def spoilt(lines: list[str], draw: random.Random) -> list[str]:
+    words = [word for line in lines for word in line.split()]
+    return [" ".join(draw.choice(words) if draw.random() < REPLACED else w for w in line.split()) for line in lines]
+
+
+def main() -> None:
+    print("| test set | chance level | of other sentences (`short`) | words replaced | references | sources: `copy` |")
+    print("|---|---|---|---|---|---|")
+    for given in sys.argv[1:]:
+        draw = random.Random(1)
+        name, _, files = given.partition("=")
+        sources, references = (list(islice(read_lines(file), LINES)) for file in files.split(","))
+        outputs = {
+            "other": draw.sample(references, len(references)),
+            "replaced": spoilt(references, draw),
+            "right": references,
+            "source": sources,
+        }
+        found = {kind: diagnose(sources, made, references) for kind, made in outputs.items()}
+        flagged = sum(bool(each.flags) for each in found["right"].sentences)
+        print(
+            f"| {name}, {len(sources):,} lines | {found['other'].chance:.1f} "
+            f"| {found['other'].rate('hallucination'):.0%} ({found['other'].rate('short'):.0%}) "
+            f"| {found['replaced'].rate('hallucination'):.1%} | {flagged} flagged "
+            f"| {found['source'].rate('copy'):.0%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
