@@ -1,0 +1,98 @@
+"""What only a GPU can show: kernels as they are compiled, and training in captured graphs. Skipped elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import sentences, tiny_config, write_pairs
+from qkv.models.fused import attention
+from qkv.models.fused.loss import agreeing_loss_kernel, agreeing_loss_plain
+from qkv.models.fused.noise import Noise
+from qkv.models.fused.tiles import Heads, Rows
+from qkv.models.kernels import triton
+from qkv.train import begin
+from qkv.train.fast import FastTrainer, make_trainer
+from qkv.train.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(
+    triton is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs a GPU of the Ampere generation or later",
+)
+
+
+def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_attention_of_every_tile(dtype: torch.dtype, causal: bool, rate: float) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([9, 16, 30, 32, 50, 64, 100, 128, 150, 400])
+    starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
+    rows = Rows(starts, starts, torch.tensor([0, 2, 4, 6, 8, 10]).int().cuda(), (3, 2, 2, 2, 4))
+    heads = Heads(2, 64, 64, 0.125, causal)
+    noise = Noise(rate, torch.tensor([12345, -77], dtype=torch.int32).cuda(), 5)
+    tokens = int(lengths.sum())
+    q, k, v, d = torch.randn(4, tokens, 128, device="cuda").to(dtype).unbind()
+    plain = attention.attend_plain((q, k, v), rows, heads, noise)
+    close(attention.attend_kernel((q, k, v), rows, heads, noise), plain, dtype)
+    ours, theirs = (tuple(torch.zeros_like(q) for _ in range(3)) for _ in range(2))
+    attention.attend_backward_kernel(d, (q, k, v), (ours[0], ours[1], ours[2]), rows, heads, noise)
+    attention.attend_backward_plain(d, (q, k, v), (theirs[0], theirs[1], theirs[2]), rows, heads, noise)
+    for own, other in zip(ours, theirs, strict=True):
+        close(own, other, dtype)
+
+
+def test_the_loss_of_two_passes() -> None:
+    torch.manual_seed(0)
+    both = torch.randn(2, 50, 8192 + 40, device="cuda") * 3
+    twins, labels = both.clone(), torch.randint(0, 30, (50,), device="cuda").int()
+    for ours, theirs in zip(
+        agreeing_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
+        agreeing_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
+        strict=True,
+    ):
+        close(ours, theirs, torch.float32)
+    close(both, twins, torch.float32)
+
+
+def trainer(folder: Path, kind: type[Trainer] | None, **train: Any) -> Trainer:
+    """Of a text with one pair that is much longer than the others."""
+    text = sentences(120)
+    text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
+    values = {"device": "cuda", "metric": "loss", "tokens_per_step": 512, "average": 0, "clip": 1.0} | train
+    model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)}
+    files = write_pairs(folder, text)
+    made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
+    run, prepared = begin._begin(folder / f"run-{len(list(folder.iterdir()))}", made, None, [], "")
+    return make_trainer(run.config, prepared) if kind is None else kind(run.config, prepared)
+
+
+def losses(trained: Trainer, count: int = 60) -> list[float]:
+    steps = trained.updates.starting(trained.progress.position)
+    waiting = [trained.start(next(steps)) for _ in range(count)]
+    steps.close()
+    return [read().loss for read in waiting]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("more", [{}, {"r_drop": 3.0, "dropout": 1e-9}, {"ema": 0.9}], ids=str)
+def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more: dict[str, Any]) -> None:
+    fast = trainer(tmp_path, None, precision=precision, **more)
+    assert isinstance(fast, FastTrainer)
+    ours, theirs = losses(fast), losses(trainer(tmp_path, Trainer, precision="fp32", **more))
+    assert ours == pytest.approx(theirs, rel=0.05 if precision == "bf16" else 0.01)
+    assert len(fast.captured.graphs) >= 1
+
+
+def test_captured_training_with_dropout_learns(tmp_path: Path) -> None:
+    found = losses(trainer(tmp_path, None, r_drop=1.0, dropout=0.1), 200)
+    assert sum(found[-10:]) < 0.7 * sum(found[:10])
