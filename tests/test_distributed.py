@@ -24,8 +24,9 @@ from qkv import config, files
 from qkv.data import batches
 from qkv.data.store import Prepared
 from qkv.run import Run
-from qkv.train import distributed, log
+from qkv.train import distributed, log, loop
 from qkv.train.distributed import World
+from qkv.train.fast import FastTrainer
 from qkv.train.trainer import Trainer, make_updates
 
 HALF, STEPS = 6, 12
@@ -39,7 +40,9 @@ import qkv
 from qkv import config
 from qkv.cli.command import _explain
 from qkv.train import log, loop
+from qkv.train.fast import FastTrainer
 
+usual = loop.make_trainer
 log._plain = lambda value: value
 work = json.loads(Path(sys.argv[1]).read_text())
 start_step = loop.Trainer.start
@@ -56,6 +59,7 @@ def sabotaged(trainer, update):
 loop.Trainer.start = sabotaged
 try:
     for job in work["jobs"]:
+        loop.make_trainer = FastTrainer if Path(job["run"]).name == "fast" else usual
         start = {"resume": True} if job["resume"] else {"config": config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
@@ -168,7 +172,11 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         passes = config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
         twice.write_text(config.dumps(passes), encoding="utf-8")
         qkv.train(passes, folder / "alone")
+        with pytest.MonkeyPatch.context() as other:
+            other.setattr(loop, "make_trainer", FastTrainer)
+            qkv.train(config.load(recipe), folder / "fast-alone")
         jobs = [
+            job(folder / "fast", recipe),
             job(folder / "data", twice),
             job(folder / "sharded", twice, parallel="sharded"),
             job(folder / "dd", recipe),
@@ -201,6 +209,10 @@ def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> Non
 def test_two_processes_train_what_one_trains(runs: Path, how: str) -> None:
     assert_same(runs / how, runs / "aa")
     assert len(entries(runs / how, "train")) == STEPS  # one of them logs
+
+
+def test_two_processes_take_the_fast_way_as_one_does(runs: Path) -> None:
+    assert_same(runs / "fast", runs / "fast-alone")
 
 
 @pytest.mark.parametrize("how", ["data", "sharded"])
