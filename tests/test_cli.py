@@ -94,7 +94,7 @@ def test_json_lines(tiny: Path, call: Call) -> None:
     assert [row["line"] for row in rows] == [1, 2, 3]
     assert [row["text"] for row in rows] == ["Uno gatto.", "", "Il rosso casa."]
     assert [len(row["alternatives"]) for row in rows] == [1, 0, 1]
-    assert set(rows[0]["alternatives"][0]) == {"text", "score", "logprob"}
+    assert set(rows[0]["alternatives"][0]) == {"text", "score", "logprob", "truncated"}
     translated = qkv.load(tiny).translate("One cat.", n_best=2)
     assert rows[0]["score"] == pytest.approx(translated.score, abs=1e-4)
 
