@@ -217,11 +217,11 @@ class Pairs(Updates):
     def describe(self, epoch: int) -> str:
         """The plan of an epoch in words, with the share of it that is padding."""
         plan = self.plan(epoch)
+        told = f"a pass over the text is {len(plan):,} updates of up to {self.tokens:,} tokens a side, "
+        if self.ragged_tokens:
+            return f"{told}sentences laid end to end"
         padding = batches.pad_share(plan, self.src_widths, self.tgt_widths)
-        return (
-            f"a pass over the text is {len(plan):,} updates of up to {self.tokens:,} tokens a side, "
-            f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
-        )
+        return f"{told}in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
 
     def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
         if not (self.ragged_tokens and share):

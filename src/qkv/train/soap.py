@@ -67,7 +67,7 @@ class Soap(MatrixOptimizer):
         stacks = [[found[i] for i in places] for places in by_shape([matrix.weight for matrix in found])]
         for stack in stacks:
             self._observe(stack, group)
-        if self.every and self._calls % self.every == 0 and not _capturing():
+        if self.every and self._calls % self.every == 0:
             self.refresh(first=self._calls == 0)
         torch._foreach_add_(calls, 1)
         self._calls += 1
@@ -131,7 +131,3 @@ def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
 def _stacked(bases: list[Tensor | None]) -> Tensor | None:
     known = [basis for basis in bases if basis is not None]
     return torch.stack(known) if known else None
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
