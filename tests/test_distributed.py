@@ -149,7 +149,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data={"max_length": 20},
         tokenizer={"dropout": 0.1},
         model={"d_model": 18, "d_ff": 30, "d_k": 5, "d_v": 7},
-        train={"tokens_per_step": 48, "micro_tokens": 24},
+        train={"tokens_per_step": 30, "micro_tokens": 24},
     )
     path = folder / "recipe.toml"
     path.write_text(config.dumps(settings), encoding="utf-8")

@@ -29,7 +29,8 @@ def make(tmp_path: Path) -> Make:
     files = write_pairs(tmp_path, text)
 
     def trainer(kind: type[Trainer], **train: Any) -> Trainer:
-        values = {"steps": 50, "tokens_per_step": 512, "metric": "loss", "log_every": 1, "average": 0} | train
+        sizes = {"tokens_per_step": 512, "micro_tokens": 512}  # left to itself, the fast trainer mixes more lengths
+        values = {"steps": 50, "metric": "loss", "log_every": 1, "average": 0, **sizes} | train
         dropout = values.pop("dropout", 0.0)
         model = {"d_model": 16, "d_ff": 32, "dropout": dropout}
         settings = tiny_config(*files).replace(model=model, data={"max_length": 400}, train=values)
@@ -155,6 +156,16 @@ def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
         return sorted(found)
 
     assert rows(fast, ours) == rows(plain, theirs)
+
+
+def test_room_is_made_for_all_updates_of_a_pass(make: Make) -> None:
+    trainer = make(FastTrainer, micro_tokens=0, seed=2)
+    assert isinstance(trainer.updates, Pairs)
+    most = trainer.updates.most_rows(0)
+    counts = [batch.counts for step in updates(trainer, len(trainer.updates.plan(0))) for batch in step.ragged]
+    assert len(counts) > 1
+    assert all(count <= room for batch in counts for count, room in zip(batch, most, strict=True))
+    assert [max(column) > 0 for column in zip(*counts, strict=True)] == [room > 0 for room in most]
 
 
 def test_rows_end_where_learned_positions_do(make: Make) -> None:

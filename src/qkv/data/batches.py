@@ -70,8 +70,12 @@ def cut(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> list[Indic
 
 
 def share(update: Update, rank: int, world: int) -> Update:
-    """One rank's part of an update: every `world`-th row of each micro-batch, so all ranks work on like lengths."""
-    return [micro[rank::world] for micro in update if len(micro) > rank]
+    """One rank's part of an update: every `world`-th row of each micro-batch, so all ranks work on like lengths.
+
+    Each micro-batch begins with another rank, or the first would always have the rows that do not divide.
+    """
+    parts = [micro[(rank - number) % world :: world] for number, micro in enumerate(update)]
+    return [part for part in parts if len(part)]
 
 
 def pad_share(updates: list[Update], src: Lengths, tgt: Lengths) -> float:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.data import batches
-from qkv.data.ragged import LONGEST, Flat, Ragged, lay
+from qkv.data.ragged import LONGEST, PADDING, TILES, Flat, Ragged, lay
 from qkv.data.store import Store
 from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
@@ -236,6 +236,17 @@ class Pairs(Updates):
         padded = super().make(others, seed, after).micros
         return Step(padded, after, tuple(batch.to(self.device) for batch in laid if batch is not None))
 
+    def most_rows(self, epoch: int) -> list[int]:
+        """Of each tile, the most rows that this rank's share of an update of the epoch has, with those of padding."""
+        most = np.zeros(len(TILES), np.int64)
+        for update in self.plan(epoch):
+            rows = np.concatenate([np.empty(0, np.int64), *batches.share(update, self.rank, self.world)])
+            widths = np.maximum(self.src_widths[rows], self.tgt_widths[rows])
+            tiles = np.searchsorted(TILES, widths[widths <= LONGEST])
+            most = np.maximum(most, np.bincount(tiles, minlength=len(TILES)))
+        padding = -(-self._step // np.minimum(PADDING, TILES))
+        return [int(rows + extra) if rows else 0 for rows, extra in zip(most, padding, strict=True)]
+
     def _parts(self, indices: batches.Indices) -> list[batches.Indices]:
         """Rows in parts of at most about `ragged_tokens` on each side."""
         if not len(indices):
@@ -252,8 +263,13 @@ class Pairs(Updates):
             source, target = (Flat(*self.store.flat(side, indices)) for side in ("src", "tgt"))
         if max(source.lengths.max(), target.lengths.max()) >= self.ragged_longest:  # with </s>, it is longer
             return None
-        tgt, step = self.tokenizers.tgt, -(-self.ragged_tokens // SIZES // LEAST_STEP) * LEAST_STEP
-        return lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=step)
+        tgt = self.tokenizers.tgt
+        return lay(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=self._step)
+
+    @property
+    def _step(self) -> int:
+        """By how many tokens the sizes of ragged batches differ."""
+        return -(-self.ragged_tokens // SIZES // LEAST_STEP) * LEAST_STEP
 
     def rows(self, micro: batches.Indices, seed: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
         """Sources and targets, cut anew if there is dropout."""

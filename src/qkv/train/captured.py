@@ -7,7 +7,7 @@ device: what a step came to is read when it is there. Without a GPU the same ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from qkv.models.transformer import Transformer
 from qkv.train.optim import Ema
 from qkv.train.soap import Soap
 
-Key = tuple[tuple[int, int], tuple[bool, ...]]  # tokens of source and target, and which tiles there are
+Sizes = tuple[int, int]  # tokens of source and target
 
 
 class Captured:
@@ -36,7 +36,9 @@ class Captured:
         *,
         pad: int,
         dtype: torch.dtype,
+        most: Sequence[int] = (),
     ) -> None:
+        """`most` is how many rows of each tile a batch is expected to have."""
         self.weights = Weights(model, dtype)
         self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
         self.optimizer, self.clip = optimizer, spec.clip
@@ -47,9 +49,9 @@ class Captured:
         self.outcome = number(4)  # loss and −log p for each token, norm of the gradient, tokens
         self.average = None if ema is None else self._flatten(ema)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.graphs: dict[Key, tuple[Tensor, torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        self.graphs: dict[Sizes, tuple[Tensor, torch.cuda.CUDAGraph, list[Tensor]]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
-        self.most = [0] * len(TILES)
+        self.most = list(most) or [0] * len(TILES)  # rows of each tile that the graphs have room for
         self._prepare_optimizer()
 
     def _flatten(self, ema: Ema) -> Tensor:
@@ -85,20 +87,19 @@ class Captured:
             self.totals[:2] += self.passes.run(batch)
             return
         self._make_room(batch)
-        key = (batch.sizes, tuple(count > 0 for count in batch.counts))
-        if key in self.graphs:
-            static, graph, _ = self.graphs[key]
+        if batch.sizes in self.graphs:
+            static, graph, _ = self.graphs[batch.sizes]
             static.copy_(batch.whole)
             graph.replay()
             return
-        self.totals[:2] += self.passes.run(batch, self._most(key))  # compiles what is new; the graph is for the next
+        self.totals[:2] += self.passes.run(batch, tuple(self.most))  # compiles what is new; the graph is for the next
         held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def work() -> None:
-            self.totals[:2] += self.passes.run(held, self._most(key))
+            self.totals[:2] += self.passes.run(held, tuple(self.most))
 
         # A graph holds addresses, not tensors: a table of positions that grows later must not free this one.
-        self.graphs[key] = held.whole, self._capture(work), list(self.passes.model.buffers())
+        self.graphs[batch.sizes] = held.whole, self._capture(work), list(self.passes.model.buffers())
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
@@ -158,10 +159,7 @@ class Captured:
         for tile, count in enumerate(batch.counts):
             if count > self.most[tile]:
                 self.most[tile] = count + count // 4
-                self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1][tile]}
-
-    def _most(self, key: Key) -> tuple[int, ...]:
-        return tuple(most if present else 0 for most, present in zip(self.most, key[1], strict=True))
+                self.graphs.clear()
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

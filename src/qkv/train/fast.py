@@ -1,7 +1,8 @@
 """A Trainer for a GPU: fused passes over sentences laid end to end, in CUDA graphs, and no waiting for the device.
 
-It takes the same updates of the same text, and the same optimiser takes the same steps; only the arithmetic is done in
-another order. What is too long for it takes the plain way, within the same training.
+The same optimiser takes the same steps; only the arithmetic is done in another order. Where nothing is padded, lengths
+need not be alike: unless `train.micro_tokens` says otherwise, an update mixes more of them than on the plain path. What
+is too long takes the plain way, within the same training.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qkv.train.trainer import Outcome, Trainer
 
 PASS_SEED = 0x85EBCA77  # far from the seeds of other steps and ranks
 TOGETHER = 256  # rows of a ragged batch that are padded together
+MIXED = 16  # parts of an update, each of like lengths: all updates have about the same sizes, and need few graphs
 
 
 def make_trainer(config: configs.Config, prepared: Prepared, world: World = ALONE) -> Trainer:
@@ -53,6 +55,7 @@ class FastTrainer(Trainer):
         super().__init__(config, prepared, world)
         assert isinstance(self.updates, Pairs)
         self.updates.ragged_tokens = -(-self.spec.tokens_per_step // world.size)
+        self.updates.micro_tokens = self.spec.micro_tokens or -(-self.spec.tokens_per_step // MIXED)
         if isinstance(config.model, configs.Transformer) and config.model.positions == "learned":
             # What BPE-dropout makes longer than that is refused by the plain way, with a word.
             self.updates.ragged_longest = min(self.updates.ragged_longest, config.model.max_positions)
@@ -63,9 +66,12 @@ class FastTrainer(Trainer):
         """Made at the first step: a state that is restored before it finds the weights where they were."""
         if self._made is None:
             assert isinstance(self.model, Transformer)
-            pad = self.prepared.tokenizers.tgt.pad
+            assert isinstance(self.updates, Pairs)
+            pad, most = self.prepared.tokenizers.tgt.pad, self.updates.most_rows(self.progress.epoch)
             self.model.train()
-            self._made = Captured(self.model, self.optimizer, self.ema, self.spec, pad=pad, dtype=self.precision)
+            self._made = Captured(
+                self.model, self.optimizer, self.ema, self.spec, pad=pad, dtype=self.precision, most=most
+            )
         return self._made
 
     def probe(self) -> None:
