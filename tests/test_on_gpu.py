@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,15 @@ def losses(trained: Trainer, count: int = 60) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("more", [{}, {"r_drop": 3.0, "dropout": 1e-9}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"r_drop": 3.0, "dropout": 1e-9}, {"ema": 0.9}, {"optimizer": "soap"}], ids=str)
 def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more: dict[str, Any]) -> None:
     fast = trainer(tmp_path, None, precision=precision, **more)
     assert isinstance(fast, FastTrainer)
     ours, theirs = losses(fast), losses(trainer(tmp_path, Trainer, precision="fp32", **more))
-    assert ours == pytest.approx(theirs, rel=0.05 if precision == "bf16" else 0.01)
+    assert ours == pytest.approx(theirs, rel=0.1 if precision == "bf16" else 0.01)
     assert len(fast.captured.graphs) >= 1
+    fast.captured.most = [0] * len(fast.captured.most)  # as if there had been no room: all graphs are captured again
+    assert all(math.isfinite(loss) for loss in losses(fast, 20))
 
 
 def test_captured_training_with_dropout_learns(tmp_path: Path) -> None:

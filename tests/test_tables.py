@@ -39,9 +39,12 @@ def test_a_preset_is_whole(name: str) -> None:
     assert made.train.name == name
     assert getattr(qkv.presets, name)() == made
     assert size(made.model, 1000) > 0
-    wanted = "demo" if made.data.train else "--src" if isinstance(made.model, config.Translating) else "--text"
+    if made.data.train:
+        wanted = "built-in" if made.data.train[0].src.startswith("demo:") else "data.root"
+    else:
+        wanted = "--src" if isinstance(made.model, config.Translating) else "--text"
     assert preset.__doc__
-    assert wanted in preset.__doc__ or "built-in" in preset.__doc__
+    assert wanted in preset.__doc__
 
 
 @pytest.mark.parametrize(
@@ -412,7 +415,7 @@ SMALL = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=1, decod
 
 
 def test_table_2_from_text_to_page(text: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table2.auto, "PAIRS", [(math.inf, SMALL, 1)])
+    monkeypatch.setattr(table2.auto, "PAIRS", [table2.auto.Size(math.inf, SMALL, 1)])
     options: dict[str, Any] = {"src": text[0], "tgt": text[1], "steps": 4, "tokens": 256, "jobs": 1, "device": "cpu"}
     page = tmp_path / "table.md"
     result = table2.measure(out=tmp_path / "work", **options, seeds=1, rates=(0.5, 1.0), output=[str(page)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 import math
 import random
 from collections.abc import Callable
@@ -456,10 +457,10 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
     tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
     assert auto.tokens_a_pass(prepared.train) == tokens
     monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / tokens)  # a pass takes a second
-    short, reasons = auto.choose(given, prepared, minutes=0.5)
+    short, reasons = auto.choose(given, prepared, minutes=1)
     long, _ = auto.choose(given, prepared, minutes=500)
     passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
-    assert passes == pytest.approx([30, 100], rel=0.02)  # what the time allows; what the text is worth
+    assert passes == pytest.approx([30, 80], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
     assert all("\n" not in reason for reason in reasons)
@@ -469,7 +470,8 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
 
 def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = Prepared.open(tiny / "store")
-    monkeypatch.setattr(auto, "PAIRS", [(10.0, *auto.PAIRS[0][1:]), *auto.PAIRS[1:]])  # this text counts as larger
+    smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
+    monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
     widths = {}
     for seconds in (1e-6, 1.0):
         monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared, seconds=seconds: seconds)
@@ -477,6 +479,34 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
         widths[seconds] = chosen.model.d_model
         assert any("smaller" in reason for reason in reasons) == (seconds == 1.0)
     assert widths == {1e-6: 256, 1.0: 128}
+
+
+def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / auto.tokens_a_pass(prepared.train))
+    (once, _), (twice, reasons) = (auto.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1))
+    assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto.R_DROP)
+    assert twice.model.dropout < once.model.dropout
+    assert twice.train.steps < once.train.steps  # each of them takes twice the time
+    assert any("R-Drop" in reason for reason in reasons)
+    assert (once.train.optimizer, once.train.schedule) == ("muon", "wsd")
+    assert auto.choose(given.replace(train={"parallel": "sharded"}), prepared, minutes=1)[0].train.optimizer == "adam"
+
+
+def test_a_recipe_by_name_finds_its_files(tmp_path: Path, call: Call) -> None:
+    """`qkv train multi30k --set data.root=DIR`, with files that are packed."""
+    for part, pairs in (("train", sentences(80)), ("valid", sentences(80)[:9])):
+        for language, lines in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
+            (tmp_path / f"{part}.{language}.xz").write_bytes(lzma.compress("".join(f"{x}\n" for x in lines).encode()))
+    sets = [f"data.root={tmp_path}", "train.steps=2", "tokenizer.vocab=300", "train.device=cpu"]
+    sets += ["model.d_model=16", "model.d_ff=16", "model.encoder_layers=1", "model.decoder_layers=1"]
+    done: Done = call("train", "multi30k", "--run", tmp_path / "run", *(x for s in sets for x in ("--set", s)))
+    assert done.code == 0, done.err
+    made = Run.open(tmp_path / "run").config
+    assert (made.train.r_drop, made.train.optimizer, made.decode.beam) == (5.0, "muon", 5)
+    missing: Done = call("train", "multi30k_fr", "--set", f"data.root={tmp_path}", "--run", tmp_path / "other")
+    assert missing.code == 2
+    assert "train.fr" in missing.err
 
 
 def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:

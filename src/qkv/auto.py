@@ -7,6 +7,8 @@ import math
 import statistics
 import time
 from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,23 +25,39 @@ FEWEST = 100  # steps
 GIVEN = 30  # passes, for kinds of model whose size is left as it is
 PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
 
-Size = tuple[float, Model, float]
+R_DROP = 5.0  # its weight
+TWICE = 15  # passes from which R-Drop, for which every pass is two, is worth more than other passes
 
-# Up to so many pairs: the model, and how many passes over the text are worth while. Small corpora want small models,
-# much dropout and many passes; the last row is the paper's base. All pre-norm, which needs no tuning.
-PAIRS: list[Size] = [
-    (15_000, Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 100),
-    (80_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 50),
-    (500_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30),
-    (float("inf"), Transformer(dropout=0.1), 15),
+
+@dataclass(frozen=True)
+class Size:
+    """A model for texts of up to so many pairs or tokens."""
+
+    limit: float
+    model: Model
+    passes: float  # over the text that are worth while
+    r_drop: bool = False  # if there is time for it; dropout is a third less then
+
+
+# By pairs. Small corpora want small models, much dropout and many passes; the second row is that of the preset
+# multi30k, the last one is the paper's base. All pre-norm, which needs no tuning.
+PAIRS = [
+    Size(
+        15_000, Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 80, True
+    ),
+    Size(
+        80_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.3), 40, True
+    ),
+    Size(500_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30),
+    Size(math.inf, Transformer(dropout=0.1), 15),
 ]
 
 # The same for language models, by tokens of text; the second row is nanoGPT's model of a megabyte of Shakespeare.
-TOKENS: list[Size] = [
-    (300_000, DecoderOnly(d_model=128, d_ff=512, heads=4, layers=4, dropout=0.2), 40),
-    (3_000_000, DecoderOnly(d_model=384, d_ff=1536, heads=6, layers=6, dropout=0.2), 40),
-    (30_000_000, DecoderOnly(d_model=512, d_ff=2048, heads=8, layers=8, dropout=0.1), 15),
-    (float("inf"), DecoderOnly(d_model=768, d_ff=3072, heads=12, layers=12, dropout=0.0), 5),
+TOKENS = [
+    Size(300_000, DecoderOnly(d_model=128, d_ff=512, heads=4, layers=4, dropout=0.2), 40),
+    Size(3_000_000, DecoderOnly(d_model=384, d_ff=1536, heads=6, layers=6, dropout=0.2), 40),
+    Size(30_000_000, DecoderOnly(d_model=512, d_ff=2048, heads=8, layers=8, dropout=0.1), 15),
+    Size(math.inf, DecoderOnly(d_model=768, d_ff=3072, heads=12, layers=12, dropout=0.0), 5),
 ]
 
 
@@ -54,19 +72,22 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     of = "target tokens" if isinstance(config.model, Translating) else "tokens"
     reasons = [f"auto: {len(prepared.train):,} {unit(config)}, {tokens / 1e6:.2f} million {of}, on {describe(device)}"]
     sizes, amount = _sizes(config, prepared, tokens)
-    row = next(i for i, (limit, _, _) in enumerate(sizes) if amount <= limit)
+    row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
     while True:
-        _, model, passes = sizes[row]
-        tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length))
+        size = sizes[row]
+        tried = _with(config, size.model, _tokens_per_step(tokens, device.type, config.data.max_length))
         pass_seconds = seconds_a_token(tried, prepared) * tokens
         if pass_seconds * PASSES <= budget or row == 0:
             break
         reasons.append(
-            f"auto: {shape(model)} needs {pass_seconds / 60:.1f} min for a pass and would not see the text "
+            f"auto: {shape(size.model)} needs {pass_seconds / 60:.1f} min for a pass and would not see the text "
             f"{PASSES} times in {budget / 60:g} min: something smaller"
         )
         row -= 1
-    affordable = budget / pass_seconds
+    if size.r_drop and budget >= TWICE * 2 * pass_seconds:
+        tried, pass_seconds = _twice(tried), 2 * pass_seconds
+        reasons.append(f"auto: R-Drop {R_DROP:g}: there is time to take {TWICE} passes or more twice each")
+    passes, affordable = size.passes, budget / pass_seconds
     updates = updates_a_pass(tried, prepared)
     allowed = round(min(passes, affordable) * updates)
     limit = f"{passes:g} are enough" if affordable >= passes else f"all that {budget / 60:g} min allow"
@@ -78,7 +99,7 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     chosen = _lasting(tried, steps)
     made = steps / updates
     reasons += [
-        f"auto: {shape(model)}, dropout {model.dropout} for a text of this size",
+        f"auto: {shape(tried.model)}, dropout {tried.model.dropout:g} for a text of this size",
         f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({limit}): "
         f"about {_duration(made * pass_seconds)} by the first steps' speed; --set train.steps=N changes this",
     ]
@@ -122,7 +143,12 @@ def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size],
         return PAIRS, len(prepared.train)
     if isinstance(config.model, DecoderOnly):
         return TOKENS, tokens
-    return [(float("inf"), config.model, GIVEN)], len(prepared.train)
+    return [Size(math.inf, config.model, GIVEN)], len(prepared.train)
+
+
+def _twice(config: Config) -> Config:
+    """The same with R-Drop."""
+    return config.replace(model={"dropout": round(config.model.dropout * 2 / 3, 2)}, train={"r_drop": R_DROP})
 
 
 def _with(config: Config, model: Model, tokens_per_step: int) -> Config:
@@ -132,7 +158,11 @@ def _with(config: Config, model: Model, tokens_per_step: int) -> Config:
         model = dataclasses.replace(model, norm="pre")
     if isinstance(model, DecoderOnly):
         model = dataclasses.replace(model, positions="rotary")
-    train = {"tokens_per_step": tokens_per_step, "schedule": "cosine", "learning_rate": _peak_rate(model), "clip": 1.0}
+    train: dict[str, Any] = {"tokens_per_step": tokens_per_step, "clip": 1.0}
+    if isinstance(model, Transformer) and config.train.parallel != "sharded":  # Muon wants whole matrices
+        train |= {"optimizer": "muon", "schedule": "wsd", "learning_rate": _rate(4e-3, 256, model)}
+    else:
+        train |= {"schedule": "cosine", "learning_rate": _rate(1e-3, 512, model)}
     if not isinstance(model, Translating):
         train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
     return dataclasses.replace(config, model=model).replace(train=train)
@@ -145,14 +175,17 @@ def _lasting(config: Config, steps: int) -> Config:
 
 
 def _tokens_per_step(tokens: int, device: str, longest: int) -> int:
-    """About 200 updates a pass for small texts; never less than 2,048 tokens or more than the paper's 25,000."""
-    limit = 8192 if device == "cpu" else 25_000
-    return max(longest + 1, min(limit, max(2048, 1 << round(math.log2(max(1, tokens / 200))))))
+    """About 100 updates a pass for small texts; never less than 2,048 tokens or more than the paper's 25,000.
+
+    A CPU takes smaller ones, which cost it no more.
+    """
+    updates, limit = (200, 8192) if device == "cpu" else (100, 25_000)
+    return max(longest + 1, min(limit, max(2048, 1 << round(math.log2(max(1, tokens / updates))))))
 
 
-def _peak_rate(model: Model) -> float:
-    """Narrow models bear larger steps: 2e-3 at d_model 128, 1e-3 at 512."""
-    return round(1e-3 * math.sqrt(512 / model.d_model), 5)
+def _rate(rate: float, width: int, model: Model) -> float:
+    """The peak learning rate, from that of a width: narrow models bear larger steps."""
+    return round(rate * math.sqrt(width / model.d_model), 5)
 
 
 def _duration(seconds: float) -> str:

@@ -111,7 +111,7 @@ def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") ->
     """
     ours: configs.Model = base.model
     if base.data.train != demo().data.train:
-        ours = next(model for limit, model, _ in auto.PAIRS if len(prepared.train) <= limit)
+        ours = next(size.model for size in auto.PAIRS if len(prepared.train) <= size.limit)
     assert isinstance(ours, configs.Transformer)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2

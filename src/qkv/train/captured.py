@@ -151,7 +151,6 @@ class Captured:
         self.graphs.clear()
         self.update_graph = None
         if self.pool is not None:
-            self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
 
     def _make_room(self, batch: Ragged) -> None:
@@ -163,6 +162,8 @@ class Captured:
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        if not self.graphs and self.update_graph is None:  # a pool ends with the last of its graphs
+            self.pool = torch.cuda.graph_pool_handle()
         # The loader's thread may pin memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             work()
