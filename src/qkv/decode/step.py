@@ -118,6 +118,10 @@ class Search:
         total, largest = scan(logits, self.never, self.early(), self.special.eos)
         return total.unflatten(0, (-1, self.rows)), largest.unflatten(0, (-1, self.rows))
 
+    def rules(self) -> tuple[Tensor, tuple[int, int, int], int]:
+        """What a plain step knows beside the board: length penalties, the tokens that write nothing, the shortest."""
+        return self.penalties, (self.special.pad, self.special.bos, self.special.eos), self.choice.shortest
+
     def early(self) -> Tensor | None:
         """The rows (sentences × rows,) in which </s> may not follow yet."""
         if not self.choice.shortest:

@@ -168,7 +168,7 @@ class Layout:
     def embedding(self, embedding: Embedding, width: int) -> int:
         return self.hold(self.padded(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width))
 
-    def model(self, model: Transformer | DecoderOnly, half: bool) -> Model:
+    def model(self, model: Transformer | DecoderOnly, *, half: bool) -> Model:
         """All of it; `half` keeps keys and values as bf16."""
         spec = model.spec
         width = up(spec.d_model, self.panel)

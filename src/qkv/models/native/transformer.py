@@ -58,13 +58,13 @@ class NativeTransformer(nn.Module):
 
     output: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, rounded: bool, half: bool) -> None:
-        """`rounded`: weights are bytes; `half`: keys and values are kept as bf16."""
+    def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, rounded: bool) -> None:
+        """`rounded`: weights are bytes, and keys and values are kept as bf16, which halves the memory that is read."""
         super().__init__()
         self.spec, self.library = model.spec, library
         self.layout = Layout(library.qkv_lanes(), library.qkv_panel(), rounded)
-        self.native = self.layout.model(model, half)
-        self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if half else 4
+        self.native = self.layout.model(model, half=rounded)
+        self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if rounded else 4
         self.target = Table(model.target.positions, self.native.width)
         self.source = Table(getattr(getattr(model, "source", None), "positions", None), self.native.width)
         self.rotary = Table(model.decoder[0].attention.rotary, self.native.head)
