@@ -37,7 +37,9 @@ def serves(board: Board, logits: Tensor) -> bool:
     return fit and not isinstance(library(), str)
 
 
-def extend_chains(board: Board, logits: Tensor, penalties: Tensor, special: tuple[int, int, int], shortest: int) -> None:
+def extend_chains(
+    board: Board, logits: Tensor, penalties: Tensor, special: tuple[int, int, int], shortest: int
+) -> None:
     """The step of `Chains` on its board, of one row a sentence; `special` are <pad>, <s> and </s>."""
     _call("qkv_extend_chains", Step(*_board(board, logits, penalties), *special, shortest))
 

@@ -2,7 +2,7 @@
 
 fp32 is exact; bf16 and int8 round. int8 keeps a scale for each output of a matrix, and one for its inputs, found anew
 at every call. An ordinary Transformer runs in C (`qkv.models.native`) where that can be compiled. All else uses the
-kernels that torch ships. What is missing, or computes wrongly on this processor, is left aside, and the engine says why.
+kernels that torch ships. What is missing, or computes wrongly here, is left aside, and the engine says why.
 """
 
 from __future__ import annotations
@@ -252,8 +252,9 @@ def fault(kernel: type[Product], dtype: str) -> str:
 def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
     """A copy of a model for the search on a CPU, with the same four calls; its `engine` says what was chosen.
 
-    Transformers with ordinary attention become a `NativeTransformer` or a `PackedTransformer`. Every other model stays what it is, with packed
-    matrices in place of its own, but for the recurrences of an RNN, for which torch has its own kernels.
+    Transformers with ordinary attention become a `NativeTransformer`, or without C a `PackedTransformer`. Every
+    other model stays what it is, with packed matrices in place of its own, but for the recurrences of an RNN, for which
+    torch has its own kernels.
     """
     engine = choose(dtype)
     with torch.no_grad():

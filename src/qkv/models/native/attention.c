@@ -62,20 +62,20 @@ INLINE const void *behind(const void *from, int64_t numbers, const int half) {
 INLINE void to_source(const int count, const Model *model, const Source *source, const float *q, int64_t q_row,
                       float *found, float *scores, const int half) {
     const int64_t head = model->head, width = model->heads * head, length = source->length, padded = up(length, LANES);
-    const int parts = 4 / count; /* sums that do not wait for one another */
+    enum { PARTS = 4 }; /* sums that do not wait for one another */
     for (int64_t h = 0; h < model->heads; h++)
         for (int64_t block = 0; block < padded; block += LANES) {
-            Vec sum[4][4] = {{{0}}};
-            for (int64_t k = 0; k < head; k += parts)
+            Vec sum[4][PARTS] = {{{0}}};
+            for (int64_t k = 0; k < head; k += PARTS)
 #pragma GCC unroll 4
-                for (int part = 0; part < parts; part++) {
+                for (int part = 0; part < PARTS; part++) {
                     Vec key = take(source->keys, block * width + (h * head + k + part) * LANES, half);
 #pragma GCC unroll 4
                     for (int i = 0; i < count; i++) sum[i][part] += q[i * q_row + h * head + k + part] * key;
                 }
             for (int i = 0; i < count; i++) {
                 Vec all = sum[i][0];
-                for (int part = 1; part < parts; part++) all += sum[i][part];
+                for (int part = 1; part < PARTS; part++) all += sum[i][part];
                 store(scores + (i * model->heads + h) * padded + block, all);
             }
         }

@@ -46,19 +46,15 @@ def build(path: str) -> ctypes.CDLL:
     compiler = next(filter(None, (shutil.which(name, path=path) for name in COMPILERS)), None)
     if compiler is None:
         raise Unavailable("no C compiler")
-    name = f"native-{fingerprint(compiler)}.so"
-    with suppress(OSError):  # a cache that cannot be written, or holds something else
-        kept = cache_folder()
-        kept.mkdir(parents=True, exist_ok=True)
-        if not (kept / name).exists():
-            compile_into(kept / name, compiler)
-        return ctypes.CDLL(str(kept / name))
-    with tempfile.TemporaryDirectory(prefix="qkv-") as folder:  # what is loaded may be deleted
-        try:
-            compile_into(Path(folder, name), compiler)
-            return ctypes.CDLL(str(Path(folder, name)))
-        except OSError as error:
-            raise Unavailable(f"the library cannot be loaded: {error.strerror or error}") from None
+    kept = cache_folder() / f"native-{fingerprint(compiler)}.so"
+    with suppress(OSError):  # not there yet, or damaged
+        return ctypes.CDLL(str(kept))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        return compiled(compiler, kept)
+    except OSError:  # a cache that cannot be written
+        with tempfile.TemporaryDirectory(prefix="qkv-") as folder:  # what is loaded may be deleted
+            return compiled(compiler, Path(folder, kept.name))
 
 
 def cache_folder() -> Path:
@@ -83,14 +79,19 @@ def fingerprint(compiler: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def compile_into(target: Path, compiler: str) -> None:
-    """Under another name first: several processes may do the same at once."""
+def compiled(compiler: str, target: Path) -> ctypes.CDLL:
+    """Under another name until it is loaded: several processes may do the same at once, and what fails is not kept."""
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         files = [str(file) for file in sources() if file.suffix == ".c"]
         _run([compiler, *FLAGS, "-o", temporary, *files, "-lm"])
+        try:
+            loaded = ctypes.CDLL(temporary)
+        except OSError as error:
+            raise Unavailable(f"the library cannot be loaded ({error!s:.80})") from None
         os.replace(temporary, target)
+        return loaded
     finally:
         Path(temporary).unlink(missing_ok=True)
 

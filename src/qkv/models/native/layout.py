@@ -166,7 +166,9 @@ class Layout:
         return made
 
     def embedding(self, embedding: Embedding, width: int) -> int:
-        return self.hold(self.padded(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width))
+        return self.hold(
+            self.padded(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width)
+        )
 
     def model(self, model: Transformer | DecoderOnly, *, half: bool) -> Model:
         """All of it; `half` keeps keys and values as bf16."""
@@ -199,5 +201,3 @@ class Layout:
             made.source = made.target if shared else self.embedding(model.source, width)
             made.source_vocabulary = len(model.source.tokens.weight)
         return made
-
-

@@ -49,6 +49,10 @@ class NativeMemory:
     def select(self, stay: Numbers) -> NativeMemory:
         return NativeMemory(self.place[stay], self.length[stay], [self.held[i] for i in stay])
 
+    def join(self, other: NativeMemory) -> NativeMemory:
+        place, length = np.concatenate([self.place, other.place]), np.concatenate([self.length, other.length])
+        return NativeMemory(place, length, self.held + other.held)
+
 
 @dataclass
 class NativeState:
@@ -90,6 +94,17 @@ class NativeState:
         if not np.array_equal(stay, np.arange(len(self.lengths))):
             self._keep(stay)
         self.origin = self.origin[chosen]
+        return self
+
+    def enter(self, memory: NativeMemory) -> NativeState:
+        """Sentences that begin now, behind those that are under way."""
+        if not len(self.lengths):
+            self.begin(len(self.memory.length) if self.memory else 0)
+        new = len(memory.length)
+        self.memory = memory if self.memory is None else self.memory.join(memory)
+        self.lengths, self.filled = (np.pad(each, (0, new)) for each in (self.lengths, self.filled))
+        self.pages = np.pad(self.pages, ((0, new), (0, 0)))
+        self.origin = np.pad(self.origin, ((0, new * self.beam), (0, 0)))
         return self
 
     def _keep(self, stay: Numbers) -> None:
