@@ -16,7 +16,7 @@ enum { INSIDE = 1 << 19 }; /* bytes of the feed-forward's inner layer that are h
 /* What the layers write to meanwhile, cut from one piece. */
 typedef struct {
     float *x, *y, *parts, *found, *hidden, *gated, *scores, *keys;
-    const void **entries;
+    const void **past, **next;
     void *rounded;
     size_t size;
 } Room;
@@ -47,7 +47,8 @@ static Room room(const Model *model, int64_t tokens, int64_t longest, void *memo
     r.gated = cut(memory, &r.size, model->activation == SWIGLU ? sizeof(float) * inside * model->inner : 0);
     r.scores = cut(memory, &r.size, sizeof(float) * 4 * model->heads * padded);
     r.keys = cut(memory, &r.size, sizeof(float) * width * padded);
-    r.entries = cut(memory, &r.size, sizeof(void *) * longest);
+    r.past = cut(memory, &r.size, sizeof(void *) * longest);
+    r.next = cut(memory, &r.size, sizeof(void *) * longest);
     size_t rounded = most(input_size(tokens, most(model->width, width)), input_size(inside, model->inner));
     r.rounded = cut(memory, &r.size, rounded);
     return r;
@@ -167,7 +168,7 @@ int64_t qkv_source_size(const Model *model, int64_t length) {
 static Source source_of(const Model *model, const void *memory, int64_t layer, int64_t length) {
     const int64_t width = model->heads * model->head;
     const char *keys = (const char *)memory + (size_t)layer * read_size(model, length);
-    return (Source){keys, keys + up(length, LANES) * width * (model->half ? 2 : 4), length, width, (int)model->half};
+    return (Source){keys, keys + up(length, LANES) * width * (model->half ? 2 : 4), length, PANEL, length * PANEL, (int)model->half};
 }
 
 static void encoder_attention(const Model *model, const Layer *layer, const Encode *e, Room *r, int64_t first, int64_t end) {
@@ -178,7 +179,7 @@ static void encoder_attention(const Model *model, const Layer *layer, const Enco
         float *parts = r->parts + (e->start[s] - begin) * row;
         for (int64_t i = 0; i < length; i++) turn_both(model, e->rotary, parts + i * row, i);
         lay_keys(parts + width, row, length, width, r->keys, 0);
-        Source own = {r->keys, parts + 2 * width, length, row, 0};
+        Source own = {r->keys, parts + 2 * width, length, row, PANEL, 0};
         attend_to_source(model, &own, length, parts, row, r->found + (e->start[s] - begin) * width, r->scores);
     }
     multiply(r, &layer->output, r->found, rows, r->x, 1);
@@ -198,8 +199,10 @@ static void read_sources(const Model *model, const Encode *e, Room *r, int64_t f
             const float *parts = r->parts + (e->start[s] - begin) * 2 * width;
             Source to = source_of(model, e->source[s], layer, length);
             lay_keys(parts, 2 * width, length, width, (void *)to.keys, to.half);
-            for (int64_t i = 0; i < length; i++)
-                keep(parts + i * 2 * width + width, width, (char *)to.values + i * width * (to.half ? 2 : 4), to.half);
+            char *values = (char *)to.values;
+            for (int64_t column = width; column < 2 * width; column += PANEL)
+                for (int64_t i = 0; i < length; i++, values += PANEL * (to.half ? 2 : 4))
+                    keep(parts + i * 2 * width + column, PANEL, values, to.half);
         }
     }
 }
@@ -254,21 +257,30 @@ static void *entry(const Model *model, const Step *s, int64_t sentence, int64_t 
     return page + place * 2 * model->heads * model->head * (model->half ? 2 : 4);
 }
 
+/* Where the past of a row lies; how long it is. */
+static int64_t past_of(const Model *model, int64_t layer, const Step *s, int64_t row, const void **past) {
+    const int64_t sentence = row / s->beam, length = s->length[sentence];
+    for (int64_t p = 0; p < length; p++) past[p] = entry(model, s, sentence, layer, s->origin[row * s->capacity + p], p);
+    return length;
+}
+
 static void past_attention(const Model *model, int64_t number, const Step *s, Room *r) {
     const Layer *layer = model->decoder + number;
     const int64_t width = model->heads * model->head, n = s->n, rows = s->sentences * s->beam;
     multiply(r, &layer->project, before(model, &layer->attention, r, rows * n), rows * n, r->parts, 0);
+    int64_t next = past_of(model, number, s, 0, r->next);
     for (int64_t row = 0; row < rows; row++) {
-        int64_t sentence = row / s->beam, length = s->length[sentence];
-        const int32_t *origin = s->origin + row * s->capacity;
+        const int64_t length = next;
+        const void **past = r->next;
+        r->next = r->past, r->past = past;
+        next = row + 1 < rows ? past_of(model, number, s, row + 1, r->next) : 0;
         float *parts = r->parts + row * n * 3 * width, *found = r->found + row * n * width;
-        for (int64_t p = 0; p < length; p++) r->entries[p] = entry(model, s, sentence, number, origin[p], p);
         for (int64_t i = 0; i < n; i++) {
             turn_both(model, s->rotary, parts + i * 3 * width, length + i);
-            void *new = entry(model, s, sentence, number, row % s->beam, length + i);
+            void *new = entry(model, s, row / s->beam, number, row % s->beam, length + i);
             keep(parts + i * 3 * width + width, 2 * width, new, (int)model->half);
-            r->entries[length + i] = new;
-            attend_to_past(model, r->entries, length + i + 1, parts + i * 3 * width, found + i * width, r->scores);
+            past[length + i] = new;
+            attend_to_past(model, past, length + i + 1, r->next, next, parts + i * 3 * width, found + i * width, r->scores);
         }
     }
     multiply(r, &layer->output, r->found, rows * n, r->x, 1);

@@ -42,6 +42,9 @@ INLINE void store(float *to, Vec x) { memcpy(to, &x, sizeof x); }
 
 /* bf16 is the upper half of a float. */
 INLINE Vec load_half(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
+#endif
     VecHalf x;
     memcpy(&x, from, sizeof x);
     return (Vec)(__builtin_convertvector(x, VecBits) << 16);
