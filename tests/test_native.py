@@ -145,6 +145,30 @@ def test_nothing_in_the_batch_changes_a_row_by_a_bit(dtype: str) -> None:
             assert torch.equal(alone[0, 0], together[i, place])
 
 
+@needed
+def test_several_threads_compute_the_same_bits() -> None:
+    """In a process of its own, whose threads are as many as this machine may have or more."""
+    script = """
+import torch
+from qkv import config
+from qkv.models.build import build
+from qkv.models.packed import pack
+plain = build(config.Transformer(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2), 9000, 9000).eval()
+source, tokens, seen = torch.randint(4, 9000, (20, 30)), torch.randint(4, 9000, (60, 25)), []
+for threads in (1, 3, 2):
+    torch.set_num_threads(threads)
+    for dtype in ("fp32", "int8"):
+        ours = pack(plain, dtype)
+        logits, state = ours.step(tokens, ours.start(ours.encode(source, torch.arange(20) + 11), 3))
+        seen.append((logits, ours.step(tokens[:, :1], state)[0]))
+assert all(torch.equal(a, b) for each, one in zip(seen[2:], seen[:2] * 2) for a, b in zip(each, one))
+print("equal")
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=200)
+    assert run.stdout.strip() == "equal", run.stderr
+
+
 @pytest.mark.parametrize("beam", [1, 3])
 @torch.inference_mode()
 def test_sentences_enter_while_others_are_under_way(beam: int) -> None:

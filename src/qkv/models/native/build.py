@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 120  # seconds for the compiler
 

@@ -58,14 +58,18 @@ class Step(ctypes.Structure):
         ("capacity", INTEGER),
         ("pages", POINTER),
         ("pages_each", INTEGER),
-        *((name, POINTER) for name in "source source_length positions rotary hidden logits scratch".split()),
+        *((name, POINTER) for name in "source source_length positions rotary hidden logits".split()),
+        ("threads", INTEGER),
+        ("scratch", POINTER),
     ]
 
 
 class Encode(ctypes.Structure):
     _fields_ = [
         ("sentences", INTEGER),
-        *((name, POINTER) for name in "tokens start source positions rotary scratch".split()),
+        *((name, POINTER) for name in "tokens start source positions rotary".split()),
+        ("threads", INTEGER),
+        ("scratch", POINTER),
     ]
 
 

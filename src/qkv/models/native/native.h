@@ -60,6 +60,7 @@ typedef struct {
     const float *positions, *rotary; /* (…, width) and (…, head), or none */
     float *hidden;          /* (rows · n, d_model) if it is wanted, else */
     float *logits;          /* (rows · n, vocabulary) */
+    int64_t threads;
     void *scratch;
 } Step;
 
@@ -69,8 +70,16 @@ typedef struct {
     const int64_t *start;  /* (sentences + 1): where each begins */
     void *const *source;   /* (sentences): room for keys and values, `qkv_source_size` bytes each */
     const float *positions, *rotary;
+    int64_t threads;
     void *scratch;
 } Encode;
+
+/* ---- threads ---- */
+
+typedef void Work(void *data, int64_t first, int64_t end, int thread);
+
+/* The work on 0 to `size`, in parts on up to so many threads; `thread` is below that. */
+void in_parallel(int64_t threads, int64_t size, Work *work, void *data);
 
 /* ---- products ---- */
 
@@ -93,7 +102,7 @@ typedef struct {
 /* The input, rounded into memory for it if it must be; `size` bytes of it are needed. */
 Input input(const Matrix *for_matrix, const float *x, int64_t rows, void *memory);
 size_t input_size(int64_t rows, int64_t width);
-void product(const Input *x, const Matrix *matrix, Into into);
+void product(const Input *x, const Matrix *matrix, Into into, int64_t threads);
 
 /* ---- attention ---- */
 

@@ -5,7 +5,8 @@
 
 #include "native.h"
 
-enum { NEAR = 1 << 18 }; /* bytes of input that stay in the second cache while the weight comes by */
+enum { NEAR = 1 << 18 };  /* bytes of input that stay in the second cache while the weight comes by */
+enum { ALONE = 1 << 20 }; /* byte products that are done before another thread would have begun */
 
 size_t input_size(int64_t rows, int64_t width) { return (size_t)(up(rows * width, 64) + up(rows * 8, 64) + 64); }
 
@@ -164,12 +165,23 @@ static void tiles_of_bytes(int64_t rows, const Input *x, int64_t row, const Matr
     TILES(tile_of_bytes)
 }
 
-void product(const Input *x, const Matrix *matrix, Into into) {
+typedef struct {
+    const Input *x;
+    const Matrix *matrix;
+    Into into;
+} Product;
+
+/* Some panels of a weight. */
+static void multiply_panels(void *data, int64_t first_panel, int64_t end_panel, int thread) {
+    (void)thread;
+    const Input *x = ((Product *)data)->x;
+    const Matrix *matrix = ((Product *)data)->matrix;
+    const Into into = ((Product *)data)->into;
     int64_t some = NEAR / (x->width * (matrix->scale ? 1 : 4)) / TILE_ROWS * TILE_ROWS;
     if (some < TILE_ROWS) some = TILE_ROWS;
     for (int64_t first = 0; first < x->rows; first += some) {
         int64_t end = first + some < x->rows ? first + some : x->rows;
-        for (int64_t output = 0; output < matrix->outputs; output += PANEL)
+        for (int64_t output = first_panel * PANEL; output < end_panel * PANEL; output += PANEL)
             for (int64_t row = first; row < end; row += TILE_ROWS) {
                 int64_t rows = end - row < TILE_ROWS ? end - row : TILE_ROWS;
                 if (matrix->scale)
@@ -180,8 +192,14 @@ void product(const Input *x, const Matrix *matrix, Into into) {
     }
 }
 
+void product(const Input *x, const Matrix *matrix, Into into, int64_t threads) {
+    Product all = {x, matrix, into};
+    int64_t work = x->rows * x->width * matrix->outputs * (matrix->scale ? 1 : 4);
+    in_parallel(work < ALONE ? 1 : threads, matrix->outputs / PANEL, multiply_panels, &all);
+}
+
 /* For Python to see whether it is right: x (rows, inputs) to y (rows, outputs). */
 void qkv_product(const Matrix *matrix, const float *x, int64_t rows, float *y, int64_t outputs, int relu, void *memory) {
     Input in = input(matrix, x, rows, memory);
-    product(&in, matrix, (Into){y, outputs, outputs, relu, 0});
+    product(&in, matrix, (Into){y, outputs, outputs, relu, 0}, 1);
 }

@@ -15,11 +15,18 @@ enum { INSIDE = 1 << 19 }; /* bytes of the feed-forward's inner layer that are h
 
 /* What the layers write to meanwhile, cut from one piece. */
 typedef struct {
-    float *x, *y, *parts, *found, *hidden, *gated, *scores, *keys;
-    const void **past, **next;
-    void *rounded;
+    float *x, *y, *parts, *found, *hidden, *gated;
+    void *rounded, *own;
+    int64_t threads, longest;
     size_t size;
 } Room;
+
+/* What each thread has of its own. */
+typedef struct {
+    float *scores, *keys;
+    const void **past, **next;
+    size_t size;
+} Own;
 
 static void *cut(void *memory, size_t *used, size_t bytes) {
     void *found = memory ? (char *)memory + *used : NULL;
@@ -34,10 +41,25 @@ static int64_t rows_inside(const Model *model) {
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+static Own own(const Model *model, const Room *r, int thread) {
+    Own o = {0};
+    const int64_t padded = up(r->longest, LANES);
+    char *memory = r->own;
+    for (int i = 0; i <= thread; i++) {
+        if (i && memory) memory += o.size;
+        o.size = 0;
+        o.scores = cut(memory, &o.size, sizeof(float) * 4 * model->heads * padded);
+        o.keys = cut(memory, &o.size, sizeof(float) * model->heads * model->head * padded);
+        o.past = cut(memory, &o.size, sizeof(void *) * r->longest);
+        o.next = cut(memory, &o.size, sizeof(void *) * r->longest);
+    }
+    return o;
+}
+
 /* For so many tokens at once, none of which attends to more than `longest`. */
-static Room room(const Model *model, int64_t tokens, int64_t longest, void *memory) {
-    Room r = {0};
-    int64_t width = model->heads * model->head, inside = rows_inside(model), padded = up(longest, LANES);
+static Room room(const Model *model, int64_t tokens, int64_t longest, int64_t threads, void *memory) {
+    Room r = {.threads = threads, .longest = longest};
+    int64_t width = model->heads * model->head, inside = rows_inside(model);
     inside = inside < tokens ? inside : tokens;
     r.x = cut(memory, &r.size, sizeof(float) * tokens * model->width);
     r.y = cut(memory, &r.size, sizeof(float) * tokens * model->width);
@@ -45,12 +67,9 @@ static Room room(const Model *model, int64_t tokens, int64_t longest, void *memo
     r.found = cut(memory, &r.size, sizeof(float) * tokens * width);
     r.hidden = cut(memory, &r.size, sizeof(float) * inside * model->inner);
     r.gated = cut(memory, &r.size, model->activation == SWIGLU ? sizeof(float) * inside * model->inner : 0);
-    r.scores = cut(memory, &r.size, sizeof(float) * 4 * model->heads * padded);
-    r.keys = cut(memory, &r.size, sizeof(float) * width * padded);
-    r.past = cut(memory, &r.size, sizeof(void *) * longest);
-    r.next = cut(memory, &r.size, sizeof(void *) * longest);
     size_t rounded = most(input_size(tokens, most(model->width, width)), input_size(inside, model->inner));
     r.rounded = cut(memory, &r.size, rounded);
+    r.own = cut(memory, &r.size, own(model, &r, 0).size * threads);
     return r;
 }
 
@@ -107,7 +126,7 @@ static void activate(const Model *model, float *hidden, const float *gated, int6
 
 static void multiply(Room *r, const Matrix *matrix, const float *x, int64_t rows, float *y, int add) {
     Input in = input(matrix, x, rows, r->rounded);
-    product(&in, matrix, (Into){y, matrix->outputs, matrix->outputs, 0, add});
+    product(&in, matrix, (Into){y, matrix->outputs, matrix->outputs, 0, add}, r->threads);
 }
 
 /* Some rows at a time, so that the inner layer stays near. */
@@ -117,8 +136,8 @@ static void feed_forward(const Model *model, const Layer *layer, Room *r, int64_
     for (int64_t first = 0; first < rows; first += some) {
         int64_t now = rows - first < some ? rows - first : some;
         Input in = input(&layer->inner, y + first * model->width, now, r->rounded);
-        product(&in, &layer->inner, (Into){r->hidden, inner, inner, model->activation == RELU, 0});
-        if (model->activation == SWIGLU) product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0});
+        product(&in, &layer->inner, (Into){r->hidden, inner, inner, model->activation == RELU, 0}, r->threads);
+        if (model->activation == SWIGLU) product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0}, r->threads);
         activate(model, r->hidden, model->activation == SWIGLU ? r->gated : NULL, now * inner);
         multiply(r, &layer->outer, r->hidden, now, r->x + first * model->width, 1);
     }
@@ -171,17 +190,35 @@ static Source source_of(const Model *model, const void *memory, int64_t layer, i
     return (Source){keys, keys + up(length, LANES) * width * (model->half ? 2 : 4), length, PANEL, length * PANEL, (int)model->half};
 }
 
-static void encoder_attention(const Model *model, const Layer *layer, const Encode *e, Room *r, int64_t first, int64_t end) {
-    const int64_t width = model->heads * model->head, row = 3 * width, begin = e->start[first], rows = e->start[end] - begin;
-    multiply(r, &layer->project, before(model, &layer->attention, r, rows), rows, r->parts, 0);
-    for (int64_t s = first; s < end; s++) {
-        int64_t length = e->start[s + 1] - e->start[s];
-        float *parts = r->parts + (e->start[s] - begin) * row;
+/* What a thread needs to know of a layer, an encoder's from its sentence `first` on. */
+typedef struct {
+    const Model *model;
+    Room *r;
+    const Encode *e;
+    const Step *s;
+    int64_t layer, first;
+} Job;
+
+static void attend_within(void *data, int64_t from, int64_t to, int thread) {
+    const Job *job = data;
+    const Model *model = job->model;
+    const Encode *e = job->e;
+    const int64_t width = model->heads * model->head, row = 3 * width;
+    Own mine = own(model, job->r, thread);
+    for (int64_t s = job->first + from; s < job->first + to; s++) {
+        int64_t length = e->start[s + 1] - e->start[s], place = e->start[s] - e->start[job->first];
+        float *parts = job->r->parts + place * row;
         for (int64_t i = 0; i < length; i++) turn_both(model, e->rotary, parts + i * row, i);
-        lay_keys(parts + width, row, length, width, r->keys, 0);
-        Source own = {r->keys, parts + 2 * width, length, row, PANEL, 0};
-        attend_to_source(model, &own, length, parts, row, r->found + (e->start[s] - begin) * width, r->scores);
+        lay_keys(parts + width, row, length, width, mine.keys, 0);
+        Source itself = {mine.keys, parts + 2 * width, length, row, PANEL, 0};
+        attend_to_source(model, &itself, length, parts, row, job->r->found + place * width, mine.scores);
     }
+}
+
+static void encoder_attention(const Model *model, const Layer *layer, const Encode *e, Room *r, int64_t first, int64_t end) {
+    const int64_t rows = e->start[end] - e->start[first];
+    multiply(r, &layer->project, before(model, &layer->attention, r, rows), rows, r->parts, 0);
+    in_parallel(r->threads, end - first, attend_within, &(Job){model, r, e, NULL, 0, first});
     multiply(r, &layer->output, r->found, rows, r->x, 1);
     after(model, &layer->attention, r, rows);
 }
@@ -193,7 +230,7 @@ static void read_sources(const Model *model, const Encode *e, Room *r, int64_t f
     if (model->encoder_norm.weight) normalise(model, &model->encoder_norm, r->x, r->y, rows), x = r->y;
     Input in = input(&model->decoder[0].read, x, rows, r->rounded);
     for (int64_t layer = 0; layer < model->decoder_layers; layer++) {
-        product(&in, &model->decoder[layer].read, (Into){r->parts, 2 * width, 2 * width, 0, 0});
+        product(&in, &model->decoder[layer].read, (Into){r->parts, 2 * width, 2 * width, 0, 0}, r->threads);
         for (int64_t s = first; s < end; s++) {
             int64_t length = e->start[s + 1] - e->start[s];
             const float *parts = r->parts + (e->start[s] - begin) * 2 * width;
@@ -223,7 +260,7 @@ int64_t qkv_encode_size(const Model *model, const Encode *e) {
     int64_t size = 0, tokens, longest;
     for (int64_t first = 0; first < e->sentences;) {
         first = together(e, first, &tokens, &longest);
-        size = most(size, (int64_t)room(model, tokens, longest, NULL).size);
+        size = most(size, (int64_t)room(model, tokens, longest, e->threads, NULL).size);
     }
     return size;
 }
@@ -234,7 +271,7 @@ int64_t qkv_encode(const Model *model, const Encode *e) {
         if (e->tokens[t] < 0 || e->tokens[t] >= model->source_vocabulary) return 1;
     for (int64_t first = 0; first < e->sentences; first = end) {
         end = together(e, first, &tokens, &longest);
-        Room r = room(model, tokens, longest, e->scratch);
+        Room r = room(model, tokens, longest, e->threads, e->scratch);
         for (int64_t s = first; s < end; s++)
             for (int64_t t = e->start[s]; t < e->start[s + 1]; t++) {
                 const float *position = e->positions ? e->positions + (t - e->start[s]) * model->width : NULL;
@@ -264,41 +301,58 @@ static int64_t past_of(const Model *model, int64_t layer, const Step *s, int64_t
     return length;
 }
 
-static void past_attention(const Model *model, int64_t number, const Step *s, Room *r) {
-    const Layer *layer = model->decoder + number;
-    const int64_t width = model->heads * model->head, n = s->n, rows = s->sentences * s->beam;
-    multiply(r, &layer->project, before(model, &layer->attention, r, rows * n), rows * n, r->parts, 0);
-    int64_t next = past_of(model, number, s, 0, r->next);
-    for (int64_t row = 0; row < rows; row++) {
+static void attend_back(void *data, int64_t first, int64_t end, int thread) {
+    const Job *job = data;
+    const Model *model = job->model;
+    const Step *s = job->s;
+    const int64_t width = model->heads * model->head, n = s->n;
+    Own mine = own(model, job->r, thread);
+    int64_t next = past_of(model, job->layer, s, first, mine.next);
+    for (int64_t row = first; row < end; row++) {
         const int64_t length = next;
-        const void **past = r->next;
-        r->next = r->past, r->past = past;
-        next = row + 1 < rows ? past_of(model, number, s, row + 1, r->next) : 0;
-        float *parts = r->parts + row * n * 3 * width, *found = r->found + row * n * width;
-        for (int64_t i = 0; i < n; i++) {
-            turn_both(model, s->rotary, parts + i * 3 * width, length + i);
-            void *new = entry(model, s, row / s->beam, number, row % s->beam, length + i);
-            keep(parts + i * 3 * width + width, 2 * width, new, (int)model->half);
+        const void **past = mine.next;
+        mine.next = mine.past, mine.past = past;
+        next = row + 1 < end ? past_of(model, job->layer, s, row + 1, mine.next) : 0;
+        float *parts = job->r->parts + row * n * 3 * width, *found = job->r->found + row * n * width;
+        for (int64_t i = 0; i < n; i++, parts += 3 * width, found += width) {
+            turn_both(model, s->rotary, parts, length + i);
+            void *new = entry(model, s, row / s->beam, job->layer, row % s->beam, length + i);
+            keep(parts + width, 2 * width, new, (int)model->half);
             past[length + i] = new;
-            attend_to_past(model, past, length + i + 1, r->next, next, parts + i * 3 * width, found + i * width, r->scores);
+            attend_to_past(model, past, length + i + 1, mine.next, next, parts, found, mine.scores);
         }
     }
-    multiply(r, &layer->output, r->found, rows * n, r->x, 1);
-    after(model, &layer->attention, r, rows * n);
+}
+
+static void past_attention(const Model *model, int64_t number, const Step *s, Room *r) {
+    const Layer *layer = model->decoder + number;
+    const int64_t rows = s->sentences * s->beam, tokens = rows * s->n;
+    multiply(r, &layer->project, before(model, &layer->attention, r, tokens), tokens, r->parts, 0);
+    in_parallel(r->threads, rows, attend_back, &(Job){model, r, NULL, s, number, 0});
+    multiply(r, &layer->output, r->found, tokens, r->x, 1);
+    after(model, &layer->attention, r, tokens);
 }
 
 /* All beams of a sentence read the same source: they are queries of one attention. */
+static void attend_across(void *data, int64_t first, int64_t end, int thread) {
+    const Job *job = data;
+    const Step *s = job->s;
+    const int64_t width = job->model->heads * job->model->head, each = s->beam * s->n;
+    Own mine = own(job->model, job->r, thread);
+    for (int64_t sentence = first; sentence < end; sentence++) {
+        Source read = source_of(job->model, s->source[sentence], job->layer, s->source_length[sentence]);
+        int64_t place = sentence * each * width;
+        attend_to_source(job->model, &read, each, job->r->parts + place, width, job->r->found + place, mine.scores);
+    }
+}
+
 static void source_attention(const Model *model, int64_t number, const Step *s, Room *r) {
     const Layer *layer = model->decoder + number;
-    const int64_t width = model->heads * model->head, each = s->beam * s->n, rows = s->sentences * each;
-    multiply(r, &layer->ask, before(model, &layer->cross, r, rows), rows, r->parts, 0);
-    for (int64_t sentence = 0; sentence < s->sentences; sentence++) {
-        Source read = source_of(model, s->source[sentence], number, s->source_length[sentence]);
-        int64_t place = sentence * each * width;
-        attend_to_source(model, &read, each, r->parts + place, width, r->found + place, r->scores);
-    }
-    multiply(r, &layer->found, r->found, rows, r->x, 1);
-    after(model, &layer->cross, r, rows);
+    const int64_t tokens = s->sentences * s->beam * s->n;
+    multiply(r, &layer->ask, before(model, &layer->cross, r, tokens), tokens, r->parts, 0);
+    in_parallel(r->threads, s->sentences, attend_across, &(Job){model, r, NULL, s, number, 0});
+    multiply(r, &layer->found, r->found, tokens, r->x, 1);
+    after(model, &layer->cross, r, tokens);
 }
 
 static Room step_room(const Model *model, const Step *s, void *memory) {
@@ -307,7 +361,7 @@ static Room step_room(const Model *model, const Step *s, void *memory) {
         longest = most(longest, s->length[i] + s->n);
         if (s->source) longest = most(longest, s->source_length[i]);
     }
-    return room(model, s->sentences * s->beam * s->n, longest, memory);
+    return room(model, s->sentences * s->beam * s->n, longest, s->threads, memory);
 }
 
 int64_t qkv_step_size(const Model *model, const Step *s) { return (int64_t)step_room(model, s, NULL).size; }
@@ -337,7 +391,7 @@ int64_t qkv_step(const Model *model, const Step *s) {
         return 0;
     }
     Input in = input(&model->output, x, tokens, r.rounded);
-    product(&in, &model->output, (Into){s->logits, model->target_vocabulary, model->target_vocabulary, 0, 0});
+    product(&in, &model->output, (Into){s->logits, model->target_vocabulary, model->target_vocabulary, 0, 0}, r.threads);
     return 0;
 }
 

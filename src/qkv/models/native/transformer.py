@@ -84,7 +84,7 @@ class NativeTransformer(nn.Module):
         place = held.data_ptr() + np.cumsum(size) - size
         longest = int(length.max(initial=0))
         tables = self.source.reaching(longest), self.rotary.reaching(longest)
-        call = Encode(len(length), _at(tokens), _at(start), _at(place), *map(_where, tables))
+        call = Encode(len(length), _at(tokens), _at(start), _at(place), *map(_where, tables), torch.get_num_threads())
         call.scratch = self.scratch.of(self.library.qkv_encode_size(native, ctypes.byref(call)))
         if self.library.qkv_encode(native, ctypes.byref(call)):
             raise IndexError(f"a source token that is not one of {self.native.source_vocabulary}")
@@ -114,6 +114,7 @@ class NativeTransformer(nn.Module):
         if state.memory is not None:
             call.source, call.source_length = _at(state.memory.place), _at(state.memory.length)
         call.positions, call.rotary = map(_where, tables)
+        call.threads = torch.get_num_threads()
         setattr(call, "hidden" if output else "logits", made.data_ptr())
         native = ctypes.byref(self.native)
         call.scratch = self.scratch.of(self.library.qkv_step_size(native, ctypes.byref(call)))
