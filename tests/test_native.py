@@ -213,6 +213,19 @@ def test_rows_are_repeated_and_permuted_and_their_pages_used_again() -> None:
 
 
 @torch.inference_mode()
+def test_rows_that_nobody_asks_for_are_left_out() -> None:
+    ours = native(made(KINDS["transformer"]))
+    whole, part = (ours.start(ours.encode(draw(5, 9), LENGTHS), 3) for _ in range(2))
+    for step in range(20):
+        alive = torch.rand(15, generator=torch.Generator().manual_seed(step // 7)) < 0.6  # the same for some steps
+        tokens, part.alive = draw(15, step + 1)[:, -1:], alive.numpy()
+        (a, whole), (b, part) = ours.step(tokens, whole), ours.step(tokens, part)
+        assert torch.equal(b[~alive], torch.zeros_like(b[~alive]))
+        if step < 7:
+            assert torch.equal(a[alive], b[alive])
+
+
+@torch.inference_mode()
 def test_long_sources_and_pasts() -> None:
     plain = made(KINDS["transformer"])
     ours = native(plain)

@@ -25,6 +25,7 @@ from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
 from qkv.errors import QkvError
 from qkv.models.kernels import scan
+from qkv.models.native.state import NativeState
 from qkv.models.state import StepModel
 
 Rule = Callable[[Tensor, Board], None]  # changes log-probabilities (sentences, rows, vocab) in place
@@ -106,6 +107,8 @@ class Search:
         raise NotImplementedError
 
     def _logits(self) -> Tensor:
+        if isinstance(self.state, NativeState):  # rows that hold nothing need no logits
+            self.state.alive = (self.board.logprob.flatten() != -math.inf).numpy()
         logits, self.state = self.model.step(self.board.last(), self.state)
         last: Tensor = logits[:, -1]
         return last

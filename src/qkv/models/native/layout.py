@@ -53,8 +53,8 @@ class Model(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [
-        *((name, INTEGER) for name in "sentences beam n".split()),
-        *((name, POINTER) for name in "tokens length origin".split()),
+        *((name, INTEGER) for name in "sentences beam n count".split()),
+        *((name, POINTER) for name in "rows tokens length origin".split()),
         ("capacity", INTEGER),
         ("pages", POINTER),
         ("pages_each", INTEGER),

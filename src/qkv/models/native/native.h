@@ -46,9 +46,10 @@ enum { RELU, GELU, SWIGLU };
 
 enum { PAGE = 16 }; /* positions of a sentence's own past in one piece of memory */
 
-/* Sentences of `beam` rows each, which all get `n` tokens more. */
+/* Sentences of `beam` rows each, which all get `n` tokens more; only `count` of the rows are computed. */
 typedef struct {
-    int64_t sentences, beam, n;
+    int64_t sentences, beam, n, count;
+    const int64_t *rows;    /* (count): which, in their order */
     const int64_t *tokens;  /* (sentences · beam, n) */
     const int64_t *length;  /* (sentences): tokens before these */
     int32_t *origin;        /* (sentences · beam, capacity): in which beam's entry each position of a row lies */
@@ -59,7 +60,7 @@ typedef struct {
     const int64_t *source_length;
     const float *positions, *rotary; /* (…, width) and (…, head), or none */
     float *hidden;          /* (rows · n, d_model) if it is wanted, else */
-    float *logits;          /* (rows · n, vocabulary) */
+    float *logits;          /* (rows · n, vocabulary); zeros of rows that are not computed */
     int64_t threads;
     void *scratch;
 } Step;
@@ -97,6 +98,7 @@ typedef struct {
     float *y;
     int64_t row, outputs; /* numbers from one row to the next; outputs that are wanted */
     int relu, add;        /* add: to what is there */
+    const int64_t *rows;  /* which row each is there, if another */
 } Into;
 
 /* The input, rounded into memory for it if it must be; `size` bytes of it are needed. */

@@ -62,7 +62,7 @@ Input input(const Matrix *for_matrix, const float *x, int64_t rows, void *memory
 INLINE void finish(Vec sum, const Matrix *matrix, int64_t output, Into into, int64_t row) {
     int64_t left = into.outputs - output;
     if (left <= 0) return;
-    float *y = into.y + row * into.row + output;
+    float *y = into.y + (into.rows ? into.rows[row] : row) * into.row + output;
     if (matrix->bias) sum += load(matrix->bias + output);
     float cut[LANES];
     if (into.add) {
@@ -201,5 +201,5 @@ void product(const Input *x, const Matrix *matrix, Into into, int64_t threads) {
 /* For Python to see whether it is right: x (rows, inputs) to y (rows, outputs). */
 void qkv_product(const Matrix *matrix, const float *x, int64_t rows, float *y, int64_t outputs, int relu, void *memory) {
     Input in = input(matrix, x, rows, memory);
-    product(&in, matrix, (Into){y, outputs, outputs, relu, 0}, 1);
+    product(&in, matrix, (Into){y, outputs, outputs, relu, 0, NULL}, 1);
 }

@@ -64,6 +64,8 @@ class NativeState:
     lengths: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): tokens so far
     pages: Numbers = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (sentences, pages of the longest)
     filled: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): pages that each has
+    spare: int = 0  # positions that every sentence has room for
+    alive: NDArray[np.bool_] | None = None  # (rows,): those that the next step computes, if not all; others get zeros
     origin: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (rows, positions)
 
     @property
@@ -77,9 +79,10 @@ class NativeState:
 
     def make_room(self, n: int) -> None:
         """Let every row have n more positions."""
-        wanted = -(-(self.lengths + n) // PAGE)
-        if not (wanted > self.filled).any():
+        self.spare -= n
+        if self.spare >= 0:
             return
+        wanted = -(-(self.lengths + n) // PAGE)
         most = int(wanted.max())
         if most > self.pages.shape[1]:
             self.pages = np.pad(self.pages, ((0, 0), (0, most - self.pages.shape[1])))
@@ -87,6 +90,7 @@ class NativeState:
         missing = (np.arange(most) >= self.filled[:, None]) & (np.arange(most) < wanted[:, None])
         self.pages[:, :most][missing] = self.arena.take(int(missing.sum()))
         self.filled = np.maximum(self.filled, wanted)
+        self.spare = int((self.filled * PAGE - self.lengths).min(initial=PAGE)) - n
 
     def select(self, rows: Tensor) -> NativeState:
         chosen = rows.numpy()
@@ -100,7 +104,7 @@ class NativeState:
         """Sentences that begin now, behind those that are under way."""
         if not len(self.lengths):
             self.begin(len(self.memory.length) if self.memory else 0)
-        new = len(memory.length)
+        new, self.spare = len(memory.length), 0
         self.memory = memory if self.memory is None else self.memory.join(memory)
         self.lengths, self.filled = (np.pad(each, (0, new)) for each in (self.lengths, self.filled))
         self.pages = np.pad(self.pages, ((0, new), (0, 0)))
@@ -112,10 +116,10 @@ class NativeState:
         if not len(self.lengths):  # nothing was written yet
             self.memory = self.memory and self.memory.select(stay)
             return
-        gone = np.setdiff1d(np.arange(len(self.lengths)), stay)
-        for i in gone:
+        times = np.bincount(stay, minlength=len(self.lengths))
+        for i in np.flatnonzero(times == 0):
             self.arena.free += self.pages[i, : self.filled[i]].tolist()
-        again = np.setdiff1d(np.arange(len(stay)), np.unique(stay, return_index=True)[1])
+        again = np.setdiff1d(np.arange(len(stay)), np.unique(stay, return_index=True)[1]) if times.max() > 1 else ()
         self.memory = self.memory and self.memory.select(stay)
         self.lengths, self.filled, self.pages = self.lengths[stay], self.filled[stay], self.pages[stay]
         for i in again:

@@ -71,6 +71,7 @@ static int gather(int threads) {
 }
 
 void in_parallel(int64_t threads, int64_t size, Work *work, void *data) {
+    if (size < 1) return;
     if (threads < 2 || size < 2 || pthread_mutex_trylock(&pool.owned)) {
         work(data, 0, size, 0);
         return;

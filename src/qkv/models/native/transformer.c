@@ -126,7 +126,7 @@ static void activate(const Model *model, float *hidden, const float *gated, int6
 
 static void multiply(Room *r, const Matrix *matrix, const float *x, int64_t rows, float *y, int add) {
     Input in = input(matrix, x, rows, r->rounded);
-    product(&in, matrix, (Into){y, matrix->outputs, matrix->outputs, 0, add}, r->threads);
+    product(&in, matrix, (Into){y, matrix->outputs, matrix->outputs, 0, add, NULL}, r->threads);
 }
 
 /* Some rows at a time, so that the inner layer stays near. */
@@ -136,8 +136,8 @@ static void feed_forward(const Model *model, const Layer *layer, Room *r, int64_
     for (int64_t first = 0; first < rows; first += some) {
         int64_t now = rows - first < some ? rows - first : some;
         Input in = input(&layer->inner, y + first * model->width, now, r->rounded);
-        product(&in, &layer->inner, (Into){r->hidden, inner, inner, model->activation == RELU, 0}, r->threads);
-        if (model->activation == SWIGLU) product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0}, r->threads);
+        product(&in, &layer->inner, (Into){r->hidden, inner, inner, model->activation == RELU, 0, NULL}, r->threads);
+        if (model->activation == SWIGLU) product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0, NULL}, r->threads);
         activate(model, r->hidden, model->activation == SWIGLU ? r->gated : NULL, now * inner);
         multiply(r, &layer->outer, r->hidden, now, r->x + first * model->width, 1);
     }
@@ -230,7 +230,7 @@ static void read_sources(const Model *model, const Encode *e, Room *r, int64_t f
     if (model->encoder_norm.weight) normalise(model, &model->encoder_norm, r->x, r->y, rows), x = r->y;
     Input in = input(&model->decoder[0].read, x, rows, r->rounded);
     for (int64_t layer = 0; layer < model->decoder_layers; layer++) {
-        product(&in, &model->decoder[layer].read, (Into){r->parts, 2 * width, 2 * width, 0, 0}, r->threads);
+        product(&in, &model->decoder[layer].read, (Into){r->parts, 2 * width, 2 * width, 0, 0, NULL}, r->threads);
         for (int64_t s = first; s < end; s++) {
             int64_t length = e->start[s + 1] - e->start[s];
             const float *parts = r->parts + (e->start[s] - begin) * 2 * width;
@@ -307,13 +307,13 @@ static void attend_back(void *data, int64_t first, int64_t end, int thread) {
     const Step *s = job->s;
     const int64_t width = model->heads * model->head, n = s->n;
     Own mine = own(model, job->r, thread);
-    int64_t next = past_of(model, job->layer, s, first, mine.next);
-    for (int64_t row = first; row < end; row++) {
-        const int64_t length = next;
+    float *parts = job->r->parts + first * n * 3 * width, *found = job->r->found + first * n * width;
+    int64_t next = past_of(model, job->layer, s, s->rows[first], mine.next);
+    for (int64_t place = first; place < end; place++) {
+        const int64_t length = next, row = s->rows[place];
         const void **past = mine.next;
         mine.next = mine.past, mine.past = past;
-        next = row + 1 < end ? past_of(model, job->layer, s, row + 1, mine.next) : 0;
-        float *parts = job->r->parts + row * n * 3 * width, *found = job->r->found + row * n * width;
+        next = place + 1 < end ? past_of(model, job->layer, s, s->rows[place + 1], mine.next) : 0;
         for (int64_t i = 0; i < n; i++, parts += 3 * width, found += width) {
             turn_both(model, s->rotary, parts, length + i);
             void *new = entry(model, s, row / s->beam, job->layer, row % s->beam, length + i);
@@ -326,9 +326,9 @@ static void attend_back(void *data, int64_t first, int64_t end, int thread) {
 
 static void past_attention(const Model *model, int64_t number, const Step *s, Room *r) {
     const Layer *layer = model->decoder + number;
-    const int64_t rows = s->sentences * s->beam, tokens = rows * s->n;
+    const int64_t tokens = s->count * s->n;
     multiply(r, &layer->project, before(model, &layer->attention, r, tokens), tokens, r->parts, 0);
-    in_parallel(r->threads, rows, attend_back, &(Job){model, r, NULL, s, number, 0});
+    in_parallel(r->threads, s->count, attend_back, &(Job){model, r, NULL, s, number, 0});
     multiply(r, &layer->output, r->found, tokens, r->x, 1);
     after(model, &layer->attention, r, tokens);
 }
@@ -337,20 +337,22 @@ static void past_attention(const Model *model, int64_t number, const Step *s, Ro
 static void attend_across(void *data, int64_t first, int64_t end, int thread) {
     const Job *job = data;
     const Step *s = job->s;
-    const int64_t width = job->model->heads * job->model->head, each = s->beam * s->n;
+    const int64_t width = job->model->heads * job->model->head;
     Own mine = own(job->model, job->r, thread);
-    for (int64_t sentence = first; sentence < end; sentence++) {
+    for (int64_t next; first < end; first = next) {
+        const int64_t sentence = s->rows[first] / s->beam, place = first * s->n * width;
+        for (next = first + 1; next < end && s->rows[next] / s->beam == sentence;) next++;
         Source read = source_of(job->model, s->source[sentence], job->layer, s->source_length[sentence]);
-        int64_t place = sentence * each * width;
-        attend_to_source(job->model, &read, each, job->r->parts + place, width, job->r->found + place, mine.scores);
+        attend_to_source(job->model, &read, (next - first) * s->n, job->r->parts + place, width, job->r->found + place,
+                         mine.scores);
     }
 }
 
 static void source_attention(const Model *model, int64_t number, const Step *s, Room *r) {
     const Layer *layer = model->decoder + number;
-    const int64_t tokens = s->sentences * s->beam * s->n;
+    const int64_t tokens = s->count * s->n;
     multiply(r, &layer->ask, before(model, &layer->cross, r, tokens), tokens, r->parts, 0);
-    in_parallel(r->threads, s->sentences, attend_across, &(Job){model, r, NULL, s, number, 0});
+    in_parallel(r->threads, s->count, attend_across, &(Job){model, r, NULL, s, number, 0});
     multiply(r, &layer->found, r->found, tokens, r->x, 1);
     after(model, &layer->cross, r, tokens);
 }
@@ -361,37 +363,49 @@ static Room step_room(const Model *model, const Step *s, void *memory) {
         longest = most(longest, s->length[i] + s->n);
         if (s->source) longest = most(longest, s->source_length[i]);
     }
-    return room(model, s->sentences * s->beam * s->n, longest, s->threads, memory);
+    return room(model, s->count * s->n, longest, s->threads, memory);
 }
 
 int64_t qkv_step_size(const Model *model, const Step *s) { return (int64_t)step_room(model, s, NULL).size; }
 
-int64_t qkv_step(const Model *model, const Step *s) {
-    const int64_t rows = s->sentences * s->beam, tokens = rows * s->n;
+/* The last layer of all rows, or its logits; a row that is not computed has zeros. */
+static void write_out(const Model *model, const Step *s, Room *r) {
+    const int64_t rows = s->sentences * s->beam, tokens = s->count * s->n;
+    const int64_t wide = s->hidden ? model->d_model : model->target_vocabulary;
+    float *y = s->hidden ? s->hidden : s->logits;
+    const float *x = r->x;
+    if (model->decoder_norm.weight) normalise(model, &model->decoder_norm, r->x, r->y, tokens), x = r->y;
+    const int64_t *places = s->count == rows ? NULL : s->rows; /* several tokens go to all rows */
+    for (int64_t row = 0, next = 0; places && row < rows; row++)
+        if (next < s->count && places[next] == row) next++;
+        else memset(y + row * wide, 0, sizeof(float) * (size_t)wide);
+    if (!s->hidden) {
+        Input in = input(&model->output, x, tokens, r->rounded);
+        product(&in, &model->output, (Into){y, wide, wide, 0, 0, places}, r->threads);
+        return;
+    }
     for (int64_t t = 0; t < tokens; t++)
+        memcpy(y + (places ? places[t] : t) * wide, x + t * model->width, sizeof(float) * (size_t)wide);
+}
+
+int64_t qkv_step(const Model *model, const Step *s) {
+    const int64_t rows = s->sentences * s->beam, tokens = s->count * s->n;
+    for (int64_t t = 0; t < rows * s->n; t++)
         if (s->tokens[t] < 0 || s->tokens[t] >= model->target_vocabulary) return 1;
     Room r = step_room(model, s, s->scratch);
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < s->n; i++) {
-            int64_t position = s->length[row / s->beam] + i, t = row * s->n + i;
+    for (int64_t place = 0; place < s->count; place++)
+        for (int64_t i = 0, row = s->rows[place]; i < s->n; i++) {
+            int64_t position = s->length[row / s->beam] + i;
             s->origin[row * s->capacity + position] = (int32_t)(row % s->beam);
-            embed(model, model->target, s->tokens[t], s->positions ? s->positions + position * model->width : NULL,
-                  r.x + t * model->width);
+            embed(model, model->target, s->tokens[row * s->n + i],
+                  s->positions ? s->positions + position * model->width : NULL, r.x + (place * s->n + i) * model->width);
         }
     for (int64_t layer = 0; layer < model->decoder_layers; layer++) {
         past_attention(model, layer, s, &r);
         if (s->source) source_attention(model, layer, s, &r);
         feed_forward(model, model->decoder + layer, &r, tokens);
     }
-    const float *x = r.x;
-    if (model->decoder_norm.weight) normalise(model, &model->decoder_norm, r.x, r.y, tokens), x = r.y;
-    if (s->hidden) {
-        for (int64_t t = 0; t < tokens; t++)
-            memcpy(s->hidden + t * model->d_model, x + t * model->width, sizeof(float) * (size_t)model->d_model);
-        return 0;
-    }
-    Input in = input(&model->output, x, tokens, r.rounded);
-    product(&in, &model->output, (Into){s->logits, model->target_vocabulary, model->target_vocabulary, 0, 0}, r.threads);
+    write_out(model, s, &r);
     return 0;
 }
 

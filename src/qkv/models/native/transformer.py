@@ -107,8 +107,10 @@ class NativeTransformer(nn.Module):
         made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
         tables = self.target.reaching(end), self.rotary.reaching(end)
         tokens = tokens.contiguous()
+        some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
+        state.alive = None
         call = Step(
-            len(state.lengths), state.beam, n, tokens.data_ptr(), _at(state.lengths), _at(state.origin),
+            len(state.lengths), state.beam, n, len(some), _at(some), tokens.data_ptr(), _at(state.lengths), _at(state.origin),
             state.origin.shape[1], _at(state.pages), state.pages.shape[1],
         )  # fmt: skip
         if state.memory is not None:
