@@ -1,6 +1,7 @@
-"""A plain step of a search on a CPU by the C of `qkv.models.native`, where it serves.
+"""Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
 
-Its plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board.
+Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
+native too, its steps and the search's alternate until a sentence ends, and Python hears of it then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 from qkv.decode.board import Board
 from qkv.models.native.build import library
 from qkv.models.native.layout import INTEGER, POINTER
+from qkv.models.native.state import NativeState
+from qkv.models.native.transformer import NativeTransformer
 
 ROWS = 64  # of a sentence, above which the best are better sorted than put in their place one by one
 
@@ -51,6 +54,39 @@ def extend_beams(
     chosen = board.length.new_empty(len(logits))
     _call("qkv_extend_beams", Step(*_board(board, logits, penalties), *special, shortest, chosen.data_ptr()))
     return chosen
+
+
+def advances(model: object, state: object, board: Board) -> bool:
+    """Whether C does all of a step, the model's part and the search's."""
+    native = isinstance(model, NativeTransformer) and model.output is None and isinstance(state, NativeState)
+    return native and board.tokens.shape[1] <= ROWS and not isinstance(library(), str)
+
+
+def advance(
+    model: object,
+    state: object,
+    board: Board,
+    penalties: Tensor,
+    special: tuple[int, int, int],
+    shortest: int,
+) -> None:
+    """A token more for every row, or as many as the state has room for while no other sentence ends."""
+    assert isinstance(model, NativeTransformer)
+    assert isinstance(state, NativeState)
+    rows = board.newest.numel()
+    model.prepare(state, rows, 1)
+    steps = 1 + int(min(state.spare, max(0, model.target.limit - state.length - 1)))
+    logits = torch.empty(rows, model.vocabulary)
+    chosen = board.length.new_empty(rows) if board.tokens.shape[1] > 1 else None
+    call = model.call(state, board.newest, 1, steps)
+    call.logits = logits.data_ptr()
+    step = Step(*_board(board, logits, penalties), *special, shortest, None if chosen is None else chosen.data_ptr())
+    made = model.library.qkv_advance(
+        ctypes.byref(model.native), ctypes.byref(call), ctypes.byref(step), ctypes.c_int64(steps)
+    )
+    if made < 0:
+        raise MemoryError(os.strerror(12))
+    state.spare -= made - 1
 
 
 def _board(board: Board, logits: Tensor, penalties: Tensor) -> tuple[int, ...]:

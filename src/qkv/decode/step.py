@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.decode import native
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
@@ -92,7 +93,9 @@ class Search:
         self.board.place(slots, self.special.bos, longest, forced, self.first)
 
     def advance(self) -> None:
-        """Write one more token to every row."""
+        """Write one more token to every row; where C does it, several, while no other sentence ends."""
+        if self.plain and native.advances(self.model, self.state, self.board):
+            return native.advance(self.model, self.state, self.board, *self.rules())
         logits = self._logits()
         rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
         if rows is not None:

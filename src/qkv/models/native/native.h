@@ -51,7 +51,7 @@ typedef struct {
     int64_t sentences, beam, n, count;
     const int64_t *rows;    /* (count): which, in their order */
     const int64_t *tokens;  /* (sentences · beam, n) */
-    const int64_t *length;  /* (sentences): tokens before these */
+    int64_t *length;        /* (sentences): tokens before these */
     int32_t *origin;        /* (sentences · beam, capacity): in which beam's entry each position of a row lies */
     int64_t capacity;
     void *const *pages;     /* (sentences, pages each): [layers][beam][PAGE][2][heads · head] */
@@ -74,6 +74,23 @@ typedef struct {
     int64_t threads;
     void *scratch;
 } Encode;
+
+/* A search's board (qkv.decode.board), and what else it knows. */
+typedef struct {
+    float *logits; /* (sentences · rows, vocabulary) */
+    int64_t vocabulary, sentences, rows, n, capacity;
+    const float *penalties; /* by length, </s> not counted */
+    int64_t *tokens, *newest, *length;
+    float *logprob;
+    const int64_t *longest, *forced;
+    uint8_t *done;
+    int64_t *ended;
+    float *facts;
+    int64_t pad, bos, eos, shortest;
+    int64_t *chosen; /* (sentences · rows): which row each goes on from; none if each goes its own way */
+} Search;
+
+int64_t qkv_step(const Model *model, const Step *step);
 
 /* ---- threads ---- */
 

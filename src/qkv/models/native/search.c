@@ -7,20 +7,6 @@
 
 enum { CHUNK = 64 }; /* neighbours in the vocabulary, of which the largest is found first */
 
-typedef struct {
-    float *logits; /* (sentences · rows, vocabulary) */
-    int64_t vocabulary, sentences, rows, n, capacity;
-    const float *penalties; /* by length, </s> not counted */
-    int64_t *tokens, *newest, *length;
-    float *logprob;
-    const int64_t *longest, *forced;
-    uint8_t *done;
-    int64_t *ended;
-    float *facts;
-    int64_t pad, bos, eos, shortest;
-    int64_t *chosen; /* (sentences · rows): which row each goes on from */
-} Search;
-
 /* A continuation: log-probability of the whole, the row it continues, and the token. */
 typedef struct {
     float total;
@@ -199,4 +185,47 @@ int64_t qkv_extend_beams(const Search *s) {
         settle(s, i, best, best + 2 * s->rows, tokens);
     }
     return free(chunks), free(best), free(tokens), 0;
+}
+
+/* ---- step after step ---- */
+
+static int64_t alive(const Search *s, int64_t *rows) {
+    int64_t count = 0;
+    for (int64_t row = 0; row < s->sentences * s->rows; row++)
+        if (s->logprob[row] != -INFINITY) rows[count++] = row;
+    return count;
+}
+
+static int64_t count_done(const Search *s) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < s->sentences; i++) count += s->done[i];
+    return count;
+}
+
+/* Let each row go on from the one that was chosen: its past is what the table says, `before` is memory for another. */
+static void go_on(const Step *step, const Search *s, int32_t *before) {
+    const size_t size = sizeof(int32_t) * (size_t)(s->sentences * s->rows * step->capacity);
+    memcpy(before, step->origin, size);
+    for (int64_t row = 0; row < s->sentences * s->rows; row++)
+        if (s->chosen[row] != row)
+            memcpy(step->origin + row * step->capacity, before + s->chosen[row] * step->capacity,
+                   sizeof(int32_t) * (size_t)(step->length[row / s->rows] + 1));
+}
+
+/* Steps of model and search in turn: so many, or until another sentence is done. How many; less than 0 if one failed. */
+int64_t qkv_advance(const Model *model, Step *step, const Search *s, int64_t steps) {
+    const int64_t rows = s->sentences * s->rows, done = count_done(s);
+    int64_t *some = malloc(sizeof(int64_t) * (size_t)rows), made = 0;
+    int32_t *before = malloc(sizeof(int32_t) * (size_t)(rows * step->capacity));
+    int failed = !some || !before;
+    step->rows = some;
+    while (!failed && made < steps && count_done(s) == done) {
+        step->count = alive(s, some);
+        failed = qkv_step(model, step) || (s->chosen ? qkv_extend_beams(s) : qkv_extend_chains(s));
+        if (s->chosen && !failed) go_on(step, s, before);
+        for (int64_t i = 0; i < s->sentences; i++) step->length[i]++;
+        made++;
+    }
+    free(some), free(before);
+    return failed ? -1 : made;
 }

@@ -363,7 +363,7 @@ static Room step_room(const Model *model, const Step *s, void *memory) {
         longest = most(longest, s->length[i] + s->n);
         if (s->source) longest = most(longest, s->source_length[i]);
     }
-    return room(model, s->count * s->n, longest, s->threads, memory);
+    return room(model, s->sentences * s->beam * s->n, up(longest, PAGE), s->threads, memory); /* for later steps, too */
 }
 
 int64_t qkv_step_size(const Model *model, const Step *s) { return (int64_t)step_room(model, s, NULL).size; }

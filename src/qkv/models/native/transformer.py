@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,11 @@ class Table:
     def __init__(self, positions: nn.Module | None, width: int) -> None:
         self.positions, self.width = copy.deepcopy(positions), width
         self.padded = torch.empty(0, width)
+
+    @property
+    def limit(self) -> float:
+        """Where they end."""
+        return len(self.positions.table) if isinstance(self.positions, LearnedPositions) else math.inf
 
     def reaching(self, end: int) -> Tensor | None:
         """Those before `end`; learned ones are refused where they end."""
@@ -69,7 +75,7 @@ class NativeTransformer(nn.Module):
         self.source = Table(getattr(getattr(model, "source", None), "positions", None), self.native.width)
         self.rotary = Table(model.decoder[0].attention.rotary, self.native.head)
         self.scratch = Scratch()
-        for name in ("qkv_step", "qkv_step_size", "qkv_encode", "qkv_encode_size", "qkv_source_size"):
+        for name in ("qkv_step", "qkv_step_size", "qkv_encode", "qkv_encode_size", "qkv_source_size", "qkv_advance"):
             getattr(library, name).restype = ctypes.c_int64
 
     def encode(self, source: Tensor, lengths: Tensor) -> NativeMemory:
@@ -98,32 +104,42 @@ class NativeTransformer(nn.Module):
     def step(self, tokens: Tensor, state: NativeState) -> tuple[Tensor, NativeState]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         rows, n = tokens.shape
+        self.prepare(state, rows, n)
+        output, tokens = self.output, tokens.contiguous()
+        made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
+        some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
+        state.alive = None
+        call = self.call(state, tokens, n)
+        call.count, call.rows = len(some), _at(some)
+        setattr(call, "hidden" if output else "logits", made.data_ptr())
+        if self.library.qkv_step(ctypes.byref(self.native), ctypes.byref(call)):
+            raise IndexError(f"a target token that is not one of {self.vocabulary}")
+        state.lengths = state.lengths + n
+        return output(made) if output else made, state
+
+    def prepare(self, state: NativeState, rows: int, n: int) -> None:
+        """Let the state take n tokens more."""
         if not len(state.lengths):
             state.begin(len(state.memory.length) if state.memory else rows // state.beam)
         if rows != len(state.origin):
             raise ValueError(f"tokens of {rows} rows for a state of {len(state.origin)}")
         state.make_room(n)
-        output, end = self.output, state.length + n
-        made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
+
+    def call(self, state: NativeState, tokens: Tensor, n: int, steps: int = 1) -> Step:
+        """What the library is told for n tokens of each row, as often as there are steps."""
+        end = state.length + n * steps
         tables = self.target.reaching(end), self.rotary.reaching(end)
-        tokens = tokens.contiguous()
-        some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
-        state.alive = None
         call = Step(
-            len(state.lengths), state.beam, n, len(some), _at(some), tokens.data_ptr(), _at(state.lengths), _at(state.origin),
-            state.origin.shape[1], _at(state.pages), state.pages.shape[1],
+            sentences=len(state.lengths), beam=state.beam, n=n, threads=torch.get_num_threads(),
+            tokens=tokens.data_ptr(), length=_at(state.lengths), origin=_at(state.origin),
+            capacity=state.origin.shape[1], pages=_at(state.pages), pages_each=state.pages.shape[1],
         )  # fmt: skip
         if state.memory is not None:
             call.source, call.source_length = _at(state.memory.place), _at(state.memory.length)
         call.positions, call.rotary = map(_where, tables)
-        call.threads = torch.get_num_threads()
-        setattr(call, "hidden" if output else "logits", made.data_ptr())
-        native = ctypes.byref(self.native)
-        call.scratch = self.scratch.of(self.library.qkv_step_size(native, ctypes.byref(call)))
-        if self.library.qkv_step(native, ctypes.byref(call)):
-            raise IndexError(f"a target token that is not one of {self.vocabulary}")
-        state.lengths = state.lengths + n
-        return output(made) if output else made, state
+        size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(call))
+        call.scratch = self.scratch.of(size)
+        return call
 
 
 def _at(numbers: Any) -> int:
