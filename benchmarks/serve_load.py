@@ -5,81 +5,111 @@
 The two take turns, so that whatever else the machine does falls on both: `qkv.load(RUN, workers=…).translate` in
 processes that are warm already, then so many clients, each sending one request after another, with `--sentences` texts
 in each. Every answer is compared with the offline translation. The clients run on the same machine, and what they cost
-is part of the figure. With a long `--seconds` and `--rounds 1` it is a soak: memory is told after each minute.
+is part of the figure: from one loop over plain sockets they send requests that were made before. With a long
+`--seconds` and `--rounds 1` it is a soak: memory is told after each minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import re
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 
-async def post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: Any) -> tuple[int, Any]:
-    """One request on a connection that stays open."""
-    data = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    writer.write(head.encode() + data)
-    answer = await reader.readuntil(b"\r\n\r\n")
-    length = re.search(rb"content-length: (\d+)", answer, re.I)
-    assert length is not None, answer
-    return int(answer.split()[1]), json.loads(await reader.readexactly(int(length[1])))
+class Client:
+    """A connection that stays open, and sends one request after another; a prebuilt one costs next to nothing."""
+
+    def __init__(self, port: int, begin: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.next, self.asked, self.began, self.got = begin, -1, 0.0, b""
+
+    def send(self, requests: list[bytes]) -> None:
+        self.asked, self.next, self.got = self.next, (self.next + 1) % len(requests), b""
+        self.began = time.perf_counter()
+        self.socket.sendall(requests[self.asked])
+
+    def receive(self) -> tuple[int, bytes] | None:
+        """Status and body of the answer, when all of it is there."""
+        more = self.socket.recv(1 << 20)
+        if not more:
+            raise ConnectionError("the server hung up")
+        self.got += more
+        head, found, body = self.got.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head, re.I)
+        if not found or length is None or len(body) < int(length[1]):
+            return None
+        return int(head.split(None, 2)[1]), body
 
 
 class Load:
     """Clients, and what they saw."""
 
     def __init__(self, port: int, expected: dict[str, str], languages: tuple[str, str], size: int) -> None:
-        self.port, self.expected, self.size = port, expected, size
-        self.source, self.target = languages
-        self.sentences = list(expected)
+        self.port, self.size = port, size
         self.latencies: list[float] = []
         self.errors: list[str] = []
         self.mixed = 0
+        self.requests: list[bytes] = []
+        self.answers: list[list[str]] = []  # what each of them must be answered with
+        sentences = list(expected)
+        for first in range(0, len(sentences), size):
+            texts = [sentences[(first + i) % len(sentences)] for i in range(size)]
+            body = {"q": texts if size > 1 else texts[0], "source": languages[0], "target": languages[1]}
+            self.requests.append(request("/translate", body))
+            self.answers.append([expected[text] for text in texts])
 
-    async def client(self, number: int, until: float) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        begin = number * 131 % len(self.sentences)
-        waiting = cycle(self.sentences[begin:] + self.sentences[:begin])
-        while time.monotonic() < until:
-            texts = [next(waiting) for _ in range(self.size)]
-            body = {"q": texts if self.size > 1 else texts[0], "source": self.source, "target": self.target}
-            began = time.perf_counter()
-            status, found = await post(reader, writer, "/translate", body)
-            if status != 200:
-                self.errors.append(f"{status} {found}")
-                continue
-            self.latencies.append(time.perf_counter() - began)
-            got = found["translatedText"] if self.size > 1 else [found["translatedText"]]
-            self.mixed += sum(a != self.expected[b] for a, b in zip(got, texts, strict=True))
-        writer.close()
-
-    async def run(self, clients: int, seconds: float, pids: list[int]) -> float:
-        """So many clients for so long; returns sentences a second."""
-        began = time.monotonic()
-        watch = asyncio.create_task(self.watch(began, pids))
-        await asyncio.gather(*(self.client(number, began + seconds) for number in range(clients)))
-        watch.cancel()
+    def run(self, clients: int, seconds: float, pids: list[int]) -> float:
+        """So many clients for so long; returns sentences a second. Memory of the server is told after every minute."""
+        began, minute = time.monotonic(), 1
+        waiting = selectors.DefaultSelector()
+        for number in range(clients):
+            client = Client(self.port, number * 131 % len(self.requests))
+            waiting.register(client.socket, selectors.EVENT_READ, client)
+            client.send(self.requests)
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                client = key.data
+                if (answer := client.receive()) is None:
+                    continue
+                self.check(client, *answer)
+                if time.monotonic() < began + seconds:
+                    client.send(self.requests)
+                else:
+                    waiting.unregister(client.socket)
+                    client.socket.close()
+            if time.monotonic() > began + 60 * minute:
+                print(f"  minute {minute}: {memory(pids):.1f} MB", flush=True)
+                minute += 1
         return len(self.latencies) * self.size / (time.monotonic() - began)
 
-    async def watch(self, began: float, pids: list[int]) -> None:
-        """Memory of the server after every minute."""
-        for minute in range(1, 1000):
-            await asyncio.sleep(max(0.0, began + 60 * minute - time.monotonic()))
-            print(f"  minute {minute}: {memory(pids):.1f} MB", flush=True)
+    def check(self, client: Client, status: int, body: bytes) -> None:
+        if status != 200:
+            self.errors.append(f"{status} {body!r}")
+            return
+        self.latencies.append(time.perf_counter() - client.began)
+        found = json.loads(body)["translatedText"]
+        got = found if self.size > 1 else [found]
+        self.mixed += sum(a != b for a, b in zip(got, self.answers[client.asked], strict=True))
+
+
+def request(path: str, body: Any) -> bytes:
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: load\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
 
 
 def memory(pids: list[int]) -> float:
@@ -162,10 +192,11 @@ def main() -> None:
             used = (busy(own) - used) / (passes * len(lines))
             alone = passes * len(lines) / (time.monotonic() - began)
             listening, *models = processes(server.pid)
-            before = busy([listening]), busy(models)
+            before, clients = (busy([listening]), busy(models)), time.process_time()
             load = Load(port, expected, languages, arguments.sentences)
-            served = asyncio.run(load.run(arguments.clients, arguments.seconds, processes(server.pid)))
+            served = load.run(arguments.clients, arguments.seconds, processes(server.pid))
             spent = busy([listening]) - before[0], busy(models) - before[1]
+            clients = 1000 * (time.process_time() - clients) / (len(load.latencies) * arguments.sentences)
             front, back = (1000 * each / (len(load.latencies) * arguments.sentences) for each in spent)
             taken = sorted(load.latencies)
             p50, p95, p99 = (1000 * taken[int(len(taken) * q)] for q in (0.5, 0.95, 0.99))
@@ -178,7 +209,7 @@ def main() -> None:
             )
             print(
                 f"  processor time a sentence: offline {1000 * used:.2f} ms, "
-                f"served {front:.2f} (listening) + {back:.2f} (models) ms",
+                f"served {front:.2f} (listening) + {back:.2f} (models) + {clients:.2f} (clients) ms",
                 flush=True,
             )
             for error in load.errors[:3]:

@@ -1,4 +1,7 @@
-"""The CPU engine: packed fp32 is the plain model, for every kind; bf16 and int8 are near it and write the same text."""
+"""The CPU engine with torch's kernels: packed fp32 is the plain model, for every kind; bf16 and int8 are near it.
+
+What is in C has its own tests (test_native.py), and is turned off here.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,11 @@ KINDS: dict[str, config.Translating] = {
 }
 VOCAB = 50
 LENGTHS = torch.tensor([9, 3, 7, 9, 1])
+
+
+@pytest.fixture(autouse=True)
+def _torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKV_NATIVE", "0")
 
 
 def made(spec: config.Model) -> Any:

@@ -129,6 +129,13 @@ def test_a_batch_waits_as_long_as_company_comes() -> None:
         await engine._company()
         assert not late.done()
         late.cancel()
+        assert engine._batch()
+        engine.usual = 20  # the half of which waits: a process that is free does not wait for more
+        engine.sentences.add(Unit("some", GROUP, 0, 10))
+        late = asyncio.create_task(asyncio.sleep(0.04))
+        await engine._company()
+        assert not late.done()
+        late.cancel()
 
     asyncio.run(come())
 

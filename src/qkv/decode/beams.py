@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.decode import native
 from qkv.decode.kernels import extend_beams, serves
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
@@ -32,6 +33,8 @@ class Beams(Search):
         self.covered: Tensor | None = None  # (sentences, rows, source): the attention each source token has had
 
     def extend(self, logits: Tensor) -> Tensor:
+        if native.serves(self.board, logits):
+            return native.extend_beams(self.board, logits, *self.rules())
         total, largest = self._scan(logits)
         if serves(self.board, largest):
             return extend_beams(self.board, logits, total, largest, self.penalties, self.special.eos)

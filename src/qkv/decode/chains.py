@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.decode import native
 from qkv.decode.kernels import extend_chains, serves
 from qkv.decode.sampling import draw
 from qkv.decode.step import Search
@@ -23,11 +24,12 @@ class Chains(Search):
         self.uniform = numbers  # (sentences, rows, capacity) in [0, 1): what the draws are made of
 
     def extend(self, logits: Tensor) -> None:
+        if self.rows == 1 and native.serves(self.board, logits):
+            return native.extend_chains(self.board, logits, *self.rules())
         total, largest = self._scan(logits)
         if self.rows == 1 and serves(self.board, largest):
-            extend_chains(self.board, logits, total, largest, self.penalties, self.special.eos)
-        else:
-            self.extend_plain(logits, total, largest)
+            return extend_chains(self.board, logits, total, largest, self.penalties, self.special.eos)
+        return self.extend_plain(logits, total, largest)
 
     def extend_plain(self, logits: Tensor, total: Tensor, largest: Tensor) -> None:
         """The likeliest token lies in the chunk of the vocabulary whose largest is the largest."""

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.decode import native
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
 from qkv.errors import QkvError
 from qkv.models.kernels import scan
+from qkv.models.native.state import NativeState
 from qkv.models.state import StepModel
 
 Rule = Callable[[Tensor, Board], None]  # changes log-probabilities (sentences, rows, vocab) in place
@@ -91,7 +93,9 @@ class Search:
         self.board.place(slots, self.special.bos, longest, forced, self.first)
 
     def advance(self) -> None:
-        """Write one more token to every row."""
+        """Write one more token to every row; where C does it, several, while no other sentence ends."""
+        if self.plain and native.advances(self.model, self.state, self.board):
+            return native.advance(self.model, self.state, self.board, *self.rules())
         logits = self._logits()
         rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
         if rows is not None:
@@ -106,6 +110,8 @@ class Search:
         raise NotImplementedError
 
     def _logits(self) -> Tensor:
+        if isinstance(self.state, NativeState):  # rows that hold nothing need no logits
+            self.state.alive = (self.board.logprob.flatten() != -math.inf).numpy()
         logits, self.state = self.model.step(self.board.last(), self.state)
         last: Tensor = logits[:, -1]
         return last
@@ -117,6 +123,10 @@ class Search:
         """
         total, largest = scan(logits, self.never, self.early(), self.special.eos)
         return total.unflatten(0, (-1, self.rows)), largest.unflatten(0, (-1, self.rows))
+
+    def rules(self) -> tuple[Tensor, tuple[int, int, int], int]:
+        """What a plain step knows beside the board: length penalties, the tokens that write nothing, the shortest."""
+        return self.penalties, (self.special.pad, self.special.bos, self.special.eos), self.choice.shortest
 
     def early(self) -> Tensor | None:
         """The rows (sentences × rows,) in which </s> may not follow yet."""

@@ -1,8 +1,8 @@
 """The CPU engine: a copy of a trained model whose matrices are packed once, as the kernels of this processor want them.
 
 fp32 is exact; bf16 and int8 round. int8 keeps a scale for each output of a matrix, and one for its inputs, found anew
-at every call. The kernels are those that torch ships; one that is missing, or whose product is wrong on this processor,
-is left aside, and the engine says why.
+at every call. An ordinary Transformer runs in C (`qkv.models.native`) where that can be compiled. All else uses the
+kernels that torch ships. What is missing, or computes wrongly here, is left aside, and the engine says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,9 @@ from qkv.errors import UsageError
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.base import Model
 from qkv.models.conv import WeightNorm
+from qkv.models.native.build import library
+from qkv.models.native.product import NativeBytes, NativeProduct
+from qkv.models.native.transformer import NativeTransformer
 from qkv.models.packed_transformer import PackedTransformer, fits
 from qkv.models.transformer import DecoderOnly, Transformer
 
@@ -156,22 +159,25 @@ INSTRUCTIONS = {  # the best first
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "asimddp"),
 }
+NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeBytes}
 BF16 = frozenset(INSTRUCTIONS["bf16"])
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.03}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes: `int8 on avx512_vnni`."""
+    """What computes: `int8 on avx512_vnni, native`."""
 
     dtype: str
     kernel: type[Product]
     instructions: str
     reason: str = ""  # why it is not what was asked for
     kept: torch.dtype = torch.float32  # of the keys and values that a Transformer remembers
+    native: bool = False  # in C rather than in torch
 
     def __str__(self) -> str:
-        return f"{self.dtype} on {self.instructions}" + (f" ({self.reason})" if self.reason else "")
+        native, reason = ", native" if self.native else "", f" ({self.reason})" if self.reason else ""
+        return f"{self.dtype} on {self.instructions}{native}{reason}"
 
 
 def choose(dtype: str = "auto", flags: frozenset[str] | None = None) -> Engine:
@@ -201,6 +207,19 @@ def _instead(wanted: str, reason: str, flags: frozenset[str]) -> Engine:
     return Engine(exact.dtype, exact.kernel, exact.instructions, f"not {wanted}: {reason}")
 
 
+def compiled(engine: Engine) -> Engine:
+    """The engine in C, for the Transformers that it knows; itself, with the reason, where that is not to be had."""
+    if engine.dtype == "bf16":
+        return engine
+    found = library()
+    reason = found if isinstance(found, str) else fault(NATIVE[engine.dtype], engine.dtype)
+    if reason:
+        return replace(engine, reason=", ".join(filter(None, (engine.reason, f"not native: {reason}"))))
+    rounded = engine.dtype == "int8"
+    best = "avx512_vnni" if rounded else engine.instructions
+    return replace(engine, native=True, instructions=best, kept=torch.bfloat16 if rounded else torch.float32)
+
+
 @cache
 def processor() -> frozenset[str]:
     """What the processor can do, in the system's own words; nothing where the system does not say."""
@@ -221,7 +240,7 @@ def fault(kernel: type[Product], dtype: str) -> str:
         product = kernel(weight, bias)
         y = torch.cat([product(x[:5], relu=True), product(x, relu=True)[5:]])
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return f"torch has no kernel for it here ({(str(error) or type(error).__name__).splitlines()[0]:.60})"
+        return f"no kernel for it here ({(str(error) or type(error).__name__).splitlines()[0]:.60})"
     right = F.linear(x, weight, bias).relu()
     wrong = float((y - right).abs().max() / right.abs().max())
     return "" if wrong <= TOLERANCE[dtype] else f"its kernel computes wrongly here, by {wrong:.0%}"
@@ -233,13 +252,18 @@ def fault(kernel: type[Product], dtype: str) -> str:
 def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
     """A copy of a model for the search on a CPU, with the same four calls; its `engine` says what was chosen.
 
-    Transformers with ordinary attention become a `PackedTransformer`. Every other model stays what it is, with packed
-    matrices in place of its own, but for the recurrences of an RNN, for which torch has its own kernels.
+    Transformers with ordinary attention become a `NativeTransformer`, or without C a `PackedTransformer`. Every
+    other model stays what it is, with packed matrices in place of its own, but for the recurrences of an RNN, for which
+    torch has its own kernels.
     """
     engine = choose(dtype)
     with torch.no_grad():
         if isinstance(model, Transformer | DecoderOnly) and fits(model):
-            packed: nn.Module = PackedTransformer(copy.deepcopy(model), engine.kernel, engine.kept)
+            engine, found = compiled(engine), library()
+            if engine.native and not isinstance(found, str):
+                packed: nn.Module = NativeTransformer(model, found, rounded=engine.dtype == "int8")
+            else:
+                packed = PackedTransformer(copy.deepcopy(model), engine.kernel, engine.kept)
         else:
             packed = _replace(copy.deepcopy(model), engine.kernel)
     packed.engine = engine  # type: ignore[assignment]

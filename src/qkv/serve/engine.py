@@ -1,7 +1,8 @@
 """The engine: sentences wait in a bounded, fair queue and go to the model processes in batches of so many tokens.
 
-A batch is taken when a process is free, a few milliseconds after the last of its sentences came, so that others may
-join. What is refused is refused before it waits; what was accepted is answered, also when the server is told to stop.
+A batch is taken when a process is free: at once if many wait, else a few milliseconds after the last of its sentences
+came, so that others may join. What is refused is refused before it waits; what was accepted is answered, also when the
+server is told to stop.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Engine:
         self.failed: QkvError | None = None
         self.speed = 1000.0  # tokens a second, as lately seen
         self.took = 0.0  # seconds of a batch, as lately seen
+        self.usual = math.inf  # tokens of a batch, as lately seen
         self.tasks: set[asyncio.Task[None]] = set()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -225,10 +227,13 @@ class Engine:
                 self.running -= len(units)
 
     async def _company(self) -> None:
-        """Wait for others to join, as long as somebody comes: their answers set many clients free at once."""
+        """Wait for others to join, as long as somebody comes: their answers set many clients free at once.
+
+        Where half of a usual batch waits already, the next process will be free before many more have come.
+        """
         for _ in range(ROUNDS):
             there = self.sentences.count
-            if self.sentences.cost < self.budget:
+            if self.sentences.cost < min(self.budget, self.usual / 2):
                 await asyncio.sleep(max(self.setup.wait, min(PAUSE, SHARE * self.took)))
             if self.sentences.count <= there:
                 return
@@ -276,7 +281,14 @@ class Engine:
         seconds = max(1e-4, asyncio.get_running_loop().time() - began)
         self.speed += 0.1 * (cost / seconds * len(self.workers) - self.speed)
         self.took += 0.5 * (seconds - self.took)
+        self.usual = cost if self.usual == math.inf else self.usual + 0.2 * (cost - self.usual)
         self.metrics.batch(model, len(units), cost, seconds)
+        # Told after the process has its next batch: what hangs on the answers takes a while.
+        self.running += len(units)
+        asyncio.get_running_loop().call_soon(self._tell, units, results)
+
+    def _tell(self, units: Sequence[Unit], results: Sequence[Event]) -> None:
+        self.running -= len(units)
         for unit, result in zip(units, results, strict=True):
             if unit.wanted:
                 try:

@@ -1,8 +1,8 @@
 """The model process: it opens runs once, then answers jobs that come as lines of JSON, until nobody listens any more.
 
-A job is a generator: it yields events, which go back one line each. All that are open take turns, event by event, so a
-long completion lets translations pass between two of its tokens, and several completions grow side by side. A signal
-to stop is for the parent, which lets accepted work finish and then hangs up.
+A job is a generator: it yields events, which go back one line each. Completions take turns, event by event, so a long
+one lets translations pass between two of its tokens, and several grow side by side; every other job is done when its
+turn comes. A signal to stop is for the parent, which lets accepted work finish and then hangs up.
 """
 
 from __future__ import annotations
@@ -71,17 +71,22 @@ def serve(line: Line, told: Event) -> None:
         return
     device = str(next(iter(models.values())).device)
     line.write({"ready": {name: card(name, model) for name, model in models.items()}, "device": device})
-    jobs: dict[int, Iterator[Event]] = {}
+    jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
         while True:
             for message in line.read(wait=not jobs):
                 if "cancel" in message:
                     jobs.pop(message["cancel"], None)
                 else:
-                    jobs[message["job"]] = KINDS[message["kind"]](models[message["model"]], **message["asked"])
-            for number, events in list(jobs.items()):
-                event = _next(events)
-                line.write({"job": number, **event})
+                    kind, model = message["kind"], models[message["model"]]
+                    jobs[message["job"]] = kind, KINDS[kind](model, **message["asked"])
+            for number, (kind, events) in list(jobs.items()):
+                event: Event = {"event": None}
+                while "event" in event:
+                    event = _next(events)
+                    line.write({"job": number, **event})
+                    if kind == "complete":
+                        break
                 if "event" not in event:
                     del jobs[number]
     except (EOFError, BrokenPipeError):

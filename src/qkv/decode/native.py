@@ -1,0 +1,106 @@
+"""Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
+
+Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
+native too, its steps and the search's alternate until a sentence ends, and Python hears of it then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+from torch import Tensor
+
+from qkv.decode.board import Board
+from qkv.models.native.build import library
+from qkv.models.native.layout import INTEGER, POINTER
+from qkv.models.native.state import NativeState
+from qkv.models.native.transformer import NativeTransformer
+
+ROWS = 64  # of a sentence, above which the best are better sorted than put in their place one by one
+
+
+class Step(ctypes.Structure):
+    """`Search` of search.c."""
+
+    _fields_ = [
+        ("logits", POINTER),
+        *((name, INTEGER) for name in "vocabulary sentences rows n capacity".split()),
+        *((name, POINTER) for name in "penalties tokens newest length logprob longest forced done ended facts".split()),
+        *((name, INTEGER) for name in "pad bos eos shortest".split()),
+        ("chosen", POINTER),
+    ]
+
+
+def serves(board: Board, logits: Tensor) -> bool:
+    """Whether C does the step with these logits (rows, vocab)."""
+    rows = board.tokens.shape[1]
+    fit = logits.is_cpu and logits.dtype == torch.float and logits.is_contiguous() and rows <= ROWS
+    return fit and not isinstance(library(), str)
+
+
+def extend_chains(
+    board: Board, logits: Tensor, penalties: Tensor, special: tuple[int, int, int], shortest: int
+) -> None:
+    """The step of `Chains` on its board, of one row a sentence; `special` are <pad>, <s> and </s>."""
+    _call("qkv_extend_chains", Step(*_board(board, logits, penalties), *special, shortest))
+
+
+def extend_beams(
+    board: Board, logits: Tensor, penalties: Tensor, special: tuple[int, int, int], shortest: int
+) -> Tensor:
+    """The step of `Beams` on its board; which row each row now goes on from: (sentences × rows,)."""
+    chosen = board.length.new_empty(len(logits))
+    _call("qkv_extend_beams", Step(*_board(board, logits, penalties), *special, shortest, chosen.data_ptr()))
+    return chosen
+
+
+def advances(model: object, state: object, board: Board) -> bool:
+    """Whether C does all of a step, the model's part and the search's."""
+    native = isinstance(model, NativeTransformer) and model.output is None and isinstance(state, NativeState)
+    return native and board.tokens.shape[1] <= ROWS and not isinstance(library(), str)
+
+
+def advance(
+    model: object,
+    state: object,
+    board: Board,
+    penalties: Tensor,
+    special: tuple[int, int, int],
+    shortest: int,
+) -> None:
+    """A token more for every row, or as many as the state has room for while no other sentence ends."""
+    assert isinstance(model, NativeTransformer)
+    assert isinstance(state, NativeState)
+    rows = board.newest.numel()
+    model.prepare(state, rows, 1)
+    steps = 1 + int(min(state.spare, max(0, model.target.limit - state.length - 1)))
+    logits = torch.empty(rows, model.vocabulary)
+    chosen = board.length.new_empty(rows) if board.tokens.shape[1] > 1 else None
+    call = model.call(state, board.newest, 1, steps)
+    call.logits = logits.data_ptr()
+    step = Step(*_board(board, logits, penalties), *special, shortest, None if chosen is None else chosen.data_ptr())
+    made = model.library.qkv_advance(
+        ctypes.byref(model.native), ctypes.byref(call), ctypes.byref(step), ctypes.c_int64(steps)
+    )
+    if made < 0:
+        raise MemoryError(os.strerror(12))
+    state.spare -= made - 1
+
+
+def _board(board: Board, logits: Tensor, penalties: Tensor) -> tuple[int, ...]:
+    sentences, rows, capacity = board.tokens.shape
+    parts = (penalties, board.tokens, board.newest, board.length, board.logprob, board.longest, board.forced)
+    more = (board.done, board.ended, board.facts)
+    return (
+        *(logits.data_ptr(), logits.shape[1], sentences, rows, board.facts.shape[1], capacity),
+        *(part.data_ptr() for part in (*parts, *more)),
+    )
+
+
+def _call(name: str, step: Step) -> None:
+    found = library()
+    assert not isinstance(found, str)
+    if getattr(found, name)(ctypes.byref(step)):
+        raise MemoryError(os.strerror(12))

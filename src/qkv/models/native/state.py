@@ -1,0 +1,129 @@
+"""What the native decoder remembers: pages of keys and values for each sentence, and a table of who wrote them.
+
+Nothing is ever moved. When beams go on from one another only the table changes; when a sentence leaves, its pages serve
+another. Every sentence has a length of its own, so some may begin while others are under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+PAGE = 16  # positions of a sentence in one piece of memory; native.h has the same
+
+Numbers = NDArray[np.int64]
+
+
+class Pages:
+    """Memory in pieces of one size, which are used again."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free: list[int] = []
+        self.held: list[Tensor] = []  # what the pieces are cut from
+
+    def take(self, count: int) -> list[int]:
+        if len(self.free) < count:
+            more = count - len(self.free)
+            self.held.append(torch.empty(more * self.size, dtype=torch.uint8))
+            first = self.held[-1].data_ptr()
+            self.free += range(first, first + more * self.size, self.size)
+        taken = self.free[-count:]
+        del self.free[-count:]
+        return taken
+
+
+@dataclass
+class NativeMemory:
+    """Keys and values of sources for all layers: where each lies, how long it is, and what holds it."""
+
+    place: Numbers
+    length: Numbers
+    held: list[Tensor]
+
+    def select(self, stay: Numbers) -> NativeMemory:
+        return NativeMemory(self.place[stay], self.length[stay], [self.held[i] for i in stay])
+
+    def join(self, other: NativeMemory) -> NativeMemory:
+        place, length = np.concatenate([self.place, other.place]), np.concatenate([self.length, other.length])
+        return NativeMemory(place, length, self.held + other.held)
+
+
+@dataclass
+class NativeState:
+    """Sentences of `beam` rows each; those of a language model are counted when the first tokens come."""
+
+    memory: NativeMemory | None
+    beam: int
+    arena: Pages
+    lengths: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): tokens so far
+    pages: Numbers = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (sentences, pages of the longest)
+    filled: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): pages that each has
+    spare: int = 0  # positions that every sentence has room for
+    alive: NDArray[np.bool_] | None = None  # (rows,): those that the next step computes, if not all; others get zeros
+    origin: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (rows, positions)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, of the longest row."""
+        return int(self.lengths.max(initial=0))
+
+    def begin(self, sentences: int) -> None:
+        self.lengths, self.filled = np.zeros((2, sentences), np.int64)
+        self.pages, self.origin = np.zeros((sentences, 0), np.int64), np.zeros((sentences * self.beam, 0), np.int32)
+
+    def make_room(self, n: int) -> None:
+        """Let every row have n more positions."""
+        self.spare -= n
+        if self.spare >= 0:
+            return
+        wanted = -(-(self.lengths + n) // PAGE)
+        most = int(wanted.max())
+        if most > self.pages.shape[1]:
+            self.pages = np.pad(self.pages, ((0, 0), (0, most - self.pages.shape[1])))
+            self.origin = np.pad(self.origin, ((0, 0), (0, most * PAGE - self.origin.shape[1])))
+        missing = (np.arange(most) >= self.filled[:, None]) & (np.arange(most) < wanted[:, None])
+        self.pages[:, :most][missing] = self.arena.take(int(missing.sum()))
+        self.filled = np.maximum(self.filled, wanted)
+        self.spare = int((self.filled * PAGE - self.lengths).min(initial=PAGE)) - n
+
+    def select(self, rows: Tensor) -> NativeState:
+        chosen = rows.numpy()
+        stay = chosen[:: self.beam] // self.beam
+        if not np.array_equal(stay, np.arange(len(self.lengths))):
+            self._keep(stay)
+        self.origin = self.origin[chosen]
+        return self
+
+    def enter(self, memory: NativeMemory) -> NativeState:
+        """Sentences that begin now, behind those that are under way."""
+        if not len(self.lengths):
+            self.begin(len(self.memory.length) if self.memory else 0)
+        new, self.spare = len(memory.length), 0
+        self.memory = memory if self.memory is None else self.memory.join(memory)
+        self.lengths, self.filled = (np.pad(each, (0, new)) for each in (self.lengths, self.filled))
+        self.pages = np.pad(self.pages, ((0, new), (0, 0)))
+        self.origin = np.pad(self.origin, ((0, new * self.beam), (0, 0)))
+        return self
+
+    def _keep(self, stay: Numbers) -> None:
+        """Go on with these sentences; one that is there twice gets pages of its own."""
+        if not len(self.lengths):  # nothing was written yet
+            self.memory = self.memory and self.memory.select(stay)
+            return
+        times = np.bincount(stay, minlength=len(self.lengths))
+        for i in np.flatnonzero(times == 0):
+            self.arena.free += self.pages[i, : self.filled[i]].tolist()
+        again = np.setdiff1d(np.arange(len(stay)), np.unique(stay, return_index=True)[1]) if times.max() > 1 else ()
+        self.memory = self.memory and self.memory.select(stay)
+        self.lengths, self.filled, self.pages = self.lengths[stay], self.filled[stay], self.pages[stay]
+        for i in again:
+            own = self.arena.take(int(self.filled[i]))
+            for new, old in zip(own, self.pages[i].tolist(), strict=False):
+                ctypes.memmove(new, old, self.arena.size)
+            self.pages[i, : len(own)] = own

@@ -1,0 +1,152 @@
+"""The Transformer on a CPU by the C of this package: the same four calls, each of them one call of the library."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkv.models.layers import LearnedPositions, SinusoidalPositions
+from qkv.models.native.layout import Encode, Layout, Step
+from qkv.models.native.state import PAGE, NativeMemory, NativeState, Pages
+from qkv.models.transformer import DecoderOnly, Transformer
+
+
+class Table:
+    """Positions as far as anybody asked for, (positions, width)."""
+
+    def __init__(self, positions: nn.Module | None, width: int) -> None:
+        self.positions, self.width = copy.deepcopy(positions), width
+        self.padded = torch.empty(0, width)
+
+    @property
+    def limit(self) -> float:
+        """Where they end."""
+        return len(self.positions.table) if isinstance(self.positions, LearnedPositions) else math.inf
+
+    def reaching(self, end: int) -> Tensor | None:
+        """Those before `end`; learned ones are refused where they end."""
+        if not isinstance(self.positions, LearnedPositions | SinusoidalPositions):
+            return None
+        if end > len(self.padded):
+            self.positions(0, end)
+            table = self.positions.table.detach()
+            padded = table.new_zeros(len(table), self.width)
+            padded[:, : table.shape[1]] = table
+            self.padded = padded
+        return self.padded
+
+
+class Scratch(threading.local):
+    """What the layers write to meanwhile; threads have their own."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size: int) -> int:
+        if len(self.memory) < size:
+            self.memory = torch.empty(size + size // 4, dtype=torch.uint8)
+        return self.memory.data_ptr()
+
+
+class NativeTransformer(nn.Module):
+    """A Transformer, or its decoder alone as a language model, with weights as the library reads them.
+
+    Who puts a callable in the place of `output` gets its product instead: hidden (rows, n, d_model) to logits.
+    """
+
+    output: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, rounded: bool) -> None:
+        """`rounded`: weights are bytes, and keys and values are kept as bf16, which halves the memory that is read."""
+        super().__init__()
+        self.spec, self.library = model.spec, library
+        self.layout = Layout(library.qkv_lanes(), library.qkv_panel(), rounded)
+        self.native = self.layout.model(model, half=rounded)
+        self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if rounded else 4
+        self.target = Table(model.target.positions, self.native.width)
+        self.source = Table(getattr(getattr(model, "source", None), "positions", None), self.native.width)
+        self.rotary = Table(model.decoder[0].attention.rotary, self.native.head)
+        self.scratch = Scratch()
+        for name in ("qkv_step", "qkv_step_size", "qkv_encode", "qkv_encode_size", "qkv_source_size", "qkv_advance"):
+            getattr(library, name).restype = ctypes.c_int64
+
+    def encode(self, source: Tensor, lengths: Tensor) -> NativeMemory:
+        """Run the encoder once, and read its output for all layers of the decoder: source ids (batch, source)."""
+        length = lengths.numpy().astype(np.int64)
+        tokens = source.numpy()[np.arange(source.shape[1]) < length[:, None]].astype(np.int64)  # end to end
+        start = np.concatenate([[0], np.cumsum(length)])
+        of, which = np.unique(length, return_inverse=True)
+        native = ctypes.byref(self.native)
+        size = np.array([self.library.qkv_source_size(native, ctypes.c_int64(each)) for each in of], np.int64)[which]
+        held = torch.empty(int(size.sum()), dtype=torch.uint8)
+        place = held.data_ptr() + np.cumsum(size) - size
+        longest = int(length.max(initial=0))
+        tables = self.source.reaching(longest), self.rotary.reaching(longest)
+        call = Encode(len(length), _at(tokens), _at(start), _at(place), *map(_where, tables), torch.get_num_threads())
+        call.scratch = self.scratch.of(self.library.qkv_encode_size(native, ctypes.byref(call)))
+        if self.library.qkv_encode(native, ctypes.byref(call)):
+            raise IndexError(f"a source token that is not one of {self.native.source_vocabulary}")
+        return NativeMemory(place, length, [held] * len(length))
+
+    def start(self, memory: NativeMemory | None = None, beam: int = 1) -> NativeState:
+        """The state before the first token, with `beam` rows for each sentence."""
+        each = self.native.decoder_layers * beam * PAGE * 2 * self.native.heads * self.native.head
+        return NativeState(memory, beam, Pages(each * self.bytes))
+
+    def step(self, tokens: Tensor, state: NativeState) -> tuple[Tensor, NativeState]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        rows, n = tokens.shape
+        self.prepare(state, rows, n)
+        output, tokens = self.output, tokens.contiguous()
+        made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
+        some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
+        state.alive = None
+        call = self.call(state, tokens, n)
+        call.count, call.rows = len(some), _at(some)
+        setattr(call, "hidden" if output else "logits", made.data_ptr())
+        if self.library.qkv_step(ctypes.byref(self.native), ctypes.byref(call)):
+            raise IndexError(f"a target token that is not one of {self.vocabulary}")
+        state.lengths = state.lengths + n
+        return output(made) if output else made, state
+
+    def prepare(self, state: NativeState, rows: int, n: int) -> None:
+        """Let the state take n tokens more."""
+        if not len(state.lengths):
+            state.begin(len(state.memory.length) if state.memory else rows // state.beam)
+        if rows != len(state.origin):
+            raise ValueError(f"tokens of {rows} rows for a state of {len(state.origin)}")
+        state.make_room(n)
+
+    def call(self, state: NativeState, tokens: Tensor, n: int, steps: int = 1) -> Step:
+        """What the library is told for n tokens of each row, as often as there are steps."""
+        end = state.length + n * steps
+        tables = self.target.reaching(end), self.rotary.reaching(end)
+        call = Step(
+            sentences=len(state.lengths), beam=state.beam, n=n, threads=torch.get_num_threads(),
+            tokens=tokens.data_ptr(), length=_at(state.lengths), origin=_at(state.origin),
+            capacity=state.origin.shape[1], pages=_at(state.pages), pages_each=state.pages.shape[1],
+        )  # fmt: skip
+        if state.memory is not None:
+            call.source, call.source_length = _at(state.memory.place), _at(state.memory.length)
+        call.positions, call.rotary = map(_where, tables)
+        size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(call))
+        call.scratch = self.scratch.of(size)
+        return call
+
+
+def _at(numbers: Any) -> int:
+    """Where an array of numpy lies."""
+    place: int = numbers.ctypes.data
+    return place
+
+
+def _where(table: Tensor | None) -> int | None:
+    return None if table is None else table.data_ptr()
