@@ -489,8 +489,19 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
     assert twice.model.dropout < once.model.dropout
     assert twice.train.steps < once.train.steps  # each of them takes twice the time
     assert any("R-Drop" in reason for reason in reasons)
-    assert (once.train.optimizer, once.train.schedule) == ("muon", "wsd")
-    assert auto.choose(given.replace(train={"parallel": "sharded"}), prepared, minutes=1)[0].train.optimizer == "adam"
+    assert (once.train.optimizer, once.train.schedule) == ("adam", "wsd")
+
+
+@pytest.mark.parametrize(("parallel", "optimizer"), [("data", "muon"), ("sharded", "adam")])
+def test_a_gpu_gets_muon_where_matrices_are_whole(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
+) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1e-6)
+    monkeypatch.setattr(auto, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(auto, "describe", str)
+    chosen, _ = auto.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
+    assert (chosen.train.optimizer, chosen.train.schedule) == (optimizer, "wsd")
 
 
 def test_a_recipe_by_name_finds_its_files(tmp_path: Path, call: Call) -> None:

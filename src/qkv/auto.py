@@ -75,7 +75,7 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
     while True:
         size = sizes[row]
-        tried = _with(config, size.model, _tokens_per_step(tokens, device.type, config.data.max_length))
+        tried = _with(config, size.model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
         pass_seconds = seconds_a_token(tried, prepared) * tokens
         if pass_seconds * PASSES <= budget or row == 0:
             break
@@ -151,18 +151,18 @@ def _twice(config: Config) -> Config:
     return config.replace(model={"dropout": round(config.model.dropout * 2 / 3, 2)}, train={"r_drop": R_DROP})
 
 
-def _with(config: Config, model: Model, tokens_per_step: int) -> Config:
+def _with(config: Config, model: Model, tokens_per_step: int, device: str) -> Config:
     if isinstance(model, Translating) and not config.tokenizer.shared:
         model = dataclasses.replace(model, tie="output")
     if isinstance(model, Attentive):
         model = dataclasses.replace(model, norm="pre")
     if isinstance(model, DecoderOnly):
         model = dataclasses.replace(model, positions="rotary")
-    train: dict[str, Any] = {"tokens_per_step": tokens_per_step, "clip": 1.0}
-    if isinstance(model, Transformer) and config.train.parallel != "sharded":  # Muon wants whole matrices
-        train |= {"optimizer": "muon", "schedule": "wsd", "learning_rate": _rate(4e-3, 256, model)}
-    else:
-        train |= {"schedule": "cosine", "learning_rate": _rate(1e-3, 512, model)}
+    train: dict[str, Any] = {"tokens_per_step": tokens_per_step, "learning_rate": _rate(1e-3, 512, model), "clip": 1.0}
+    train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
+    # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
+    if isinstance(model, Transformer) and device != "cpu" and config.train.parallel != "sharded":
+        train |= {"optimizer": "muon", "learning_rate": _rate(4e-3, 256, model)}
     if not isinstance(model, Translating):
         train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
     return dataclasses.replace(config, model=model).replace(train=train)
