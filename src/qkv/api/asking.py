@@ -121,7 +121,7 @@ class Asked:
         how = {name: value for name, value in drawn.items() if value is not None}
         if how and not sample:
             raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
-        spec, own = config.replace(decode=given).decode, Rules(**rules)
+        spec, own = (config.replace(decode=given) if given else config).decode, Rules(**rules)
         if "diversity" in rules and own.groups == 1:
             raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
         if alpha is not None and spec.length_penalty != "gnmt":

@@ -8,6 +8,7 @@ and no thread of the caller is forked.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -192,6 +193,7 @@ def serve() -> None:
             function, arguments = line.recv()
             if made is None:
                 made = function(*arguments)
+                gc.freeze()  # what is there now stays, and is no garbage
             else:
                 result = function(made, *arguments)
         except EOFError:

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from qkv import __version__
 from qkv.serve import languages, libretranslate, openai, own
@@ -53,6 +54,7 @@ def create_app(served: Service, *, origins: Collection[str] = ()) -> FastAPI:
     for router in (libretranslate.router, openai.router, own.router):
         app.include_router(router)
     _add_pages(app)
+    app.router.routes.insert(0, Route("/translate", _translate, methods=["POST"], include_in_schema=False))
     app.add_exception_handler(HTTPException, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unforeseen)
@@ -60,6 +62,12 @@ def create_app(served: Service, *, origins: Collection[str] = ()) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, limits=served.limits, metrics=served.metrics, origins=set(origins))
     return app
+
+
+async def _translate(request: Request) -> Response:
+    """The route that is asked most, without what FastAPI does around it; its description is the router's."""
+    await check(request)
+    return await libretranslate.translate(request)
 
 
 def _add_pages(app: FastAPI) -> None:

@@ -8,6 +8,7 @@ turn comes. A signal to stop is for the parent, which lets accepted work finish 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import select
@@ -71,6 +72,7 @@ def serve(line: Line, told: Event) -> None:
         return
     device = str(next(iter(models.values())).device)
     line.write({"ready": {name: card(name, model) for name, model in models.items()}, "device": device})
+    gc.freeze()  # what is there now stays, and is no garbage
     jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
         while True:
