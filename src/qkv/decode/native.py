@@ -7,7 +7,6 @@ native too, its steps and the search's alternate until a sentence ends, and Pyth
 from __future__ import annotations
 
 import ctypes
-import os
 
 import torch
 from torch import Tensor
@@ -84,8 +83,7 @@ def advance(
     made = model.library.qkv_advance(
         ctypes.byref(model.native), ctypes.byref(call), ctypes.byref(step), ctypes.c_int64(steps)
     )
-    if made < 0:
-        raise MemoryError(os.strerror(12))
+    _check(-made)
     state.spare -= made - 1
 
 
@@ -102,5 +100,11 @@ def _board(board: Board, logits: Tensor, penalties: Tensor) -> tuple[int, ...]:
 def _call(name: str, step: Step) -> None:
     found = library()
     assert not isinstance(found, str)
-    if getattr(found, name)(ctypes.byref(step)):
-        raise MemoryError(os.strerror(12))
+    _check(getattr(found, name)(ctypes.byref(step)))
+
+
+def _check(failed: int) -> None:
+    if failed == 1:
+        raise IndexError("a token or a length that the board or the vocabulary does not have")
+    if failed == 2:
+        raise MemoryError("no memory for a step of the search")
