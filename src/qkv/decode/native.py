@@ -1,7 +1,7 @@
 """Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
 
 Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
-native too, its steps and the search's alternate until a sentence ends, and Python hears of it then.
+native too, its steps and the search's alternate until some sentences are done, and Python hears of it then.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def advance(
     penalties: Tensor,
     special: tuple[int, int, int],
     shortest: int,
+    *,
+    leaving: float,
 ) -> None:
-    """A token more for every row, or as many as the state has room for while no other sentence ends."""
+    """A token more for every row, or as many as the state has room for, until such a part of the sentences is done."""
     assert isinstance(model, NativeTransformer)
     assert isinstance(state, NativeState)
     rows = board.newest.numel()
@@ -81,7 +83,11 @@ def advance(
     call.logits = logits.data_ptr()
     step = Step(*_board(board, logits, penalties), *special, shortest, None if chosen is None else chosen.data_ptr())
     made = model.library.qkv_advance(
-        ctypes.byref(model.native), ctypes.byref(call), ctypes.byref(step), ctypes.c_int64(steps)
+        ctypes.byref(model.native),
+        ctypes.byref(call),
+        ctypes.byref(step),
+        ctypes.c_int64(steps),
+        ctypes.c_int64(int(leaving * len(board.done)) + 1),
     )
     _check(-made)
     state.spare -= made - 1
