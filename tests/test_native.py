@@ -358,6 +358,17 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
 
 
 @needed
+@pytest.mark.parametrize("beam", [1, 3])
+def test_tokens_that_there_are_not_are_refused(beam: int) -> None:
+    model = made(KINDS["transformer"])
+    for each in (model, native(model)):  # the step of the search alone, and all of it
+        for wrong in ({"prefix": torch.full((5, 1), VOCAB)}, {"eos": VOCAB}):
+            asked: dict[str, Any] = {"bos": 1, "eos": 2, "pad": 0, **wrong}
+            with pytest.raises(IndexError):
+                search(each, draw(5, 9), LENGTHS, config.Decode(beam=beam), **asked)
+
+
+@needed
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_the_same_texts_and_scores(tiny: Path, beam: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
 
 Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
-native too, its steps and the search's alternate until a sentence ends, and Python hears of it then.
+native too, its steps and the search's alternate until some sentences are done, and Python hears of it then.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 
 import torch
 from torch import Tensor
@@ -69,8 +68,10 @@ def advance(
     penalties: Tensor,
     special: tuple[int, int, int],
     shortest: int,
+    *,
+    leaving: float,
 ) -> None:
-    """A token more for every row, or as many as the state has room for while no other sentence ends."""
+    """A token more for every row, or as many as the state has room for, until such a part of the sentences is done."""
     assert isinstance(model, NativeTransformer)
     assert isinstance(state, NativeState)
     rows = board.newest.numel()
@@ -82,10 +83,13 @@ def advance(
     call.logits = logits.data_ptr()
     step = Step(*_board(board, logits, penalties), *special, shortest, None if chosen is None else chosen.data_ptr())
     made = model.library.qkv_advance(
-        ctypes.byref(model.native), ctypes.byref(call), ctypes.byref(step), ctypes.c_int64(steps)
+        ctypes.byref(model.native),
+        ctypes.byref(call),
+        ctypes.byref(step),
+        ctypes.c_int64(steps),
+        ctypes.c_int64(int(leaving * len(board.done)) + 1),
     )
-    if made < 0:
-        raise MemoryError(os.strerror(12))
+    _check(-made)
     state.spare -= made - 1
 
 
@@ -102,5 +106,11 @@ def _board(board: Board, logits: Tensor, penalties: Tensor) -> tuple[int, ...]:
 def _call(name: str, step: Step) -> None:
     found = library()
     assert not isinstance(found, str)
-    if getattr(found, name)(ctypes.byref(step)):
-        raise MemoryError(os.strerror(12))
+    _check(getattr(found, name)(ctypes.byref(step)))
+
+
+def _check(failed: int) -> None:
+    if failed == 1:
+        raise IndexError("a token or a length that the board or the vocabulary does not have")
+    if failed == 2:
+        raise MemoryError("no memory for a step of the search")

@@ -13,7 +13,7 @@ from qkv.decode.beams import Beams
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.chains import Chains
 from qkv.decode.sampling import uniform_numbers
-from qkv.decode.step import PLAIN, Choice, Search, Special
+from qkv.decode.step import LEAVING, PLAIN, Choice, Search, Special
 from qkv.decode.trace import watching
 from qkv.errors import UsageError
 from qkv.models.state import StepModel
@@ -100,8 +100,7 @@ def search(
     while True:
         run.advance()
         done: list[bool] = run.board.done.tolist()
-        # Leaving costs a copy of what the model remembers, so sentences leave in groups.
-        if sum(done) > 0.25 * len(done) or all(done):
+        if sum(done) > LEAVING * len(done) or all(done):
             leaving = [slot for slot, over in enumerate(done) if over]
             for slot, hypotheses in zip(leaving, run.finished(leaving), strict=True):
                 found[run.numbers[slot]] = hypotheses

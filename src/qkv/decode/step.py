@@ -29,6 +29,8 @@ from qkv.models.kernels import scan
 from qkv.models.native.state import NativeState
 from qkv.models.state import StepModel
 
+# Leaving costs a copy of what the model remembers, so sentences leave in groups: when more than this part is done.
+LEAVING = 0.25
 Rule = Callable[[Tensor, Board], None]  # changes log-probabilities (sentences, rows, vocab) in place
 
 
@@ -93,9 +95,9 @@ class Search:
         self.board.place(slots, self.special.bos, longest, forced, self.first)
 
     def advance(self) -> None:
-        """Write one more token to every row; where C does it, several, while no other sentence ends."""
+        """Write one more token to every row; where C does it, several, until as many are done as leave together."""
         if self.plain and native.advances(self.model, self.state, self.board):
-            return native.advance(self.model, self.state, self.board, *self.rules())
+            return native.advance(self.model, self.state, self.board, *self.rules(), leaving=LEAVING)
         logits = self._logits()
         rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
         if rows is not None:

@@ -55,6 +55,17 @@ static int64_t only(const Search *s, int64_t sentence) {
     return forced >= 0 ? forced : s->length[sentence] >= s->longest[sentence] ? s->eos : -1;
 }
 
+/* Whether anything points beyond what there is. */
+static int is_wrong(const Search *s) {
+    for (int64_t i = 0; i < s->sentences; i++)
+        if (s->length[i] < 0 || s->length[i] >= s->capacity || s->longest[i] < 0 || s->longest[i] > s->capacity ||
+            only(s, i) >= s->vocabulary)
+            return 1;
+    int64_t special[3] = {s->pad, s->bos, s->eos}, wrong = 0;
+    for (int i = 0; i < 3; i++) wrong |= special[i] < 0 || special[i] >= s->vocabulary;
+    return (int)wrong;
+}
+
 static int is_early(const Search *s, int64_t sentence) {
     int64_t least = s->longest[sentence] < s->shortest ? s->longest[sentence] : s->shortest;
     return s->length[sentence] < least;
@@ -83,15 +94,21 @@ static void move_on(const Search *s, int64_t sentence) {
 }
 
 int64_t qkv_extend_chains(const Search *s) {
+    if (is_wrong(s)) return 1;
     float *chunks = malloc(sizeof(float) * (size_t)(s->vocabulary / CHUNK + 1));
-    if (!chunks) return 1;
+    if (!chunks) return 2;
     for (int64_t i = 0; i < s->sentences; i++) {
         float *logits = s->logits + i * s->vocabulary, *facts = s->facts + i * 4;
+        if (s->logprob[i] == -INFINITY) { /* it is over */
+            s->done[i] = 1;
+            move_on(s, i);
+            continue;
+        }
         float total = scan(s, logits, is_early(s, i), chunks);
         int64_t bound = only(s, i), token = bound >= 0 ? bound : likeliest(s, logits, chunks);
         int64_t length = s->length[i], limit = length >= s->longest[i];
         float now = s->logprob[i] + (logits[token] - total);
-        int ends = token == s->eos && s->logprob[i] > -INFINITY;
+        int ends = token == s->eos;
         if (ends) {
             facts[0] = now / s->penalties[length], facts[1] = now, facts[2] = (float)length, facts[3] = (float)limit;
             memcpy(s->ended + i * s->capacity, s->tokens + i * s->capacity, sizeof(int64_t) * (size_t)s->capacity);
@@ -119,6 +136,7 @@ static void rank(Next *best, int64_t wanted, Next one) {
 static void rank_row(const Search *s, int64_t sentence, int64_t row, Next *best, float *chunks) {
     const int64_t wanted = 2 * s->rows, bound = only(s, sentence);
     float *logits = s->logits + (sentence * s->rows + row) * s->vocabulary;
+    if (s->logprob[sentence * s->rows + row] == -INFINITY) return; /* it holds nothing */
     float shift = s->logprob[sentence * s->rows + row] - scan(s, logits, is_early(s, sentence), chunks);
     if (bound >= 0) {
         rank(best, wanted, (Next){logits[bound] + shift, row, bound});
@@ -175,10 +193,11 @@ static void settle(const Search *s, int64_t sentence, const Next *best, Next *go
 }
 
 int64_t qkv_extend_beams(const Search *s) {
+    if (is_wrong(s)) return 1;
     float *chunks = malloc(sizeof(float) * (size_t)(s->vocabulary / CHUNK + 1));
     Next *best = malloc(sizeof(Next) * (size_t)(3 * s->rows));
     int64_t *tokens = malloc(sizeof(int64_t) * (size_t)(s->rows * s->capacity));
-    if (!chunks || !best || !tokens) return free(chunks), free(best), free(tokens), 1;
+    if (!chunks || !best || !tokens) return free(chunks), free(best), free(tokens), 2;
     for (int64_t i = 0; i < s->sentences; i++) {
         for (int64_t j = 0; j < 2 * s->rows; j++) best[j] = (Next){-INFINITY, 0, s->pad};
         for (int64_t row = 0; row < s->rows; row++) rank_row(s, i, row, best, chunks);
@@ -212,20 +231,21 @@ static void go_on(const Step *step, const Search *s, int32_t *before) {
                    sizeof(int32_t) * (size_t)(step->length[row / s->rows] + 1));
 }
 
-/* Steps of model and search in turn: so many, or until another sentence is done. How many; less than 0 if one failed. */
-int64_t qkv_advance(const Model *model, Step *step, const Search *s, int64_t steps) {
-    const int64_t rows = s->sentences * s->rows, done = count_done(s);
+/* Steps of model and search in turn: so many, or until so many sentences are done. How many; below 0: what failed. */
+int64_t qkv_advance(const Model *model, Step *step, const Search *s, int64_t steps, int64_t done) {
+    const int64_t rows = s->sentences * s->rows;
     int64_t *some = malloc(sizeof(int64_t) * (size_t)rows), made = 0;
     int32_t *before = malloc(sizeof(int32_t) * (size_t)(rows * step->capacity));
-    int failed = !some || !before;
+    int64_t failed = some && before ? 0 : 2;
     step->rows = some;
-    while (!failed && made < steps && count_done(s) == done) {
+    while (!failed && made < steps && (!made || count_done(s) < done)) {
         step->count = alive(s, some);
-        failed = qkv_step(model, step) || (s->chosen ? qkv_extend_beams(s) : qkv_extend_chains(s));
+        failed = qkv_step(model, step);
+        if (!failed) failed = s->chosen ? qkv_extend_beams(s) : qkv_extend_chains(s);
         if (s->chosen && !failed) go_on(step, s, before);
         for (int64_t i = 0; i < s->sentences; i++) step->length[i]++;
         made++;
     }
     free(some), free(before);
-    return failed ? -1 : made;
+    return failed ? -failed : made;
 }
