@@ -114,14 +114,14 @@ def demo() -> Config:
         model=Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
         # Many small updates learn more from the same tokens than a few large ones (benchmarks/NOTES.md).
         train=Train(
-            steps=3400,
+            steps=2800,
             tokens_per_step=1024,
-            schedule="cosine",
+            schedule="wsd",
             learning_rate=2e-3,
             warmup=200,
             clip=1.0,
             average=0,
-            validate_every=850,
+            validate_every=700,
             name="demo",
         ),
     )
