@@ -44,10 +44,11 @@ INLINE const void *behind(const void *from, int64_t numbers, const int half) {
 
 /* Have so many numbers on their way. */
 INLINE void fetch(const void *from, int64_t numbers, const int half) {
-    for (const char *line = from; line < (const char *)behind(from, numbers, half); line += LINE) __builtin_prefetch(line);
+    const char *end = behind(from, numbers, half);
+    for (const char *line = from; line < end; line += LINE) __builtin_prefetch(line);
 }
 
-/* A panel of the values under their weights; `at` is where those of a position lie. Several queries share the reading. */
+/* A panel of the values under their weights; `at` is where those of a position lie. Queries share the reading. */
 #define MIX(count, at, half)                                                                                           \
     Vec sum[4][TILE_VECTORS] = {{{0}}};                                                                                \
     const float *weight[4][TILE_VECTORS];                                                                              \
@@ -72,7 +73,8 @@ INLINE void to_source(const int count, const Model *model, const Source *source,
         for (int64_t h = 0; h < model->heads; h++) {
             Vec sum[4][PARTS] = {{{0}}};
             for (int64_t k = 0; k < head; k += PARTS) {
-                fetch(behind(source->keys, block * width + (h * head + k) * LANES + AHEAD / (half ? 2 : 4), half), PARTS * LANES, half);
+                int64_t later = block * width + (h * head + k) * LANES + AHEAD / (half ? 2 : 4);
+                fetch(behind(source->keys, later, half), PARTS * LANES, half);
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++) {
                     Vec key = take(source->keys, block * width + (h * head + k + part) * LANES, half);
@@ -93,13 +95,15 @@ INLINE void to_source(const int count, const Model *model, const Source *source,
     }
 }
 
-void attend_to_source(const Model *model, const Source *source, int64_t count, const float *q, int64_t q_row, float *found,
-                      float *scores) {
+void attend_to_source(const Model *model, const Source *source, int64_t count, const float *q, int64_t q_row,
+                      float *found, float *scores) {
     const int64_t width = model->heads * model->head;
     int64_t some;
     for (int64_t i = 0; i < count; i += some, q += some * q_row, found += some * width) {
         some = count - i >= 4 ? 4 : count - i >= 2 ? 2 : 1;
-#define SOME(n) (source->half ? to_source(n, model, source, q, q_row, found, scores, 1) : to_source(n, model, source, q, q_row, found, scores, 0))
+#define SOME(n)                                                                                                        \
+    (source->half ? to_source(n, model, source, q, q_row, found, scores, 1)                                            \
+                  : to_source(n, model, source, q, q_row, found, scores, 0))
         if (some == 4) SOME(4);
         else if (some == 2) SOME(2);
         else SOME(1);
@@ -133,8 +137,8 @@ INLINE void to_past(const Model *model, const void *const *past, int64_t length,
     }
 }
 
-void attend_to_past(const Model *model, const void *const *past, int64_t length, const void *const *next, int64_t next_length,
-                    const float *q, float *found, float *scores) {
+void attend_to_past(const Model *model, const void *const *past, int64_t length, const void *const *next,
+                    int64_t next_length, const float *q, float *found, float *scores) {
     if (model->half)
         to_past(model, past, length, next, next_length, q, found, scores, 1);
     else

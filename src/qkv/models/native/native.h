@@ -134,12 +134,12 @@ typedef struct {
 } Source;
 
 /* `count` queries q to one source; `scores` is memory for 4 · heads · (length + LANES) numbers. */
-void attend_to_source(const Model *model, const Source *source, int64_t count, const float *q, int64_t q_row, float *found,
-                      float *scores);
+void attend_to_source(const Model *model, const Source *source, int64_t count, const float *q, int64_t q_row,
+                      float *found, float *scores);
 /* One query to `length` positions that lie where `past` says: keys there, and values behind them. `next` are the first
  * that will be asked for next: they are on their way meanwhile. */
-void attend_to_past(const Model *model, const void *const *past, int64_t length, const void *const *next, int64_t next_length,
-                    const float *q, float *found, float *scores);
+void attend_to_past(const Model *model, const void *const *past, int64_t length, const void *const *next,
+                    int64_t next_length, const float *q, float *found, float *scores);
 /* Keys (length, row apart) as a source has them. */
 void lay_keys(const float *keys, int64_t row, int64_t length, int64_t width, void *to, int half);
 

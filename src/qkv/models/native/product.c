@@ -83,7 +83,8 @@ INLINE void finish(Vec sum, const Matrix *matrix, int64_t output, Into into, int
     }
 }
 
-INLINE void tile_of_floats(const int rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output, Into into) {
+INLINE void tile_of_floats(const int rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output,
+                           Into into) {
     Vec sum[TILE_ROWS][TILE_VECTORS] = {{{0}}};
     const float *in = x->x + row * x->width, *weight = (const float *)matrix->weight + output * matrix->inputs;
     const int64_t width = x->width;
@@ -112,7 +113,8 @@ INLINE void add_products(__m512i *sum, __m512i weights, __m512i inputs) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(weights), "v"(inputs));
 }
 
-INLINE void tile_of_bytes(const int rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output, Into into) {
+INLINE void tile_of_bytes(const int rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output,
+                          Into into) {
     __m512i sum[TILE_ROWS][TILE_VECTORS];
     const int8_t *in = x->bytes + row * x->width;
     const uint8_t *weight = (const uint8_t *)matrix->weight + output * matrix->inputs;
@@ -138,7 +140,8 @@ INLINE void tile_of_bytes(const int rows, const Input *x, int64_t row, const Mat
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < TILE_VECTORS; j++) {
-            Vec counted = (Vec)_mm512_cvtepi32_ps(sum[i][j]) * (load(matrix->scale + output + j * LANES) * x->scale[row + i]);
+            Vec counts = load(matrix->scale + output + j * LANES) * x->scale[row + i];
+            Vec counted = (Vec)_mm512_cvtepi32_ps(sum[i][j]) * counts;
             finish(counted, matrix, output + j * LANES, into, row + i);
         }
 }
@@ -157,7 +160,8 @@ int qkv_has_bytes(void) { return 0; }
     default: tile(TILE_ROWS, x, row, matrix, output, into);                                                            \
     }
 
-static void tiles_of_floats(int64_t rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output, Into into) {
+static void tiles_of_floats(int64_t rows, const Input *x, int64_t row, const Matrix *matrix, int64_t output,
+                            Into into) {
     TILES(tile_of_floats)
 }
 
@@ -199,7 +203,8 @@ void product(const Input *x, const Matrix *matrix, Into into, int64_t threads) {
 }
 
 /* For Python to see whether it is right: x (rows, inputs) to y (rows, outputs). */
-void qkv_product(const Matrix *matrix, const float *x, int64_t rows, float *y, int64_t outputs, int relu, void *memory) {
+void qkv_product(const Matrix *matrix, const float *x, int64_t rows, float *y, int64_t outputs, int relu,
+                 void *memory) {
     Input in = input(matrix, x, rows, memory);
     product(&in, matrix, (Into){y, outputs, outputs, relu, 0, NULL}, 1);
 }

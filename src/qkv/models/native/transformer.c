@@ -137,7 +137,8 @@ static void feed_forward(const Model *model, const Layer *layer, Room *r, int64_
         int64_t now = rows - first < some ? rows - first : some;
         Input in = input(&layer->inner, y + first * model->width, now, r->rounded);
         product(&in, &layer->inner, (Into){r->hidden, inner, inner, model->activation == RELU, 0, NULL}, r->threads);
-        if (model->activation == SWIGLU) product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0, NULL}, r->threads);
+        if (model->activation == SWIGLU)
+            product(&in, &layer->gate, (Into){r->gated, inner, inner, 0, 0, NULL}, r->threads);
         activate(model, r->hidden, model->activation == SWIGLU ? r->gated : NULL, now * inner);
         multiply(r, &layer->outer, r->hidden, now, r->x + first * model->width, 1);
     }
@@ -187,7 +188,8 @@ int64_t qkv_source_size(const Model *model, int64_t length) {
 static Source source_of(const Model *model, const void *memory, int64_t layer, int64_t length) {
     const int64_t width = model->heads * model->head;
     const char *keys = (const char *)memory + (size_t)layer * read_size(model, length);
-    return (Source){keys, keys + up(length, LANES) * width * (model->half ? 2 : 4), length, PANEL, length * PANEL, (int)model->half};
+    const char *values = keys + up(length, LANES) * width * (model->half ? 2 : 4);
+    return (Source){keys, values, length, PANEL, length * PANEL, (int)model->half};
 }
 
 /* What a thread needs to know of a layer, an encoder's from its sentence `first` on. */
@@ -215,7 +217,8 @@ static void attend_within(void *data, int64_t from, int64_t to, int thread) {
     }
 }
 
-static void encoder_attention(const Model *model, const Layer *layer, const Encode *e, Room *r, int64_t first, int64_t end) {
+static void encoder_attention(const Model *model, const Layer *layer, const Encode *e, Room *r, int64_t first,
+                              int64_t end) {
     const int64_t rows = e->start[end] - e->start[first];
     multiply(r, &layer->project, before(model, &layer->attention, r, rows), rows, r->parts, 0);
     in_parallel(r->threads, end - first, attend_within, &(Job){model, r, e, NULL, 0, first});
@@ -297,7 +300,8 @@ static void *entry(const Model *model, const Step *s, int64_t sentence, int64_t 
 /* Where the past of a row lies; how long it is. */
 static int64_t past_of(const Model *model, int64_t layer, const Step *s, int64_t row, const void **past) {
     const int64_t sentence = row / s->beam, length = s->length[sentence];
-    for (int64_t p = 0; p < length; p++) past[p] = entry(model, s, sentence, layer, s->origin[row * s->capacity + p], p);
+    const int32_t *origin = s->origin + row * s->capacity;
+    for (int64_t p = 0; p < length; p++) past[p] = entry(model, s, sentence, layer, origin[p], p);
     return length;
 }
 
@@ -397,8 +401,8 @@ int64_t qkv_step(const Model *model, const Step *s) {
         for (int64_t i = 0, row = s->rows[place]; i < s->n; i++) {
             int64_t position = s->length[row / s->beam] + i;
             s->origin[row * s->capacity + position] = (int32_t)(row % s->beam);
-            embed(model, model->target, s->tokens[row * s->n + i],
-                  s->positions ? s->positions + position * model->width : NULL, r.x + (place * s->n + i) * model->width);
+            const float *there = s->positions ? s->positions + position * model->width : NULL;
+            embed(model, model->target, s->tokens[row * s->n + i], there, r.x + (place * s->n + i) * model->width);
         }
     for (int64_t layer = 0; layer < model->decoder_layers; layer++) {
         past_attention(model, layer, s, &r);

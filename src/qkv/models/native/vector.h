@@ -1,4 +1,4 @@
-/* Vectors as wide as the processor's registers, by the extensions that GCC and Clang share, and what is made of them. */
+/* Vectors as wide as the processor's registers, by extensions that GCC and Clang share, and what is made of them. */
 
 #ifndef QKV_VECTOR_H
 #define QKV_VECTOR_H

@@ -1,0 +1,100 @@
+"""The native library: built on first use, by several processes at once, or not at all, with a reason."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from qkv.models.native import build as building
+from qkv.models.native.build import library, sources
+from qkv.models.packed import choose, pack
+from qkv.models.packed_transformer import PackedTransformer
+from test_native import ROOT, needed
+from test_packed import KINDS, made
+
+
+@needed
+def test_the_engine_says_that_it_is_native() -> None:
+    assert str(pack(made(KINDS["transformer"])).engine) == f"{choose('fp32')}, native"
+    if "avx512_vnni" in str(choose("int8")):
+        assert str(pack(made(KINDS["transformer"]), "int8").engine) == "int8 on avx512_vnni, native"
+    assert "native" not in str(pack(made(KINDS["gru"])).engine)
+    assert "native" not in str(pack(made(KINDS["transformer"]), "bf16").engine)
+
+
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKV_NATIVE", "0")
+    found = pack(made(KINDS["transformer"]))
+    assert isinstance(found, PackedTransformer)
+    assert str(found.engine) == f"{choose('fp32')} (not native: QKV_NATIVE=0)"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and a folder that compilers are looked for in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_without_a_compiler_torch_serves(elsewhere: Path) -> None:
+    assert library() == "no C compiler"
+    found = pack(made(KINDS["transformer"]))
+    assert isinstance(found, PackedTransformer)
+    assert str(found.engine).endswith("(not native: no C compiler)")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'x.c:1: error: bad day' >&2\nexit 1", "bad day"),
+        ("#!/bin/sh\nexit 0", "cannot be loaded"),  # it says that all is well, and writes nothing
+        ("#!/no/such/shell\n", "cannot be run"),
+    ],
+)
+def test_a_broken_compiler_is_a_reason(elsewhere: Path, script: str, reason: str) -> None:
+    (elsewhere / "cc").write_text(script)
+    (elsewhere / "cc").chmod(0o755)
+    assert reason in str(library())
+    assert "\n" not in str(library())
+    assert isinstance(pack(made(KINDS["transformer"])), PackedTransformer)
+    assert not list((elsewhere / "cache").rglob("*.so"))
+
+
+@needed
+def test_a_cache_that_cannot_be_written_or_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    building.build(os.environ["PATH"])
+    (kept,) = (tmp_path / "qkv").iterdir()
+    kept.unlink()
+    kept.write_bytes(b"no library")
+    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+
+
+@needed
+def test_several_processes_may_build_at_once(tmp_path: Path) -> None:
+    script = "from qkv.models.native.build import library; print(library().qkv_panel())"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE) for _ in range(3)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert len(set(said)) == 1
+    assert int(said[0]) > 0
+    assert len(list((tmp_path / "qkv").iterdir())) == 1
+
+
+def test_the_sources_are_part_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["*"]
+    assert {file.suffix for file in sources()} == {".c", ".h"}
+    assert all(any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns) for file in sources())
