@@ -16,6 +16,7 @@ from typing import NamedTuple
 from qkv.errors import QkvError
 
 SPACE, CLAUSE, SENTENCE, LINE = range(4)  # how good a place to cut, from the worst to the best
+SHORT = 300  # characters of a line that mostly fits as a whole: nothing is looked for in it
 
 STOPS = ".!?…؟۔।"
 PAUSES = ",;:،؛–—"
@@ -79,7 +80,10 @@ def split(text: str, fits: Callable[[str], bool]) -> Pieces:
     A single character is never cut, even if `fits` refuses it. Text that is only white space has no pieces. `fits` is
     asked O(log n) times a piece, seldom about much more than one piece of text.
     """
-    start = len(text) - len(text.lstrip())
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    line = text[start:end]
+    if 0 < len(line) < SHORT and "\n" not in line and "\r" not in line and fits(line):
+        return Pieces((line,), (text[:start], text[end:]))
     cutter = _Cutter(text, fits)
     cuts = list(cutter.lines(start)) if start < len(text) else []
     starts = [start, *(resume for _, resume in cuts)]
