@@ -46,19 +46,25 @@ def build(path: str) -> ctypes.CDLL:
     compiler = next(filter(None, (shutil.which(name, path=path) for name in COMPILERS)), None)
     if compiler is None:
         raise Unavailable("no C compiler")
-    kept = cache_folder() / f"native-{fingerprint(compiler)}.so"
-    with suppress(OSError):  # not there yet, or damaged
-        return ctypes.CDLL(str(kept))
+    name = f"native-{fingerprint(compiler)}.so"
+    if (folder := cache_folder()) is not None:
+        with suppress(OSError):  # not there yet, or damaged
+            return ctypes.CDLL(str(folder / name))
+        with suppress(OSError):  # a cache that cannot be written, or that nothing may be loaded from
+            folder.mkdir(parents=True, exist_ok=True)
+            return compiled(compiler, folder / name)
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        return compiled(compiler, kept)
-    except OSError:  # a cache that cannot be written
-        with tempfile.TemporaryDirectory(prefix="qkv-") as folder:  # what is loaded may be deleted
-            return compiled(compiler, Path(folder, kept.name))
+        with tempfile.TemporaryDirectory(prefix="qkv-") as passing:  # what is loaded may be deleted
+            return compiled(compiler, Path(passing, name))
+    except OSError as error:
+        said = error.strerror or str(error).split(": ", 1)[-1]  # without the name of the file
+        raise Unavailable(f"the library cannot be loaded ({said:.80})") from None
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qkv")
+def cache_folder() -> Path | None:
+    with suppress(RuntimeError):  # a user without a home
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qkv")
+    return None
 
 
 def sources() -> list[Path]:
@@ -86,10 +92,7 @@ def compiled(compiler: str, target: Path) -> ctypes.CDLL:
     try:
         files = [str(file) for file in sources() if file.suffix == ".c"]
         _run([compiler, *FLAGS, "-o", temporary, *files, "-lm"])
-        try:
-            loaded = ctypes.CDLL(temporary)
-        except OSError as error:
-            raise Unavailable(f"the library cannot be loaded ({error!s:.80})") from None
+        loaded = ctypes.CDLL(temporary)
         os.replace(temporary, target)
         return loaded
     finally:
@@ -97,8 +100,11 @@ def compiled(compiler: str, target: Path) -> ctypes.CDLL:
 
 
 def _run(command: list[str]) -> str:
+    english = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            command, env=english, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler cannot be run ({type(error).__name__})") from None
     if done.returncode:
