@@ -33,8 +33,9 @@ class Pages:
             self.held.append(torch.empty(more * self.size, dtype=torch.uint8))
             first = self.held[-1].data_ptr()
             self.free += range(first, first + more * self.size, self.size)
-        taken = self.free[-count:]
-        del self.free[-count:]
+        left = len(self.free) - count
+        taken = self.free[left:]
+        del self.free[left:]
         return taken
 
 
@@ -61,19 +62,23 @@ class NativeState:
     memory: NativeMemory | None
     beam: int
     arena: Pages
-    lengths: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): tokens so far
-    pages: Numbers = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (sentences, pages of the longest)
-    filled: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))  # (sentences,): pages that each has
-    spare: int = 0  # positions that every sentence has room for
+    lengths: Numbers = field(init=False)  # (sentences,): tokens so far
+    pages: Numbers = field(init=False)  # (sentences, pages of the longest)
+    filled: Numbers = field(init=False)  # (sentences,): pages that each has
+    origin: NDArray[np.int32] = field(init=False)  # (rows, positions)
+    spare: int = field(init=False)  # positions that every sentence has room for
     alive: NDArray[np.bool_] | None = None  # (rows,): those that the next step computes, if not all; others get zeros
-    origin: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # (rows, positions)
 
     @property
     def length(self) -> int:
         """Tokens so far, of the longest row."""
         return int(self.lengths.max(initial=0))
 
+    def __post_init__(self) -> None:
+        self.begin(len(self.memory.length) if self.memory else 0)
+
     def begin(self, sentences: int) -> None:
+        self.spare = 0
         self.lengths, self.filled = np.zeros((2, sentences), np.int64)
         self.pages, self.origin = np.zeros((sentences, 0), np.int64), np.zeros((sentences * self.beam, 0), np.int32)
 
@@ -83,7 +88,7 @@ class NativeState:
         if self.spare >= 0:
             return
         wanted = -(-(self.lengths + n) // PAGE)
-        most = int(wanted.max())
+        most = int(wanted.max(initial=0))
         if most > self.pages.shape[1]:
             self.pages = np.pad(self.pages, ((0, 0), (0, most - self.pages.shape[1])))
             self.origin = np.pad(self.origin, ((0, 0), (0, most * PAGE - self.origin.shape[1])))
@@ -93,6 +98,8 @@ class NativeState:
         self.spare = int((self.filled * PAGE - self.lengths).min(initial=PAGE)) - n
 
     def select(self, rows: Tensor) -> NativeState:
+        if self.memory is None and not len(self.lengths):
+            return self
         chosen = rows.numpy()
         stay = chosen[:: self.beam] // self.beam
         if not np.array_equal(stay, np.arange(len(self.lengths))):
@@ -102,10 +109,9 @@ class NativeState:
 
     def enter(self, memory: NativeMemory) -> NativeState:
         """Sentences that begin now, behind those that are under way."""
-        if not len(self.lengths):
-            self.begin(len(self.memory.length) if self.memory else 0)
+        assert self.memory is not None
         new, self.spare = len(memory.length), 0
-        self.memory = memory if self.memory is None else self.memory.join(memory)
+        self.memory = self.memory.join(memory)
         self.lengths, self.filled = (np.pad(each, (0, new)) for each in (self.lengths, self.filled))
         self.pages = np.pad(self.pages, ((0, new), (0, 0)))
         self.origin = np.pad(self.origin, ((0, new * self.beam), (0, 0)))
@@ -113,9 +119,6 @@ class NativeState:
 
     def _keep(self, stay: Numbers) -> None:
         """Go on with these sentences; one that is there twice gets pages of its own."""
-        if not len(self.lengths):  # nothing was written yet
-            self.memory = self.memory and self.memory.select(stay)
-            return
         times = np.bincount(stay, minlength=len(self.lengths))
         for i in np.flatnonzero(times == 0):
             self.arena.free += self.pages[i, : self.filled[i]].tolist()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.models.layers import LearnedPositions, SinusoidalPositions
@@ -24,7 +25,8 @@ class Table:
 
     def __init__(self, positions: nn.Module | None, width: int) -> None:
         self.positions, self.width = copy.deepcopy(positions), width
-        self.padded = torch.empty(0, width)
+        self.growing = threading.Lock()
+        self.made = [torch.empty(0, width)]  # the longest last; calls of other threads may still read the others
 
     @property
     def limit(self) -> float:
@@ -35,13 +37,12 @@ class Table:
         """Those before `end`; learned ones are refused where they end."""
         if not isinstance(self.positions, LearnedPositions | SinusoidalPositions):
             return None
-        if end > len(self.padded):
-            self.positions(0, end)
-            table = self.positions.table.detach()
-            padded = table.new_zeros(len(table), self.width)
-            padded[:, : table.shape[1]] = table
-            self.padded = padded
-        return self.padded
+        with self.growing:
+            if end > len(self.made[-1]):
+                self.positions(0, end)
+                table = self.positions.table.detach()
+                self.made.append(F.pad(table, (0, self.width - table.shape[1])))
+            return self.made[-1]
 
 
 class Scratch(threading.local):
@@ -105,7 +106,7 @@ class NativeTransformer(nn.Module):
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         rows, n = tokens.shape
         self.prepare(state, rows, n)
-        output, tokens = self.output, tokens.contiguous()
+        output, tokens = self.output, tokens.long().contiguous()
         made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
         some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
         state.alive = None
@@ -119,8 +120,8 @@ class NativeTransformer(nn.Module):
 
     def prepare(self, state: NativeState, rows: int, n: int) -> None:
         """Let the state take n tokens more."""
-        if not len(state.lengths):
-            state.begin(len(state.memory.length) if state.memory else rows // state.beam)
+        if state.memory is None and not len(state.lengths):
+            state.begin(rows // state.beam)
         if rows != len(state.origin):
             raise ValueError(f"tokens of {rows} rows for a state of {len(state.origin)}")
         state.make_room(n)
