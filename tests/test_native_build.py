@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler does not optimise, which takes most of its time."""
+    monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
+
+
 def test_without_a_compiler_torch_serves(elsewhere: Path) -> None:
     assert library() == "no C compiler"
     found = pack(made(KINDS["transformer"]))
@@ -68,6 +75,7 @@ def test_a_broken_compiler_is_a_reason(elsewhere: Path, script: str, reason: str
 
 
 @needed
+@pytest.mark.usefixtures("quickly")
 def test_a_cache_that_cannot_be_written_or_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -78,6 +86,38 @@ def test_a_cache_that_cannot_be_written_or_is_damaged(tmp_path: Path, monkeypatc
     kept.unlink()
     kept.write_bytes(b"no library")
     assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+
+
+@needed
+@pytest.mark.usefixtures("quickly")
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert building.cache_folder() is None
+    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    monkeypatch.setattr(building.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(building.Unavailable, match=r"cannot be loaded \(No such file"):
+        building.build(os.environ["PATH"])
+
+
+@needed
+@pytest.mark.usefixtures("quickly")
+def test_a_cache_that_nothing_may_be_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk mounted noexec: a passing folder serves."""
+    load = building.ctypes.CDLL
+
+    def picky(path: str) -> Any:
+        if path.startswith(str(tmp_path)):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building.ctypes, "CDLL", picky)
+    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @needed
