@@ -77,6 +77,7 @@ def advance(
     rows = board.newest.numel()
     model.prepare(state, rows, 1)
     steps = 1 + int(min(state.spare, max(0, model.target.limit - state.length - 1)))
+    state.spare -= steps - 1  # before the call: if it is interrupted, what it wrote is counted
     logits = torch.empty(rows, model.vocabulary)
     chosen = board.length.new_empty(rows) if board.tokens.shape[1] > 1 else None
     call = model.call(state, board.newest, 1, steps)
@@ -90,7 +91,7 @@ def advance(
         ctypes.c_int64(int(leaving * len(board.done)) + 1),
     )
     _check(-made)
-    state.spare -= made - 1
+    state.spare += steps - made
 
 
 def _board(board: Board, logits: Tensor, penalties: Tensor) -> tuple[int, ...]:
