@@ -299,6 +299,17 @@ def test_weights_that_are_no_numbers_are_named(where: str, dtype: str, beam: int
         search(native(plain, dtype), draw(5, 9), LENGTHS, config.Decode(beam=beam), bos=1, eos=2, pad=0)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF, 0x7F800001])
+def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None:
+    """As in a file that was overwritten; keys and values are rounded to bf16, and the largest of these bits to zero."""
+    plain = made(KINDS["transformer"])
+    with torch.no_grad():
+        plain.get_parameter("encoder.0.feed_forward.outer.bias")[-1:].view(torch.int).fill_(bits)
+    with pytest.raises(QkvError, match="are not numbers"):
+        search(native(plain, dtype), draw(5, 9), LENGTHS, config.Decode(beam=3), bos=1, eos=2, pad=0)
+
+
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 

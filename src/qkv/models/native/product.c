@@ -31,19 +31,19 @@ static float largest_of(const float *x, int64_t width) {
 
 static void round_row(const float *x, int64_t width, int8_t *bytes, float *scale, int32_t *shift) {
     float most = largest_of(x, width), by = most > 0 ? 127.0f / most : most; /* what is no number stays none */
-    int32_t sum = 0;
+    uint32_t sum = 0; /* without a sign: what comes of no numbers may be too large, and is never looked at */
     typedef int8_t VecByte __attribute__((vector_size(LANES)));
-    VecInt total = {0};
+    VecBits total = {0};
     for (int64_t k = 0; k < width; k += LANES) {
         Vec scaled = load(x + k) * by + 12582912.0f; /* rounds to the nearest */
         VecInt whole = (VecInt)scaled - 0x4b400000;
-        total += whole;
+        total += (VecBits)whole;
         VecByte packed = __builtin_convertvector(whole, VecByte);
         memcpy(bytes + k, &packed, sizeof packed);
     }
     for (int i = 0; i < LANES; i++) sum += total[i];
     *scale = most / 127.0f;
-    *shift = -128 * sum;
+    *shift = (int32_t)(0u - 128u * sum);
 }
 
 Input input(const Matrix *for_matrix, const float *x, int64_t rows, void *memory) {

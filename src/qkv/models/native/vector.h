@@ -53,6 +53,7 @@ INLINE Vec load_half(const uint16_t *from) {
 INLINE uint16_t to_half(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
+    if (x != x) return 0x7fc0; /* what is no number stays none: its bits may wrap around */
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to the nearest, of two to the even one */
 }
 
