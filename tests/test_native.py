@@ -166,29 +166,6 @@ print("equal")
     assert run.stdout.strip() == "equal", run.stderr
 
 
-@pytest.mark.parametrize("beam", [1, 3])
-@torch.inference_mode()
-def test_sentences_enter_while_others_are_under_way(beam: int) -> None:
-    ours = native(made(KINDS["modern"]))
-    source = draw(5, 9)
-    first, later = (ours.encode(source[some], LENGTHS[some]) for some in (slice(0, 2), slice(2, 5)))
-    tokens = draw(5 * beam, 40)
-    state, seen = ours.start(first, beam), []
-    for place in range(20):
-        logits, state = ours.step(tokens[: 2 * beam, place : place + 1], state)
-        seen.append(logits)
-    state = state.enter(later)
-    for place in range(18):
-        now = torch.cat([tokens[: 2 * beam, 20 + place], tokens[2 * beam :, place]])
-        logits, state = ours.step(now[:, None], state)
-        seen.append(logits)
-    whole, _ = ours.step(tokens, ours.start(ours.encode(source, LENGTHS), beam))
-    old = torch.cat([logits[: 2 * beam] for logits in seen], dim=1)
-    new = torch.cat([logits[2 * beam :] for logits in seen[20:]], dim=1)
-    torch.testing.assert_close(old, whole[: 2 * beam, :38], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(new, whole[2 * beam :, :18], rtol=1e-4, atol=1e-4)
-
-
 @torch.inference_mode()
 def test_rows_are_repeated_and_permuted_and_their_pages_used_again() -> None:
     plain = made(KINDS["transformer"])

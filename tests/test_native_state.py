@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from qkv.models.native.state import PAGE
 from test_native import native
 from test_packed import KINDS, LENGTHS, VOCAB, draw, made
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_sentence_goes_on_without_one_that_was_about_to_need_a_page(copies: int) -> None:
-    """The pages of the one that left are free, and none is taken; nor by a copy of a sentence that has none yet."""
-    ours = native(made(KINDS["transformer"]))
-    first, later = (ours.encode(draw(2, 9)[i : i + 1], LENGTHS[:1]) for i in range(2))
-    tokens = draw(1, 2 * PAGE)
-    _, state = ours.step(tokens[:, :-2], ours.start(first))
-    state = state.enter(later)
-    if copies == 1:
-        _, state = ours.step(tokens[:, :1].expand(2, 1), state)
-    state = state.select(torch.tensor([1] * copies))
-    stepped = []
-    for place in range(2 - copies, PAGE):
-        logits, state = ours.step(tokens[:, place : place + 1].expand(copies, 1), state)
-        stepped.append(logits)
-    whole, _ = ours.step(tokens, ours.start(later))
-    assert torch.equal(torch.cat(stepped, dim=1), whole[:, 2 - copies : PAGE].expand(copies, -1, -1))
 
 
 @torch.inference_mode()

@@ -10,11 +10,14 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
+
+from qkv.terminal import say
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
 COMPILERS = ("cc", "gcc", "clang")
@@ -87,6 +90,8 @@ def fingerprint(compiler: str) -> str:
 
 def compiled(compiler: str, target: Path) -> ctypes.CDLL:
     """Under another name until it is loaded: several processes may do the same at once, and what fails is not kept."""
+    if sys.stderr.isatty():
+        say("compiling the CPU engine for this processor, once")
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:

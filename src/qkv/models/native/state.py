@@ -1,7 +1,7 @@
 """What the native decoder remembers: pages of keys and values for each sentence, and a table of who wrote them.
 
 Nothing is ever moved. When beams go on from one another only the table changes; when a sentence leaves, its pages serve
-another. Every sentence has a length of its own, so some may begin while others are under way.
+another.
 """
 
 from __future__ import annotations
@@ -49,10 +49,6 @@ class NativeMemory:
 
     def select(self, stay: Numbers) -> NativeMemory:
         return NativeMemory(self.place[stay], self.length[stay], [self.held[i] for i in stay])
-
-    def join(self, other: NativeMemory) -> NativeMemory:
-        place, length = np.concatenate([self.place, other.place]), np.concatenate([self.length, other.length])
-        return NativeMemory(place, length, self.held + other.held)
 
 
 @dataclass
@@ -105,16 +101,6 @@ class NativeState:
         if not np.array_equal(stay, np.arange(len(self.lengths))):
             self._keep(stay)
         self.origin = self.origin[chosen]
-        return self
-
-    def enter(self, memory: NativeMemory) -> NativeState:
-        """Sentences that begin now, behind those that are under way."""
-        assert self.memory is not None
-        new, self.spare = len(memory.length), 0
-        self.memory = self.memory.join(memory)
-        self.lengths, self.filled = (np.pad(each, (0, new)) for each in (self.lengths, self.filled))
-        self.pages = np.pad(self.pages, ((0, new), (0, 0)))
-        self.origin = np.pad(self.origin, ((0, new * self.beam), (0, 0)))
         return self
 
     def _keep(self, stay: Numbers) -> None:
