@@ -434,7 +434,7 @@ def test_an_automatic_recipe_is_settled_once(stop: Stop, corpus: tuple[str, str]
     options = ["--set", "train.device=cpu", "--set", "model.d_model=16", "--set", "model.d_ff=16"]
     stop(["train", "--src", src, "--tgt", tgt, "--run", run, *options], "log", 1, signal.SIGKILL)
     settled = Run.open(run).config
-    assert (settled.train.schedule, settled.model.norm, settled.model.d_model) == ("cosine", "pre", 16)
+    assert (settled.train.schedule, settled.model.norm, settled.model.d_model) == ("wsd", "pre", 16)
     done = call("train", "--resume", "--run", run, "--set", "train.steps=2")
     assert (done.code, "auto:" in done.err) == (0, False)
     assert config.difference(settled, Run.open(run).config) == [("train.steps", settled.train.steps, 2)]
