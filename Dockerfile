@@ -12,8 +12,10 @@ COPY src ./src
 RUN pip install --no-cache-dir --constraint constraints.txt --no-build-isolation '.[serve]'
 
 FROM python:3.12-slim
+# The CPU engine is compiled for the processor that it meets, on first use.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/qkv /opt/qkv
-ENV PATH=/opt/qkv/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/opt/qkv/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/tmp
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin qkv
 USER 10001
 EXPOSE 8000

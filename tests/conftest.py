@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from qkv import config
+
+if TYPE_CHECKING:
+    from qkv.train.trainer import Trainer
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -145,3 +149,15 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
 def _written(stream: io.TextIOWrapper) -> str:
     stream.seek(0)
     return stream.read()
+
+
+def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
+    """Let one trainer go on from where another was broken off, through the files of a run."""
+    from qkv.run import Run
+    from qkv.train import checkpoint, loop
+
+    run = Run.create(folder, broken.config, broken.prepared.tokenizers)
+    loop.save_state(run, broken)
+    state = checkpoint.latest(run)
+    assert state is not None
+    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema)

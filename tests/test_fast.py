@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import sentences, tiny_config, write_pairs
+from conftest import resume, sentences, tiny_config, write_pairs
 from qkv.data.loader import Pairs, Step
-from qkv.run import Run
-from qkv.train import begin, checkpoint, loop
+from qkv.train import begin
 from qkv.train.fast import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
 
@@ -99,11 +98,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(make: Make, tmp_path: Path) ->
     steps = updates(unbroken)
     for update in steps[:3]:
         broken.step(update)
-    run = Run.create(tmp_path / "saved", broken.config, broken.prepared.tokenizers)
-    loop.save_state(run, broken)
-    state = checkpoint.latest(run)
-    assert state is not None
-    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema)
+    resume(tmp_path / "saved", broken, resumed)
     outcomes = [unbroken.step(update) for update in steps]
     assert [resumed.step(update) for update in steps[3:]] == outcomes[3:]
     for name, weight in weights(unbroken).items():

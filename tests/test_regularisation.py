@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import sentences, tiny_config, write_pairs
+from conftest import resume, sentences, tiny_config, write_pairs
 from qkv import config
 from qkv.models.build import build
 from qkv.models.layers import Embedding
 from qkv.run import Run
-from qkv.train import begin, checkpoint, loop
+from qkv.train import begin
 from qkv.train.trainer import Trainer
 
 KINDS: list[config.Model] = [
@@ -67,11 +67,7 @@ def test_a_resumed_run_draws_what_an_unbroken_one_draws(tmp_path: Path) -> None:
     steps.close()
     for update in updates[:2]:
         broken.step(update)
-    run = Run.create(tmp_path / "saved", broken.config, broken.prepared.tokenizers)
-    loop.save_state(run, broken)
-    state = checkpoint.latest(run)
-    assert state is not None
-    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema)
+    resume(tmp_path / "saved", broken, resumed)
     outcomes = [unbroken.step(update) for update in updates]
     assert [resumed.step(update) for update in updates[2:]] == outcomes[2:]
 

@@ -73,7 +73,7 @@ class Engine:
     async def _open(self) -> None:
         first = self._hire()
         await first.ready.wait()
-        gc.freeze()  # what is there now stays: a fifth of the time went into looking at it again and again
+        gc.freeze()  # what is there now stays, and is no garbage
         on_cpu = first.about["device"] == "cpu"
         for _ in range((self.setup.workers or (cores() if on_cpu else 1)) - 1):
             self._hire()

@@ -328,15 +328,6 @@ static void attend_back(void *data, int64_t first, int64_t end, int thread) {
     }
 }
 
-static void past_attention(const Model *model, int64_t number, const Step *s, Room *r) {
-    const Layer *layer = model->decoder + number;
-    const int64_t tokens = s->count * s->n;
-    multiply(r, &layer->project, before(model, &layer->attention, r, tokens), tokens, r->parts, 0);
-    in_parallel(r->threads, s->count, attend_back, &(Job){model, r, NULL, s, number, 0});
-    multiply(r, &layer->output, r->found, tokens, r->x, 1);
-    after(model, &layer->attention, r, tokens);
-}
-
 /* All beams of a sentence read the same source: they are queries of one attention. */
 static void attend_across(void *data, int64_t first, int64_t end, int thread) {
     const Job *job = data;
@@ -352,13 +343,14 @@ static void attend_across(void *data, int64_t first, int64_t end, int thread) {
     }
 }
 
-static void source_attention(const Model *model, int64_t number, const Step *s, Room *r) {
-    const Layer *layer = model->decoder + number;
+/* One of a decoder layer's attentions: the queries' matrix, how they attend, the output's matrix, and the norm. */
+static void attention(const Model *model, int64_t layer, const Step *s, Room *r, const Matrix *ask, Work *attend,
+                      const Matrix *output, const Norm *norm) {
     const int64_t tokens = s->count * s->n;
-    multiply(r, &layer->ask, before(model, &layer->cross, r, tokens), tokens, r->parts, 0);
-    in_parallel(r->threads, s->count, attend_across, &(Job){model, r, NULL, s, number, 0});
-    multiply(r, &layer->found, r->found, tokens, r->x, 1);
-    after(model, &layer->cross, r, tokens);
+    multiply(r, ask, before(model, norm, r, tokens), tokens, r->parts, 0);
+    in_parallel(r->threads, s->count, attend, &(Job){model, r, NULL, s, layer, 0});
+    multiply(r, output, r->found, tokens, r->x, 1);
+    after(model, norm, r, tokens);
 }
 
 static Room step_room(const Model *model, const Step *s, void *memory) {
@@ -404,10 +396,11 @@ int64_t qkv_step(const Model *model, const Step *s) {
             const float *there = s->positions ? s->positions + position * model->width : NULL;
             embed(model, model->target, s->tokens[row * s->n + i], there, r.x + (place * s->n + i) * model->width);
         }
-    for (int64_t layer = 0; layer < model->decoder_layers; layer++) {
-        past_attention(model, layer, s, &r);
-        if (s->source) source_attention(model, layer, s, &r);
-        feed_forward(model, model->decoder + layer, &r, tokens);
+    for (int64_t number = 0; number < model->decoder_layers; number++) {
+        const Layer *layer = model->decoder + number;
+        attention(model, number, s, &r, &layer->project, attend_back, &layer->output, &layer->attention);
+        if (s->source) attention(model, number, s, &r, &layer->ask, attend_across, &layer->found, &layer->cross);
+        feed_forward(model, layer, &r, tokens);
     }
     write_out(model, s, &r);
     return 0;
