@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv.models.fused import attention
@@ -17,6 +20,7 @@ from qkv.models.fused.noise import Noise
 from qkv.models.fused.tiles import Heads, Rows
 from qkv.models.kernels import triton
 from qkv.train import begin
+from qkv.train.distributed import ALONE, World
 from qkv.train.fast import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
 
@@ -65,7 +69,7 @@ def test_the_loss_of_two_passes() -> None:
     close(both, twins, torch.float32)
 
 
-def trainer(folder: Path, kind: type[Trainer] | None, **train: Any) -> Trainer:
+def trainer(folder: Path, kind: type[Trainer] | None, world: World = ALONE, **train: Any) -> Trainer:
     """Of a text with one pair that is much longer than the others."""
     text = sentences(120)
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
@@ -75,7 +79,7 @@ def trainer(folder: Path, kind: type[Trainer] | None, **train: Any) -> Trainer:
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
     run, prepared = begin._begin(folder / f"run-{len(list(folder.iterdir()))}", made, None, [], "")
-    return make_trainer(run.config, prepared) if kind is None else kind(run.config, prepared)
+    return (kind or make_trainer)(run.config, prepared, world)
 
 
 def losses(trained: Trainer, count: int = 60) -> list[float]:
@@ -100,3 +104,24 @@ def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more
 def test_captured_training_with_dropout_learns(tmp_path: Path) -> None:
     found = losses(trainer(tmp_path, None, r_drop=1.0, dropout=0.1), 200)
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[World]:
+    """The first of two ranks, whose group has no second: NCCL is asked for every sum, and finds nothing to add."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield World(0, 2, store)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parallel", ["data", "sharded"])
+def test_sums_by_nccl(tmp_path: Path, one_of_two: World, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = device_mesh.init_device_mesh
+    monkeypatch.setattr(device_mesh, "init_device_mesh", lambda kind, _: mesh(kind, (1,)))
+    summed = trainer(tmp_path, None, one_of_two, parallel=parallel)
+    assert isinstance(summed, FastTrainer) == (parallel == "data")
+    found = losses(summed, 30)
+    monkeypatch.setattr(World, "sum", lambda *_: None)
+    assert found == pytest.approx(losses(trainer(tmp_path, type(summed), World(0, 2)), 30), rel=0.1)
+    assert found[-1] < found[0]

@@ -89,7 +89,7 @@ def test_any_number_of_slots_in_any_order(
             found[order[place]] = hypotheses
 
         made_slots.run(
-            [torch.tensor([*lines[i], BYTES.src.eos]) for i in order],
+            [[*lines[i], BYTES.src.eos] for i in order],
             [longest[i] for i in order],
             [prefixes[i] for i in order],
             pad_id=BYTES.src.pad,

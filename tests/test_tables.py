@@ -205,8 +205,8 @@ def test_contestants_are_the_presets_where_those_are_measured(tmp_path: Path, pr
 # ---- trials ----------------------------------------------------------------------------------------------------------
 
 
-def named(text: tuple[str, str], *names: str, seeds: Sequence[int] = (1,)) -> list[Trial]:
-    return [Trial(name, small_config(*text, seed=seed)) for seed in seeds for name in names]
+def named(text: tuple[str, str], prepared: Prepared, *names: str, seeds: Sequence[int] = (1,)) -> list[Trial]:
+    return [Trial(name, small_config(*text, seed=seed), prepared) for seed in seeds for name in names]
 
 
 def test_finished_trials_are_not_repeated_and_failed_ones_are(
@@ -222,24 +222,24 @@ def test_finished_trials_are_not_repeated_and_failed_ones_are(
         return Result(name, run.config.train.seed, key, loss=1.5, curve=(Point(3, 9, 0.5, 1.5),))
 
     monkeypatch.setattr(trials, "_measure", fake)
-    folder, wanted = tmp_path / "work", named(text, "good", "bad", seeds=(1, 2))
-    first = trials.run_all(wanted, prepared, folder)
+    folder, wanted = tmp_path / "work", named(text, prepared, "good", "bad", seeds=(1, 2))
+    first = trials.run_all(wanted, folder)
     assert called == [("good", 1), ("bad", 1), ("good", 2), ("bad", 2)]
     assert [result.error for result in first] == ["", "out of luck", "", "out of luck"]
     called.clear()
     broken = False
-    second = trials.run_all(wanted, prepared, folder)
+    second = trials.run_all(wanted, folder)
     assert called == [("bad", 1), ("bad", 2)]
     assert [(result.name, result.error) for result in second] == [("good", ""), ("bad", "")] * 2
     called.clear()
-    assert trials.run_all(wanted, prepared, folder) == second
+    assert trials.run_all(wanted, folder) == second
     assert not called
     # Another recipe is another trial; a line that was cut off is measured again.
-    longer = [Trial(trial.name, trial.config.replace(train={"steps": 4})) for trial in wanted[:1]]
-    trials.run_all(longer, prepared, folder)
+    longer = [dataclasses.replace(trial, config=trial.config.replace(train={"steps": 4})) for trial in wanted[:1]]
+    trials.run_all(longer, folder)
     results = folder / trials.RESULTS
     results.write_text(results.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    trials.run_all(longer, prepared, folder)
+    trials.run_all(longer, folder)
     assert called == [("good", 1), ("good", 1)]
     assert len(trials.read_results(folder)) == 5
 
@@ -254,14 +254,14 @@ def test_an_interrupted_table_keeps_what_is_done(
 
     monkeypatch.setattr(trials, "_measure", fake)
     with pytest.raises(Interrupted, match="same command") as stopped:
-        trials.run_all(named(text, "first", "second", "third"), prepared, tmp_path / "work")
+        trials.run_all(named(text, prepared, "first", "second", "third"), tmp_path / "work")
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert [result.name for result in trials.read_results(tmp_path / "work").values()] == ["first"]
 
 
 def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
-    (trial,) = named(text, "small")
-    (result,) = trials.run_all([trial], prepared, tmp_path / "work")
+    (trial,) = named(text, prepared, "small")
+    (result,) = trials.run_all([trial], tmp_path / "work")
     assert not result.error
     (run,) = (qkv.Run(path) for path in (tmp_path / "work" / "runs").iterdir())
     log = [json.loads(line) for line in run.log.read_text(encoding="utf-8").splitlines()]
@@ -276,21 +276,21 @@ def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared
     # A test set asked for later is translated, but nothing is trained again; the validation text as test set agrees.
     valid = str(prepared.valid_text[0]), str(prepared.valid_text[1])
     (run.path / "weights" / "best.safetensors").unlink()  # it is the last weights that count
-    (again,) = trials.run_all([trial], prepared, tmp_path / "work", test=valid)
+    (again,) = trials.run_all([trial], tmp_path / "work", test=valid)
     assert again == dataclasses.replace(result, test_bleu=result.bleu, test=list(valid))
     assert [json.loads(line) for line in run.log.read_text(encoding="utf-8").splitlines()] == log
 
 
 @pytest.mark.slow
 def test_trials_side_by_side(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
-    steep = Trial("steep", small_config(*text, steps=14, learning_rate=1e30, clip=0.0))
-    killed = Trial("killed", small_config(*text, name="killed"))
-    wanted = [steep, *named(text, "small")]
-    results = trials.run_all(wanted, prepared, tmp_path / "work", jobs=2)
+    steep = Trial("steep", small_config(*text, steps=14, learning_rate=1e30, clip=0.0), prepared)
+    killed = Trial("killed", small_config(*text, name="killed"), prepared)
+    wanted = [steep, *named(text, prepared, "small")]
+    results = trials.run_all(wanted, tmp_path / "work", jobs=2)
     assert "finite" in results[0].error
-    alone = trials.run_all(named(text, "small"), prepared, tmp_path / "alone")
+    alone = trials.run_all(named(text, prepared, "small"), tmp_path / "alone")
     assert (results[1].loss, results[1].bleu) == (alone[0].loss, alone[0].bleu)
-    name, key, run = trials._open(killed, "key", prepared, tmp_path / "work")
+    name, key, run = trials._open(killed, "key", tmp_path / "work")
     assert "code -9" in trials._outcome(name, key, run, -9).error
 
 

@@ -172,6 +172,27 @@ def multi30k_fr() -> Config:
     return _named(dataclasses.replace(multi30k(), data=_parallel("fr")), "multi30k_fr")
 
 
+def europarl() -> Config:
+    """Europarl, English to German, 1.9 million pairs: the paper's base in ten minutes of one H200, files as above."""
+    return Config(
+        data=_parallel("de"),
+        tokenizer=Tokenizer(vocab=32_000),
+        model=Transformer(dropout=0.1, norm="pre"),
+        train=Train(
+            steps=18_000,
+            optimizer="muon",
+            schedule="wsd",
+            learning_rate=2.8e-3,
+            warmup=1000,
+            clip=1.0,
+            average=0,
+            validate_every=3000,
+            metric="bleu",
+            name="europarl",
+        ),
+    )
+
+
 def _parallel(target: str) -> Data:
     """Files of the usual names in the folder that data.root will name."""
     return Data(
@@ -262,6 +283,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
         demo_conv,
         multi30k,
         multi30k_fr,
+        europarl,
         paper_base,
         paper_big,
         paper_rnn,

@@ -129,7 +129,7 @@ def _in_slots(
     special = Special(tgt.bos, tgt.eos, tgt.pad)
     check_prefix(torch.tensor([token for prefix in work.prefixes for token in prefix], dtype=torch.long), special)
     pool.run(
-        [torch.tensor([*work.sources[i], src.eos]) for i in order],
+        [[*work.sources[i], src.eos] for i in order],
         [work.longest[i] for i in order],
         [work.prefixes[i] for i in order],
         spec,

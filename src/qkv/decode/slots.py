@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from qkv.models.static import StaticState, can_hold
 
 MOST = 512  # sentences at a time: more do not make a large GPU any faster
 LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
+
+Ids = Sequence[int]
 
 
 class Pool:
@@ -49,9 +53,9 @@ class Pool:
 
     def run(
         self,
-        sources: Sequence[Tensor],
+        sources: Sequence[Ids],
         longest: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
+        prefixes: Sequence[Ids],
         spec: config.Decode,
         special: Special,
         choice: Choice,
@@ -145,9 +149,9 @@ class Slots:
     @torch.inference_mode()
     def run(
         self,
-        sources: Sequence[Tensor],
+        sources: Sequence[Ids],
         longest: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
+        prefixes: Sequence[Ids],
         *,
         pad_id: int,
         finished: Callable[[int, list[Hypothesis]], None],
@@ -221,29 +225,31 @@ class Door:
     def let_in(
         self,
         slots: list[int],
-        sources: Sequence[Tensor],
+        sources: Sequence[Ids],
         longest: Sequence[int],
-        prefixes: Sequence[Sequence[int]],
+        prefixes: Sequence[Ids],
         numbers: list[int],
         pad: int,
     ) -> None:
         """Begin these sentences in these slots; where they are fewer than the door takes, the last enters again."""
         more = self.size - len(numbers)
         slots, numbers = slots + slots[-1:] * more, numbers + numbers[-1:] * more
-        width = self.source.shape[1]
-        rows = torch.full((self.size, width), pad, dtype=torch.long)
-        for row, number in zip(rows, numbers, strict=True):
-            row[: len(sources[number])] = sources[number]
-        forced = torch.full(self.forced.shape, -1, dtype=torch.long)
-        for row, number in zip(forced, numbers, strict=True):
-            if prefixes[number]:
-                row[: len(prefixes[number])] = torch.tensor(prefixes[number])
+        rows = _laid([sources[i] for i in numbers], self.source.shape[1], pad)
+        forced = _laid([prefixes[i] for i in numbers], self.forced.shape[1], -1)
         lists = torch.tensor([[len(sources[i]) for i in numbers], slots, [longest[i] for i in numbers]])
         for held, new in zip(
             (self.source, self.forced, self.lengths, self.slots, self.longest), (rows, forced, *lists), strict=True
         ):
             held.copy_(new)
         self.enter()
+
+
+def _laid(rows: Sequence[Ids], width: int, fill: int) -> Tensor:
+    """Rows of ids as a matrix, filled up behind them: all at once, because the device waits meanwhile."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    matrix = np.full((len(rows), width), fill, np.int64)
+    matrix[np.arange(width) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
+    return torch.from_numpy(matrix)
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:

@@ -90,7 +90,7 @@ def _at_equal_time(
     seconds = {}
     for name, variant in variants.items():
         place = describe(choose_device(variant.train.device))
-        key = f"{name} on {place}, {trials.key_of(Trial(name, variant), texts[name])}"
+        key = f"{name} on {place}, {trials.key_of(Trial(name, variant, texts[name]))}"
         if key not in known:
             known[key] = seconds_an_update(variant, texts[name])
             files.write_text(path, json.dumps(known, indent=1) + "\n")
@@ -112,18 +112,14 @@ def _lasting(config: configs.Config, share: float) -> configs.Config:
 def _train(
     variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
-    """The results of every variant; those of one text are trained side by side."""
-    found: dict[str, list[Result]] = {}
-    for prepared in {text.folder: text for text in texts.values()}.values():
-        planned = [
-            Trial(name, variant.replace(train={"seed": seed}))
-            for seed in range(1, seeds + 1)
-            for name, variant in variants.items()
-            if texts[name].folder == prepared.folder
-        ]
-        for result in trials.run_all(planned, prepared, folder, jobs=jobs):
-            found.setdefault(result.name, []).append(result)
-    return {name: found[name] for name in variants}
+    """The results of every variant."""
+    planned = [
+        Trial(name, variant.replace(train={"seed": seed}), texts[name])
+        for seed in range(1, seeds + 1)
+        for name, variant in variants.items()
+    ]
+    results = trials.run_all(planned, folder, jobs=jobs)
+    return {name: [result for result in results if result.name == name] for name in variants}
 
 
 def _sheet(title: str, found: dict[str, list[Result]]) -> figures.Sheet:

@@ -200,11 +200,11 @@ class Competition:
     def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:
         """The results of all seeds, each model with the rate that leaves it the lowest loss on the first."""
         tried = [(name, rate) for name in self.models for rate in rates]
-        first = self._run([Trial(name, self.config(name, rate)) for name, rate in tried], jobs)
+        first = self._run([Trial(name, self.config(name, rate), self.prepared) for name, rate in tried], jobs)
         losses = {pair: math.inf if result.error else result.loss for pair, result in zip(tried, first, strict=True)}
         self.rates = {name: min(rates, key=lambda rate: losses[name, rate]) for name in self.models}
         chosen = [
-            Trial(name, self.config(name, self.rates[name], seed))
+            Trial(name, self.config(name, self.rates[name], seed), self.prepared)
             for seed in range(1, seeds + 1)
             for name in self.models
         ]
@@ -212,7 +212,7 @@ class Competition:
         return {name: [result for result in results if result.name == name] for name in self.models}
 
     def _run(self, planned: list[Trial], jobs: int, test: trials.Files | None = None) -> list[Result]:
-        results = trials.run_all(planned, self.prepared, self.folder, jobs=jobs, test=test)
+        results = trials.run_all(planned, self.folder, jobs=jobs, test=test)
         self.results |= {result.key: result for result in results}
         return results
 

@@ -96,14 +96,14 @@ def measure(
     scale = Scale(width or usual.width, depth or usual.depth, steps or usual.steps, tokens or usual.tokens)
     base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
     names = [name for name in ROWS if name in (rows or ROWS)]
+    folder = Path(out)
+    prepared = trials.prepare_text(base, folder)
     planned = [
-        Trial(name, at_scale(name, scale, base, device=device, seed=seed))
+        Trial(name, at_scale(name, scale, base, device=device, seed=seed), prepared)
         for seed in range(1, seeds + 1)
         for name in names
     ]
-    folder = Path(out)
-    prepared = trials.prepare_text(base, folder)
-    found = trials.run_all(planned, prepared, folder, jobs=jobs or trials.usual_jobs(device))
+    found = trials.run_all(planned, folder, jobs=jobs or trials.usual_jobs(device))
     by_name = {name: [result for result in found if result.name == name] for name in names}
     conclusions = [judge(claim, by_name) for claim in CLAIMS]
     result = {

@@ -1,4 +1,4 @@
-"""Trials: many small trainings on one text, side by side, each measured alike; Tables 2 and 3 are made of them.
+"""Trials: many small trainings, side by side, each measured alike; Tables 2 and 3 are made of them.
 
 A trial is a config with a name. Its run folder lies in a working directory, and what was measured is a line of
 `results.jsonl` there: a table that was interrupted goes on where it was, and a trial that is finished is not repeated.
@@ -59,10 +59,11 @@ Files = tuple[str, str]  # source and target
 
 @dataclass(frozen=True)
 class Trial:
-    """A config to be trained and measured; trials of one name differ in train.seed."""
+    """A config to be trained on a text and measured; trials of one name differ in train.seed."""
 
     name: str
     config: configs.Config
+    text: Prepared
 
 
 @dataclass(frozen=True)
@@ -187,22 +188,20 @@ def scaled(model: configs.Transformer, width: float, depth: float) -> configs.Tr
 # ---- many of them ----------------------------------------------------------------------------------------------------
 
 
-def run_all(
-    trials: Sequence[Trial], prepared: Prepared, folder: Path, *, jobs: int = 1, test: Files | None = None
-) -> list[Result]:
+def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: Files | None = None) -> list[Result]:
     """Train and measure what is not in the folder's results yet; all results, in the order of the trials.
 
     With `jobs` > 1 each trial is a process, so many at a time. One that fails is told of, and tried again next time.
     """
     known = read_results(folder)
-    keys = [key_of(trial, prepared) for trial in trials]
+    keys = [key_of(trial) for trial in trials]
     waiting = [
         (trial, key)
         for trial, key in zip(trials, keys, strict=True)
         if key not in known or known[key].error or (test and known[key].test != list(test))
     ]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} of them done before")
-    runs = (_open(trial, key, prepared, folder) for trial, key in waiting)
+    runs = (_open(trial, key, folder) for trial, key in waiting)
     begun = time.monotonic()
     with closing(_side_by_side(runs, jobs, test) if jobs > 1 else _one_by_one(runs, test)) as results:
         for number, result in enumerate(results, 1):
@@ -237,23 +236,23 @@ def read_results(folder: Path) -> dict[str, Result]:
     return found
 
 
-def key_of(trial: Trial, prepared: Prepared) -> str:
+def key_of(trial: Trial) -> str:
     """What decides a result: the text by its content, and every option but where the text lies."""
     tree = configs.to_dict(trial.config)
     for place in ("train", "valid", "root", "store", "workers"):
         del tree["data"][place]
-    whole = json.dumps([trial.name, prepared.folder.name, tree], sort_keys=True)
+    whole = json.dumps([trial.name, trial.text.folder.name, tree], sort_keys=True)
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
 Named = tuple[str, str, Run]  # name and key of a trial, and its run folder
 
 
-def _open(trial: Trial, key: str, prepared: Prepared, folder: Path) -> Named:
+def _open(trial: Trial, key: str, folder: Path) -> Named:
     slug = re.sub(r"[^\w.]+", "_", trial.name)
     run = Run(folder / "runs" / f"{slug}-{trial.config.train.seed}-{key}")
     if not run.exists():
-        Run.create(run.path, trial.config, prepared.tokenizers, prepared.folder)
+        Run.create(run.path, trial.config, trial.text.tokenizers, trial.text.folder)
     return trial.name, key, run
 
 
