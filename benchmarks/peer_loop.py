@@ -1,12 +1,12 @@
 """transformers' MarianMT trained by the loop that a user would write, against the clock: what recipes compare with.
 
     python benchmarks/peer_loop.py train.en train.de valid.en valid.de --seconds 110 --every 30 -o peer.json
-        [--test test.en test.de] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000]
+        [--test test.en test.de …] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000] [--lines 500]
 
 The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
 padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a
-beam of 4 on the validation set every so many seconds, whose time counts as it does for us. The clock starts when the
-text is prepared.
+beam of 4 on the first `--lines` of the validation set every so many seconds, whose time counts as it does for us. The
+clock starts when the text is prepared. `benchmarks/curves.py` draws what it writes beside our own runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sacrebleu import corpus_bleu
+from sacrebleu import corpus_bleu, corpus_chrf
 from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
@@ -32,11 +33,17 @@ from qkv.data.lines import read_lines
 from qkv.data.store import prepare
 from qkv.text import Tokenizers
 
+Pair = tuple[list[int], list[int]]
 
-def learn(files: list[str], vocab: int) -> Tokenizers:
+
+def learn(files: list[str], vocab: int) -> tuple[Tokenizers, list[Pair]]:
+    """Subwords, and the training text in their ids."""
     with tempfile.TemporaryDirectory() as folder:
         data = Data(train=(Corpus(src=files[0], tgt=files[1]),), valid=(Corpus(src=files[2], tgt=files[3]),))
-        return prepare(data, Tokenizer(vocab=vocab), Path(folder)).tokenizers
+        made = prepare(data, Tokenizer(vocab=vocab), Path(folder))
+        return made.tokenizers, [
+            (made.train.src(i).tolist(), made.train.tgt(i).tolist()) for i in range(len(made.train))
+        ]
 
 
 def build(size: argparse.Namespace, tokenizers: Tokenizers) -> MarianMTModel:
@@ -56,11 +63,13 @@ def padded(rows: list[list[int]], pad: int) -> Tensor:
     return torch.tensor([row + [pad] * (width - len(row)) for row in rows])
 
 
-def batches(pairs: list[tuple[list[int], list[int]]], tokens: int, draw: random.Random) -> Iterator[list[Any]]:
+def batches(pairs: list[Pair], tokens: int, draw: random.Random) -> Iterator[list[Pair]]:
     """An epoch: pairs of like length together, in batches of about so many padded target tokens, in any order."""
-    order = sorted(pairs, key=lambda pair: (len(pair[1]) + draw.random(), draw.random()))
-    made, batch, longest = [], [], 0
-    for pair in order:
+    noise = np.random.default_rng(draw.getrandbits(32)).random(len(pairs))
+    order = np.argsort(np.array([len(target) for _, target in pairs]) + noise)
+    made, longest = [], 0
+    batch: list[Pair] = []
+    for pair in map(pairs.__getitem__, order.tolist()):
         longest = max(longest, *map(len, pair))
         if batch and (len(batch) + 1) * longest > tokens:
             made.append(batch)
@@ -96,11 +105,8 @@ class Peer:
         torch.manual_seed(given.seed)
         self.given, self.draw = given, random.Random(given.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizers = learn(given.files, given.vocab)
-        *train, self.valid, self.reference = (list(read_lines(name)) for name in given.files)
-        src, tgt = self.tokenizers.src, self.tokenizers.tgt
-        pairs = [(src.encode(a), tgt.encode(b)) for a, b in zip(*train, strict=True) if a and b]
-        self.pairs = [pair for pair in pairs if max(map(len, pair)) < 256]
+        self.tokenizers, self.pairs = learn(given.files, given.vocab)
+        self.valid, self.reference = (list(read_lines(name))[: given.lines] for name in given.files[2:])
         self.began = time.monotonic()
         self.model = build(given, self.tokenizers).to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -110,7 +116,7 @@ class Peer:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def update(self, batch: list[Any]) -> Tensor:
+    def update(self, batch: list[Pair]) -> Tensor:
         given, src, tgt = self.given, self.tokenizers.src, self.tokenizers.tgt
         self.step += 1
         falling = 0.5 * (1 + math.cos(math.pi * min(1.0, self.seconds / given.seconds)))
@@ -150,21 +156,21 @@ class Peer:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", nargs=4)
-    parser.add_argument("--test", nargs=2)
+    parser.add_argument("--test", nargs="+", default=[])
     parser.add_argument("-o", "--output", required=True)
     sizes = {"d_model": 256, "d_ff": 1024, "heads": 4, "layers": 3, "tokens": 8192, "vocab": 10_000}
-    clock = {"seconds": 110.0, "every": 30.0, "warmup": 500, "seed": 1}
+    clock = {"seconds": 110.0, "every": 30.0, "warmup": 500, "seed": 1, "lines": 3000}
     for name, value in {**sizes, **clock, "dropout": 0.3, "rate": 1e-3}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     peer = Peer(given)
-    report: dict[str, Any] = {"curve": peer.train(), "steps": peer.step, "settings": vars(given)}
-    if given.test:
-        source, reference = (list(read_lines(name)) for name in given.test)
+    report: dict[str, Any] = {"curve": peer.train(), "steps": peer.step, "settings": vars(given), "test": {}}
+    for files in zip(given.test[::2], given.test[1::2], strict=True):
+        source, reference = (list(read_lines(name)) for name in files)
         found = translate(peer.model, peer.tokenizers, source, peer.device)
         scores = {name: corpus_bleu(found, [reference], lowercase=name != "bleu").score for name in ("bleu", "lower")}
-        report["test"] = scores
-        print(scores)
+        report["test"][files[0]] = scores | {"chrf": corpus_chrf(found, [reference]).score}
+        print(files[0], report["test"][files[0]], flush=True)
     Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -504,17 +504,18 @@ def test_a_gpu_gets_muon_where_matrices_are_whole(
     assert (chosen.train.optimizer, chosen.train.schedule) == (optimizer, "wsd")
 
 
-def test_a_recipe_by_name_finds_its_files(tmp_path: Path, call: Call) -> None:
+@pytest.mark.parametrize(("name", "r_drop", "beam"), [("multi30k", 5.0, 5), ("europarl", 0.0, 4)])
+def test_a_recipe_by_name_finds_its_files(name: str, r_drop: float, beam: int, tmp_path: Path, call: Call) -> None:
     """`qkv train multi30k --set data.root=DIR`, with files that are packed."""
     for part, pairs in (("train", sentences(80)), ("valid", sentences(80)[:9])):
         for language, lines in zip(("en", "de"), zip(*pairs, strict=True), strict=True):
             (tmp_path / f"{part}.{language}.xz").write_bytes(lzma.compress("".join(f"{x}\n" for x in lines).encode()))
     sets = [f"data.root={tmp_path}", "train.steps=2", "tokenizer.vocab=300", "train.device=cpu"]
     sets += ["model.d_model=16", "model.d_ff=16", "model.encoder_layers=1", "model.decoder_layers=1"]
-    done: Done = call("train", "multi30k", "--run", tmp_path / "run", *(x for s in sets for x in ("--set", s)))
+    done: Done = call("train", name, "--run", tmp_path / "run", *(x for s in sets for x in ("--set", s)))
     assert done.code == 0, done.err
     made = Run.open(tmp_path / "run").config
-    assert (made.train.r_drop, made.train.optimizer, made.decode.beam) == (5.0, "muon", 5)
+    assert (made.train.r_drop, made.train.optimizer, made.decode.beam) == (r_drop, "muon", beam)
     missing: Done = call("train", "multi30k_fr", "--set", f"data.root={tmp_path}", "--run", tmp_path / "other")
     assert missing.code == 2
     assert "train.fr" in missing.err
