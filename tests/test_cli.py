@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -148,6 +149,27 @@ def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
         os.write(ours, b"\x04")  # Ctrl-D
         assert talk.wait(60) == 0
         assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # the echo of the terminal, and nothing else
+
+
+def test_a_pipe_is_answered_as_it_comes(tiny: Path) -> None:
+    """A program that sends a line and waits for its translation gets it; what came together is answered together."""
+    with subprocess.Popen([*COMMAND, "translate", str(tiny)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as talk:
+        assert talk.stdin
+        assert talk.stdout
+        for sent, answers in [
+            ([b"\xef", b"\xbb\xbfOne cat.\n"], [b"Uno gatto.\n"]),  # a byte order mark in two parts
+            ([b"Two ", b"dog.\nOne red cat.\n"], [b"Due cane.\n", b"Uno rosso gatto.\n"]),
+            ([b"\nOne cat."], [b"\n"]),
+        ]:
+            for part in sent:
+                talk.stdin.write(part)
+                talk.stdin.flush()
+                time.sleep(0.05)
+            assert select.select([talk.stdout], [], [], 60)[0], "no answer"
+            assert [talk.stdout.readline() for _ in answers] == answers
+        talk.stdin.close()
+        assert talk.stdout.read() == b"Uno gatto.\n"
+        assert talk.wait(60) == 0
 
 
 def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
@@ -340,6 +362,8 @@ def test_every_verb_explains_itself(verb: str, call: Call) -> None:
 def test_help_does_not_wait_for_torch() -> None:
     code = """
 import sys
+import time
+import time
 from qkv.cli import main
 sys.argv = ["qkv", "--help"]
 try:

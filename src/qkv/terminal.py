@@ -85,8 +85,7 @@ def _ignore(stage: str, done: int, total: int | None) -> None:
 def writer(output: str) -> Iterator[Callable[[str], object]]:
     """Write lines to standard output (-), or to a file, which is FILE.part until all of them are written."""
     if output == "-":
-        interactive = sys.stdin.isatty()
-        yield lambda line: print(line, flush=interactive)
+        yield lambda line: print(line, flush=True)  # somebody may wait for it before the next one is sent
         return
     path = Path(output)
     special = path.exists() and not path.is_file()  # a pipe or a device

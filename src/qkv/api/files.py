@@ -82,14 +82,17 @@ class Crew:
 ALONE = Crew()
 
 
-def chunks(lines: Iterable[str], size: int) -> Iterator[Chunk]:
-    """Lines as chunks of at most `size`, or fewer long ones; which lines go together depends on nothing but them."""
+def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: True) -> Iterator[Chunk]:
+    """Lines as chunks of at most `size`, or fewer long ones; which lines go together depends on nothing but them.
+
+    Unless `more` says that no other line is there yet, which ends a chunk too.
+    """
     number = first = characters = 0
     some: list[str] = []
     for line in lines:
         some.append(line)
         characters += len(line)
-        if len(some) == size or characters >= CHARACTERS:
+        if len(some) == size or characters >= CHARACTERS or not more():
             yield Chunk(number, first, some)
             number, first, characters, some = number + 1, first + len(some), 0, []
     if some:
@@ -116,10 +119,17 @@ def fingerprint(run: Run, weights: str = "") -> str:
     return digest.hexdigest()
 
 
-def translate_lines(lines: Iterable[str], write: Callable[[str], object], work: Work, *, size: int) -> Counter[str]:
+def translate_lines(
+    lines: Iterable[str],
+    write: Callable[[str], object],
+    work: Work,
+    *,
+    size: int,
+    more: Callable[[], bool] = lambda: True,
+) -> Counter[str]:
     """Translate lines as they come, to where they cannot be taken back: a pipe or a terminal."""
     counts: Counter[str] = Counter()
-    for chunk in chunks(lines, size):
+    for chunk in chunks(lines, size, more):
         text, found = work(chunk)
         write(text)
         counts.update(found)

@@ -63,7 +63,7 @@ def translate(
     workers: options.Workers = None,
     on_bad: options.BadLines = options.OnBad.error,
 ) -> None:
-    """Translate text: as many lines out as in.
+    """Translate text: as many lines out as in; what is piped or typed is answered as it comes.
 
     With --output a file of any size: stopped or killed, the same command goes on where it was. On several GPUs:
     torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
@@ -86,7 +86,7 @@ def translate(
     with _bar(file, output, crew) as advance:
         work = _work(translator, how, as_json, advance)
         if _passes_on(output):
-            counts = _pass_on(lines, output, work, 1 if _typed(file) else CHUNK)
+            counts = _pass_on(lines, output, work)
         else:
             task = _task(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **how)
             about = {"command": options.command_line(), "input": file}
@@ -123,7 +123,7 @@ def _learn_shortlist(translator: Translator, run: Path) -> None:
 
 
 def _typed(file: str) -> bool:
-    """Whether someone types the text, and is answered line by line."""
+    """Whether someone types the text."""
     return file == "-" and sys.stdin.isatty()
 
 
@@ -148,13 +148,16 @@ def _lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> Lines:
     return Lines(file, on_bad)
 
 
-def _pass_on(lines: Lines, output: str, work: Work, size: int) -> Mapping[str, int]:
-    """Translate to where nothing can be taken back."""
+def _pass_on(lines: Lines, output: str, work: Work) -> Mapping[str, int]:
+    """Translate to where nothing can be taken back: what has come, as soon as nothing more comes at once."""
+    from qkv.api import CHUNK
     from qkv.api.files import translate_lines
     from qkv.terminal import writer
 
     with writer(output) as write:
-        return translate_lines(lines, lambda text: write(text.removesuffix("\n")), work, size=size)
+        return translate_lines(
+            lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
@@ -165,8 +166,8 @@ def pieces(path: Path) -> Iterator[bytes]:
     """The content of a file, compressed or not, or of standard input, a piece at a time."""
     try:
         if path == Path("-"):
-            stdin = sys.stdin.buffer  # what is typed comes line by line
-            yield from iter(stdin.readline if stdin.isatty() else lambda: stdin.read(PIECE), b"")
+            stdin = cast(BufferedReader, sys.stdin.buffer)
+            yield from iter(lambda: stdin.read1(PIECE), b"")  # what has come, and not what is still to come
         elif path.suffix == ".zst":
             yield from _zstd(path)
         else:
