@@ -5,6 +5,7 @@ What is in C has its own tests (test_native.py), and is turned off here.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from conftest import sentences
 from qkv import config
 from qkv.decode.batched import search_all
-from qkv.errors import UsageError
+from qkv.errors import QkvError, UsageError
 from qkv.models import packed
 from qkv.models.build import build
 from qkv.models.packed import OneDNN, Plain, choose, fault, pack, processor
@@ -219,6 +220,17 @@ def test_the_original_is_untouched_and_apart(kind: str) -> None:
             parameter.zero_()
     with torch.inference_mode():
         assert torch.equal(ours.step(draw(5, 2), ours.start(ours.encode(draw(5, 9), LENGTHS)))[0], first)
+
+
+@pytest.mark.parametrize("kind", ["gru", "conv", "transformer"])
+def test_weights_that_are_no_numbers_are_not_rounded(kind: str) -> None:
+    plain = made(KINDS[kind])
+    name, weight = list(plain.named_parameters())[-1]
+    with torch.no_grad():
+        weight.view(-1)[-1] = math.nan
+    if choose("int8").dtype == "int8":
+        with pytest.raises(QkvError, match=f"the weights of {name} are not numbers"):
+            pack(plain, "int8")
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.errors import UsageError
+from qkv.errors import QkvError, UsageError
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.base import Model
 from qkv.models.conv import WeightNorm
@@ -257,6 +257,10 @@ def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
     torch has its own kernels.
     """
     engine = choose(dtype)
+    if engine.dtype == "int8":  # its kernels have no way to say so
+        broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+        if broken:
+            raise QkvError(f"the weights of {broken[0]} are not numbers: use those of another step")
     with torch.no_grad():
         if isinstance(model, Transformer | DecoderOnly) and fits(model):
             engine, found = compiled(engine), library()
