@@ -1,8 +1,8 @@
 """The engine: sentences wait in a bounded, fair queue and go to the model processes in batches of so many tokens.
 
 A batch is taken when a process is free: at once if many wait, else a few milliseconds after the last of its sentences
-came, so that others may join. What is refused is refused before it waits; what was accepted is answered, also when the
-server is told to stop.
+came, so that others may join. Where none is free, each gets its next batch while it is at one. What is refused is
+refused before it waits; what was accepted is answered, also when the server is told to stop.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Engine:
         first = self._hire()
         await first.ready.wait()
         gc.freeze()  # what is there now stays, and is no garbage
-        gc.set_threshold(100_000)  # nor are the many requests that wait
+        gc.set_threshold(20_000)  # nor are the many requests that wait
         on_cpu = first.about["device"] == "cpu"
         for _ in range((self.setup.workers or (cores() if on_cpu else 1)) - 1):
             self._hire()
@@ -212,12 +212,12 @@ class Engine:
         while True:
             await worker.ready.wait()
             await queue.filled.wait()
-            if not single and worker in self.busy and self._free():  # that one has nothing to do
-                await asyncio.sleep(self.setup.wait)
-                continue
             if not single and not self.planned:
                 await self._company()
             if not worker.ready.is_set():
+                continue
+            if not single and worker in self.busy and self._free():  # that one has nothing to do
+                await asyncio.sleep(self.setup.wait)
                 continue
             units = queue.take(1, 1) if single else self._batch()
             if not units:
