@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,6 +167,45 @@ def test_a_client_that_leaves_is_no_longer_worked_for(server: Server) -> None:
     server.until(lambda: server.ask("/health").json["waiting"] == 0)
     server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
     assert server.metric("qkv_sentences_total") - done < len(LINES) * 3 / 2
+
+
+def test_a_client_that_leaves_behind_a_large_body_is_noticed(server: Server) -> None:
+    """Nobody reads on while a body of more than uvicorn's 64 KB waits, unless somebody asks for it."""
+    before = server.metric("qkv_cancelled_total")
+    body = json.dumps({"q": LINES * 3, "padding": "x" * 500_000, **PAIR}).encode()
+    head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with server.connect() as line:
+        line.sendall(f"{head}\r\n\r\n".encode() + body)
+        server.until(lambda: server.ask("/health").json["waiting"] > 0)
+    server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+
+
+def test_however_a_request_comes_its_answer_is_the_same(server: Server) -> None:
+    def answers(data: bytes, count: int, parts: int = 1) -> list[bytes]:
+        with server.connect() as line, line.makefile("rb") as stream:
+            size = -(-len(data) // parts)
+            for begin in range(0, len(data), size):
+                line.sendall(data[begin : begin + size])
+                time.sleep(0.02)
+            return [answer(stream) for _ in range(count)]
+
+    def answer(stream: Any) -> bytes:
+        head = list(iter(stream.readline, b"\r\n"))
+        size = next(int(row.split(b":")[1]) for row in head if row.startswith(b"content-length:"))
+        return b"".join(row for row in head if not row.startswith(b"date:")) + bytes(stream.read(size))
+
+    def request(text: str) -> bytes:
+        body = json.dumps({"q": text, **PAIR}).encode()
+        head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        return f"{head}\r\n\r\n".encode() + body
+
+    texts = [*LINES[:4], "a" * 60_000]
+    alone = [answers(request(text), 1)[0] for text in texts]
+    assert [each[9:12] for each in alone] == [b"200"] * 4 + [b"413"]
+    assert len(set(alone)) == len(texts)
+    assert [answers(request(text), 1, parts=4)[0] for text in texts[:2]] == alone[:2]
+    assert answers(b"".join(map(request, texts)), len(texts)) == alone  # one behind the other, in their order
+    assert 'route="/translate",status="413"' in server.ask("/metrics").data.decode()
 
 
 def test_clients_that_dawdle_are_hung_up_on_and_others_are_served(server: Server) -> None:

@@ -24,7 +24,7 @@ from qkv.serve.crew import Worker
 from qkv.serve.engine import Engine, Setup
 from qkv.serve.fair import FairQueue, Unit
 from qkv.serve.keys import Rates, find_key, new_key, read_keys
-from qkv.serve.limits import Limits, Refusal
+from qkv.serve.limits import Limits, Refusal, Wait
 from qkv.serve.marks import swap_back
 from qkv.serve.metrics import Metrics
 from qkv.serve.models import Models, Served
@@ -146,7 +146,7 @@ def test_a_process_that_is_alone_takes_the_whole_batch() -> None:
         engine.workers = [Worker({}), Worker({})]
         for worker in engine.workers:
             worker.ready.set()
-        for busy, sizes in ((set(), [3, 3]), ({engine.workers[0]}, [6])):
+        for busy, sizes in (([], [3, 3]), ([engine.workers[0]], [6])):
             engine.busy = busy
             for number in range(6):
                 engine.sentences.add(Unit(number, GROUP, number, 5))
@@ -154,6 +154,75 @@ def test_a_process_that_is_alone_takes_the_whole_batch() -> None:
             assert not engine.waiting
 
     asyncio.run(plan())
+
+
+def test_a_process_gets_its_next_batch_only_when_no_other_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Worker, int]] = []
+    over = asyncio.Event()
+
+    async def result(self: Worker, kind: str, model: str, asked: Any) -> Any:
+        sent.append((self, len(asked["texts"])))
+        await over.wait()
+        return {"results": [{"texts": [text]} for text in asked["texts"]]}
+
+    async def live(self: Worker) -> None:
+        self.about = {"device": "cpu", "ready": {}}
+        self.ready.set()
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        engine = Engine(Setup({}, workers=2, wait=0.001), Limits(), Metrics())
+        engine.start()
+        await asyncio.sleep(0.01)
+        asked = [
+            asyncio.create_task(engine.batch("a", ("translate", "m", ""), ["x"] * size, [5] * size)) for size in (4, 4)
+        ]
+        await asyncio.sleep(0.05)
+        assert {worker for worker, _ in sent} == set(engine.workers)
+        assert [size for _, size in sent] == [4, 4]
+        asked += [asyncio.create_task(engine.batch("a", ("translate", "m", ""), ["y"], [5]))]
+        await asyncio.sleep(0.05)
+        assert [size for _, size in sent] == [4, 4, 1]  # although both are busy
+        over.set()
+        assert [len(found) for found in await asyncio.gather(*asked)] == [4, 4, 1]
+        assert engine.idle
+        assert engine.busy == []
+        await engine.close()
+
+    monkeypatch.setattr(Worker, "result", result)
+    monkeypatch.setattr(Worker, "live", live)
+    asyncio.run(work())
+
+
+def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
+    async def waits() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with pytest.raises(Refusal, match=r"not within 0.01 s") as late, Wait(0.01, 504, "not within {:g} s"):
+            await asyncio.sleep(9)
+        assert late.value.status_code == 504
+        wait = Wait(9, 504, "late")
+        for status in (499, 500):  # the second comes too late to matter
+            asyncio.get_running_loop().call_soon(wait.end, status, "gone")
+        with pytest.raises(Refusal) as left, wait:
+            await asyncio.sleep(9)
+        assert left.value.status_code == 499
+        assert not task.cancelling()
+        wait.end(500, "it is over")
+        with Wait(0.001, 504, "late"):
+            pass
+        await asyncio.sleep(0.01)  # nothing ends this
+        inner = asyncio.create_task(_hang())
+        await asyncio.sleep(0)
+        inner.cancel()  # by somebody else: that is no refusal
+        with pytest.raises(asyncio.CancelledError):
+            await inner
+
+    async def _hang() -> None:
+        with Wait(9, 504, "late"):
+            await asyncio.sleep(9)
+
+    asyncio.run(waits())
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------

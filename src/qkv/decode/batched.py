@@ -104,6 +104,8 @@ class Work:
 
     def beginnings(self, batch: batches.Indices) -> Tensor:
         """The prefixes of a batch, -1 behind shorter ones."""
+        if not any(self.prefixes[i] for i in batch):
+            return torch.empty(len(batch), 0, dtype=torch.long)
         rows = [torch.tensor(self.prefixes[i], dtype=torch.long) for i in batch]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 

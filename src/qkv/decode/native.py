@@ -1,7 +1,8 @@
 """Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
 
 Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
-native too, its steps and the search's alternate until some sentences are done, and Python hears of it then.
+native too, its steps and the search's alternate until all sentences are done or memory is wanted: C passes over those
+that are done, so none needs to leave before.
 """
 
 from __future__ import annotations
@@ -68,10 +69,8 @@ def advance(
     penalties: Tensor,
     special: tuple[int, int, int],
     shortest: int,
-    *,
-    leaving: float,
 ) -> None:
-    """A token more for every row, or as many as the state has room for, until such a part of the sentences is done."""
+    """A token more for every row, or as many as the state has room for, until all sentences are done."""
     assert isinstance(model, NativeTransformer)
     assert isinstance(state, NativeState)
     rows = board.newest.numel()
@@ -88,7 +87,7 @@ def advance(
         ctypes.byref(call),
         ctypes.byref(step),
         ctypes.c_int64(steps),
-        ctypes.c_int64(int(leaving * len(board.done)) + 1),
+        ctypes.c_int64(len(board.done)),
     )
     _check(-made)
     state.spare += steps - made

@@ -56,6 +56,8 @@ def begin(
 
 def check_prefix(prefix: Tensor, special: Special) -> None:
     """Refuse a beginning that could not be written."""
+    if not prefix.numel():
+        return
     if bool(torch.isin(prefix, torch.tensor([special.bos, special.eos, special.pad], device=prefix.device)).any()):
         raise UsageError("a prefix cannot hold <s>, </s> or <pad>: give only tokens that write something")
 

@@ -95,9 +95,9 @@ class Search:
         self.board.place(slots, self.special.bos, longest, forced, self.first)
 
     def advance(self) -> None:
-        """Write one more token to every row; where C does it, several, until as many are done as leave together."""
+        """Write one more token to every row; where C does it, several."""
         if self.plain and native.advances(self.model, self.state, self.board):
-            return native.advance(self.model, self.state, self.board, *self.rules(), leaving=LEAVING)
+            return native.advance(self.model, self.state, self.board, *self.rules())
         logits = self._logits()
         rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
         if rows is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mimetypes
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -12,9 +13,10 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv import __version__
 from qkv.serve import languages, libretranslate, openai, own
@@ -24,12 +26,43 @@ from qkv.serve.gate import Gate, check
 from qkv.serve.limits import Refusal
 from qkv.serve.service import Service, is_openai
 
+LOG = logging.getLogger("uvicorn.error")
 PAGE = Path(__file__).parent / "page"
 EXPLORER = Path(__file__).parents[1] / "explain" / "page"
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+HOT = next(each for each in libretranslate.router.routes if isinstance(each, APIRoute) and each.path == "/translate")
 
 
-def create_app(served: Service, *, origins: Collection[str] = ()) -> FastAPI:
+class App(FastAPI):
+    """FastAPI behind the gate, but for the route that is asked most: that one does without what it does around each."""
+
+    gate: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.gate(scope, receive, send)
+
+    async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What has come through the gate."""
+        if scope["type"] == "http" and scope["path"] == HOT.path and scope["method"] == "POST":
+            await self._translate(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _translate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"], scope["route"] = self, HOT
+        request = Request(scope, receive)
+        try:
+            await check(request)
+            answer = await libretranslate.translate(request)
+        except HTTPException as error:
+            answer = await _failed(request, error)
+        except Exception as error:
+            LOG.exception("a translation failed")
+            answer = await _unforeseen(request, error)
+        await answer(scope, receive, send)
+
+
+def create_app(served: Service, *, origins: Collection[str] = ()) -> App:
     """The application of a service, which starts and ends with it."""
 
     @asynccontextmanager
@@ -40,7 +73,7 @@ def create_app(served: Service, *, origins: Collection[str] = ()) -> FastAPI:
         await reading
         await served.engine.close()
 
-    app = FastAPI(
+    app = App(
         title="qkv",
         version=__version__,
         description="Translation and completion by trained runs.",
@@ -54,20 +87,14 @@ def create_app(served: Service, *, origins: Collection[str] = ()) -> FastAPI:
     for router in (libretranslate.router, openai.router, own.router):
         app.include_router(router)
     _add_pages(app)
-    app.router.routes.insert(0, Route("/translate", _translate, methods=["POST"], include_in_schema=False))
     app.add_exception_handler(HTTPException, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(Exception, _unforeseen)
+    inside: ASGIApp = app.inside
     if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, limits=served.limits, metrics=served.metrics, origins=set(origins))
+        inside = CORSMiddleware(inside, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+    app.gate = Gate(inside, limits=served.limits, metrics=served.metrics, origins=set(origins))
     return app
-
-
-async def _translate(request: Request) -> Response:
-    """The route that is asked most, without what FastAPI does around it; its description is the router's."""
-    await check(request)
-    return await libretranslate.translate(request)
 
 
 def _add_pages(app: FastAPI) -> None:

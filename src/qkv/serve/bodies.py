@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from qkv.serve.gate import header
 from qkv.serve.limits import Refusal
 
 B = TypeVar("B", bound=BaseModel)
@@ -20,12 +21,12 @@ AS_JSON = "send it with the header Content-Type: application/json"
 
 async def read(request: Request, model: type[B]) -> B:
     """The body as the model has it; anything else is refused with a pointer to what is wrong."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = header(request.scope, b"content-type").partition(";")[0].strip().lower()
     if kind == PARTS:
         async with request.form(max_files=0, max_fields=FIELDS) as form:
             plain = _gathered(form.multi_items())
     else:
-        data = await request.body()
+        data = await request.scope["gate"].data()
         plain = _form(data) if kind == FORM else _json(data)
     try:
         return model.model_validate(plain)
@@ -35,7 +36,7 @@ async def read(request: Request, model: type[B]) -> B:
 
 def _json(data: bytes) -> Any:
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        return DECODER.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise Refusal(422, f"the body is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from None
     except RecursionError:
@@ -46,6 +47,9 @@ def _json(data: bytes) -> Any:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number in JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _form(data: bytes) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Worker:
         self.process: asyncio.subprocess.Process | None = None
         self.open: dict[int, asyncio.Queue[Event]] = {}
         self.numbers = count()
+        self.answered = 0.0  # when it last was done with a batch
         self.closing = False
 
     async def live(self) -> None:

@@ -1,8 +1,8 @@
 """The engine: sentences wait in a bounded, fair queue and go to the model processes in batches of so many tokens.
 
 A batch is taken when a process is free: at once if many wait, else a few milliseconds after the last of its sentences
-came, so that others may join. What is refused is refused before it waits; what was accepted is answered, also when the
-server is told to stop.
+came, so that others may join. Where none is free, each gets its next batch while it is at one. What is refused is
+refused before it waits; what was accepted is answered, also when the server is told to stop.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LOG = logging.getLogger("uvicorn.error")
 Event = dict[str, Any]
 STREAMS = 4  # completions that grow side by side in one process
 CPU_TOKENS, GPU_TOKENS = 2048, 32_768  # of a batch, where nothing else is said
+AT_HAND = 2  # batches that a process has: one that it is at, and the next, so that it does not wait for us
 AHEAD = 4  # batches that are planned at once
 ROUNDS = 5  # times that a batch waits for company which keeps coming
 SHARE, PAUSE = 0.1, 0.025  # each time this part of what a batch takes, and at most so many seconds
@@ -56,7 +57,7 @@ class Engine:
         self.planned: deque[list[Unit]] = deque()
         self.workers: list[Worker] = []
         self.running = 0  # units that a process is at
-        self.busy: set[Worker] = set()  # processes that are at a batch
+        self.busy: list[Worker] = []  # the process of each batch that is not answered yet
         self.draining = False
         self.failed: QkvError | None = None
         self.speed = 1000.0  # tokens a second, as lately seen
@@ -74,6 +75,7 @@ class Engine:
         first = self._hire()
         await first.ready.wait()
         gc.freeze()  # what is there now stays, and is no garbage
+        gc.set_threshold(20_000)  # nor are the many requests that wait
         on_cpu = first.about["device"] == "cpu"
         for _ in range((self.setup.workers or (cores() if on_cpu else 1)) - 1):
             self._hire()
@@ -89,7 +91,8 @@ class Engine:
         worker = Worker(told, restarted=self.metrics.restarts.inc)
         self.workers.append(worker)
         self._spawn(self._live(worker))
-        self._spawn(self._lane(worker, self.sentences))
+        for _ in range(AT_HAND):
+            self._spawn(self._lane(worker, self.sentences))
         for _ in range(STREAMS):
             self._spawn(self._lane(worker, self.streams))
         return worker
@@ -213,6 +216,9 @@ class Engine:
                 await self._company()
             if not worker.ready.is_set():
                 continue
+            if not single and worker in self.busy and self._free():  # that one has nothing to do
+                await asyncio.sleep(self.setup.wait)
+                continue
             units = queue.take(1, 1) if single else self._batch()
             if not units:
                 queue.filled.clear()
@@ -227,6 +233,10 @@ class Engine:
                 _fail(units, Refusal(500, "something went wrong here, and was written to the log"))
             finally:
                 self.running -= len(units)
+
+    def _free(self) -> int:
+        """How many processes have nothing to do."""
+        return sum(worker.ready.is_set() and worker not in self.busy for worker in self.workers)
 
     async def _company(self) -> None:
         """Wait for others to join, as long as somebody comes: their answers set many clients free at once.
@@ -254,9 +264,8 @@ class Engine:
         units = sorted(self.sentences.take(AHEAD * self.budget, self.limits.queue), key=lambda unit: unit.cost)
         if not units:
             return False
-        free = sum(worker.ready.is_set() and worker not in self.busy for worker in self.workers)
         total = sum(unit.cost for unit in units)
-        share = total / max(math.ceil(total / self.budget), min(free, len(units)), 1)
+        share = total / max(math.ceil(total / self.budget), min(self._free(), len(units)), 1)
         begun = 0.0
         batch: list[Unit] = []
         for unit in units:
@@ -271,7 +280,7 @@ class Engine:
     async def _answer(self, worker: Worker, units: list[Unit]) -> None:
         kind, model, how = units[0].group
         began, cost = asyncio.get_running_loop().time(), sum(unit.cost for unit in units)
-        self.busy.add(worker)
+        self.busy.append(worker)
         try:
             if kind not in BATCHED:
                 results = await self._alone(worker, kind, model, units)
@@ -279,8 +288,10 @@ class Engine:
                 asked = {"texts": [unit.asked for unit in units], "how": _options(how)}
                 results = (await worker.result(kind, model, asked))["results"]
         finally:
-            self.busy.discard(worker)
-        seconds = max(1e-4, asyncio.get_running_loop().time() - began)
+            self.busy.remove(worker)
+        now = asyncio.get_running_loop().time()
+        seconds = max(1e-4, now - max(began, worker.answered))  # not what it waited behind another
+        worker.answered = now
         self.speed += 0.1 * (cost / seconds * len(self.workers) - self.speed)
         self.took += 0.5 * (seconds - self.took)
         self.usual = cost if self.usual == math.inf else self.usual + 0.2 * (cost - self.usual)

@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Collection
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv.serve.limits import Limits, Refusal
+from qkv.serve.limits import Limits, Refusal, Wait
 from qkv.serve.metrics import Metrics
 
 POLICY = (
@@ -46,33 +45,31 @@ class Gate:
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
-        cross = self.origins and Headers(scope=scope).get("origin") in self.origins
+        origin = header(scope, b"origin")
+        ours = SHARED if origin in self.origins else OWN
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, given = message["status"], message["headers"]
                 kept = any(name == b"cache-control" for name, _ in given)
-                message["headers"] = [*given, *(SHARED if cross else OWN), *([] if kept else [NOT_KEPT])]
+                message["headers"] = [*given, *ours] if kept else [*given, *ours, NOT_KEPT]
             await send(message)
 
         scope["gate"] = Body(receive, self.limits, self._most(scope))
         try:
-            self._check_origin(scope)
+            self._check_origin(scope, origin)
             await self.app(scope, scope["gate"].receive, sending)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(time.perf_counter() - began)
+            self.metrics.request(route, status, time.perf_counter() - began)
 
     def _most(self, scope: Scope) -> int:
         return self.limits.file if scope["path"].startswith(FILES) else self.limits.body
 
-    def _check_origin(self, scope: Scope) -> None:
+    def _check_origin(self, scope: Scope, origin: str) -> None:
         """A browser says which site a script is of: only our own page and the sites allowed may use the server."""
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if origin and origin not in self.origins and origin.split("://")[-1] != headers.get("host"):
+        if origin and origin not in self.origins and origin.split("://")[-1] != header(scope, b"host"):
             scope["refused"] = Refusal(403, "scripts of other sites are not allowed here (--allow-origin allows one)")
 
 
@@ -84,7 +81,8 @@ class Body:
         self.size = 0
         self.whole = False
         self.seconds = limits.patience + most / SLOWEST
-        self.until = asyncio.get_running_loop().time() + self.seconds
+        self.clock = asyncio.get_running_loop().time
+        self.until = self.clock() + self.seconds
 
     async def receive(self) -> Message:
         if self.whole:
@@ -96,15 +94,31 @@ class Body:
             raise Refusal(413, f"the body is larger than {self.most:,} bytes: send less at once")
         return message
 
+    async def data(self) -> bytes:
+        """All of it."""
+        parts: list[bytes] = []
+        while not self.whole:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(499, "the client has left")
+            parts.append(message.get("body", b""))
+        return b"".join(parts)
+
     async def _next(self) -> Message:
-        try:
-            async with asyncio.timeout_at(self.until):
-                message = await self.inner()
-        except TimeoutError:
-            raise Refusal(408, f"the body did not arrive within {self.seconds:.0f} s") from None
+        with Wait(max(0.0, self.until - self.clock()), 408, f"the body did not arrive within {self.seconds:.0f} s"):
+            message = await self.inner()
         self.size += len(message.get("body", b""))
         self.whole = not message.get("more_body", False)
         return message
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header of this name that a request has, or nothing."""
+    for own, value in scope["headers"]:
+        if own == name:
+            found: str = value.decode("latin-1")
+            return found
+    return ""
 
 
 async def check(request: Request) -> None:

@@ -17,6 +17,7 @@ from qkv.serve.limits import Refusal, too_many
 from qkv.serve.service import Service, service
 
 router = APIRouter(tags=["LibreTranslate"])
+ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 MOST = 1_000_000  # characters of a text, whatever the server's own limit
 Text = Annotated[str, Field(max_length=MOST)]
@@ -110,7 +111,7 @@ async def translate(request: Request) -> Response:
         answer["detectedLanguage"] = guesses
     if isinstance(asked.q, str):
         answer = {name: value[0] for name, value in answer.items()}
-    return Response(json.dumps(answer, ensure_ascii=False), media_type="application/json")
+    return Response(ENCODER.encode(answer), media_type="application/json")
 
 
 def _source(served: Service, source: str, target: str, texts: list[str]) -> tuple[str, list[dict[str, Any]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from types import TracebackType
 
 from starlette.exceptions import HTTPException
 
@@ -33,6 +35,33 @@ class Refusal(HTTPException):
         headers = {"Retry-After": str(max(1, round(retry_after)))} if retry_after or status in (429, 503) else None
         super().__init__(status, why, headers)
         self.pointer = pointer
+
+
+class Wait:
+    """What is waited for inside ends with a refusal after so many seconds, or when somebody calls `end`."""
+
+    def __init__(self, seconds: float, status: int, why: str) -> None:
+        self.seconds, self.status, self.why = seconds, status, why  # {} in `why` is where the seconds are told
+        self.refusal: Refusal | None = None
+
+    def __enter__(self) -> Wait:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task: asyncio.Task[object] | None = task
+        self.clock = task.get_loop().call_later(self.seconds, self.end, self.status, self.why)
+        return self
+
+    def end(self, status: int, why: str) -> None:
+        if self.task is not None and self.refusal is None:
+            self.refusal = Refusal(status, why.format(self.seconds))
+            self.task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.clock.cancel()
+        task, self.task = self.task, None
+        if self.refusal is not None and task is not None and kind is asyncio.CancelledError:
+            task.uncancel()
+            raise self.refusal from None
 
 
 def too_many(what: str, count: int, limit: int, pointer: str = "") -> None:

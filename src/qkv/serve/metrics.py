@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -27,6 +29,14 @@ class Metrics:
         )
         self.batch_size = Histogram("qkv_batch_sentences", "Sentences in a batch.", registry=own, buckets=SIZES)
         self.batch_seconds = Histogram("qkv_batch_seconds", "Time of a batch.", registry=own, buckets=SECONDS)
+
+        self._request = cache(lambda route, status: (self.requests.labels(route, status), self.seconds.labels(route)))
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """A request was answered."""
+        count, time = self._request(route, status)
+        count.inc()
+        time.observe(seconds)
 
     def batch(self, model: str, sentences: int, tokens: int, seconds: float) -> None:
         """A batch was answered."""

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from qkv.serve.libretranslate import ERRORS, Text
 from qkv.serve.limits import Limits, Refusal, too_many
 from qkv.serve.models import Served
-from qkv.serve.service import gone, service
+from qkv.serve.service import leaving, service
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -359,13 +359,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
-        left = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writing, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, leaving(scope)}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (writing, left):
-                task.cancel()
-            await asyncio.gather(writing, left, return_exceptions=True)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
             for each in (self.events, *self.inner):
                 await each.aclose()  # type: ignore[attr-defined]
 

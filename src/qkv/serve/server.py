@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Collection, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,13 +26,42 @@ from qkv.terminal import say
 CONNECTIONS = 1024  # at once; more are told to come again
 
 
+class Joined:
+    """A transport that sends what is written in one turn of the loop together: an answer's head and its body."""
+
+    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self.inner, self.loop = inner, loop
+        self.held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def write(self, data: bytes) -> None:
+        if not self.held:
+            self.loop.call_soon(self.flush)
+        self.held.append(data)
+
+    def flush(self) -> None:
+        if self.held and not self.inner.is_closing():
+            self.inner.write(b"".join(self.held))
+        self.held.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self.inner.close()
+
+
 class Protocol(HttpToolsProtocol):
-    """HTTP, with a limit on how long the head of a request may take: a connection that says nothing is closed."""
+    """HTTP, with a limit on how long the head of a request may take: a connection that says nothing is closed.
+
+    Whoever answers a request finds in its state a future, `left`, which is done when the client has gone.
+    """
 
     patience = 10.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, Joined(transport, self.loop)))
+        self.left = self.loop.create_future()
         self.impatient = self.loop.call_later(self.patience, transport.close)
 
     def on_message_begin(self) -> None:
@@ -42,10 +71,17 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self.impatient.cancel()
+        self.scope["state"]["left"] = self.left
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.pipeline:  # behind a large body nobody reads on, and would see the client leave
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.impatient.cancel()
+        self.left.set_result(None)
         super().connection_lost(exc)
 
 

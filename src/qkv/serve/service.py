@@ -7,21 +7,23 @@ import json
 import secrets
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Scope
 
 from qkv.serve import html
 from qkv.serve.engine import Engine
 from qkv.serve.fair import Group
 from qkv.serve.keys import Key, Rates, find_key
-from qkv.serve.limits import Limits, Refusal, too_many
+from qkv.serve.limits import Limits, Refusal, Wait, too_many
 from qkv.serve.marks import swap, swap_back
 from qkv.serve.metrics import Metrics
 from qkv.serve.models import Models, Served
 
 R = TypeVar("R")
+FACTS = ("score", "logprob", "read", "written", "truncated", "looped")
 SLICE = 64  # sentences of somebody patient in the queue at once
 LONG = 4000  # characters above which a text is cut in a thread, so that nobody else waits for it
 
@@ -42,6 +44,9 @@ class Found:
     @classmethod
     def together(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> Found:
         """A text put together of parts that were translated one by one."""
+        if len(parts) == 1:
+            (only,) = parts
+            return cls(texts, *[only[name] for name in FACTS])
         added = {name: sum(part[name] for part in parts) for name in ("score", "logprob", "read", "written")}
         either = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
         return cls(texts, **added, **either, blank=not parts)
@@ -101,19 +106,17 @@ class Service:
 
     async def answered(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """The result of the work, which ends when the client leaves or its time is up."""
-        task = asyncio.ensure_future(work)
-        left = asyncio.ensure_future(gone(request.receive))
-        try:
-            done, _ = await asyncio.wait({task, left}, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            left.cancel()
-            if not task.done():
-                task.cancel()
-        if task in done:
-            return task.result()
-        if not done:
-            raise Refusal(504, f"not done within {self.limits.seconds:g} s: send less at once, or again later")
-        raise Refusal(499, "the client has left")
+        left = leaving(request.scope)
+        with Wait(self.limits.seconds, 504, "not done within {:g} s: send less at once, or again later") as wait:
+
+            def gone(_: object) -> None:
+                wait.end(499, "the client has left")
+
+            left.add_done_callback(gone)
+            try:
+                return await work
+            finally:
+                left.remove_done_callback(gone)
 
     # ---- what --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class Service:
             cut = [model.pieces(text) for text in texts]
         flat = [piece for pieces, _ in cut for piece in pieces]
         costs = [cost for _, lengths in cut for cost in lengths]
-        group = ("translate", model.name, json.dumps(how, sort_keys=True))
+        group = ("translate", model.name, _written(tuple(how.items())))
         results = iter(await self._results(client, group, flat, costs, patient))
         spaces = self.engine.cards[model.name]["spaces"] if flat else True
         found = []
@@ -212,6 +215,11 @@ class Service:
         return found
 
 
+@lru_cache(64)
+def _written(how: tuple[tuple[str, Any], ...]) -> str:
+    return json.dumps(dict(how), sort_keys=True)
+
+
 def _assembled(parts: Sequence[html.Part], found: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """The text put together again, once for each rank that all its parts have."""
     ranks = min((len(found[id(part)]["texts"]) for part in parts if not part.kept), default=1)
@@ -232,7 +240,7 @@ def is_openai(request: Request) -> bool:
     return request.url.path.startswith("/v1/")
 
 
-async def gone(receive: Receive) -> None:
-    """Wait until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def leaving(scope: Scope) -> asyncio.Future[None]:
+    """What is done when the client has left."""
+    left: asyncio.Future[None] = scope["state"]["left"]
+    return left

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,13 @@ from torch import Tensor
 PAGE = 16  # positions of a sentence in one piece of memory; native.h has the same
 
 Numbers = NDArray[np.int64]
+
+
+def _wider(table: NDArray[Any], columns: int) -> NDArray[Any]:
+    """The table with so many columns, zeros in the new ones."""
+    wide = np.zeros((len(table), columns), table.dtype)
+    wide[:, : table.shape[1]] = table
+    return wide
 
 
 class Pages:
@@ -86,8 +94,7 @@ class NativeState:
         wanted = -(-(self.lengths + n) // PAGE)
         most = int(wanted.max(initial=0))
         if most > self.pages.shape[1]:
-            self.pages = np.pad(self.pages, ((0, 0), (0, most - self.pages.shape[1])))
-            self.origin = np.pad(self.origin, ((0, 0), (0, most * PAGE - self.origin.shape[1])))
+            self.pages, self.origin = _wider(self.pages, most), _wider(self.origin, most * PAGE)
         missing = (np.arange(most) >= self.filled[:, None]) & (np.arange(most) < wanted[:, None])
         self.pages[:, :most][missing] = self.arena.take(int(missing.sum()))
         self.filled = np.maximum(self.filled, wanted)
