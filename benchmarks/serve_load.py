@@ -2,11 +2,12 @@
 
     python benchmarks/serve_load.py RUN [--clients 64] [--seconds 120] [--sentences 1] [--rounds 2]
 
-The two take turns, so that whatever else the machine does falls on both: `qkv.load(RUN, workers=…).translate` in
-processes that are warm already, then so many clients, each sending one request after another, with `--sentences` texts
-in each. Every answer is compared with the offline translation. The clients run on the same machine, and what they cost
-is part of the figure: from one loop over plain sockets they send requests that were made before. With a long
-`--seconds` and `--rounds 1` it is a soak: memory is told after each minute.
+They take turns, so that whatever else the machine does falls on all: `qkv.load(RUN, workers=…).translate` in processes
+that are warm already; so many clients, each sending one request after another, with `--sentences` texts in each; and
+`qkv translate` of a file of as many sentences as the server answered, from its start to its end. Every answer is
+compared with the offline translation. The clients run on the same machine, and what they cost is part of the figure:
+from one loop over plain sockets they send requests that were made before. With a long `--seconds` and `--rounds 1` it
+is a soak: memory is told after each minute.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+MOST = 200_000  # sentences in that file
 
 
 class Client:
@@ -149,15 +153,15 @@ def start(run: str, workers: int, options: list[str]) -> tuple[subprocess.Popen[
         time.sleep(0.2)
 
 
-def whole_command(run: str, lines: list[str]) -> float:
-    """Sentences a second of `qkv translate`, from its start to its end."""
+def whole_command(run: str, lines: list[str], count: int) -> float:
+    """Sentences a second of `qkv translate` with a file of so many, from its start to its end."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
-        source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        source.write_text("".join(f"{line}\n" for line in islice(cycle(lines), count)), encoding="utf-8")
         began = time.monotonic()
         command = [sys.executable, "-m", "qkv", "translate", run, str(source), "-o", f"{folder}/out", "--device", "cpu"]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        return len(lines) / (time.monotonic() - began)
+        return count / (time.monotonic() - began)
 
 
 def main() -> None:
@@ -198,11 +202,12 @@ def main() -> None:
             spent = busy([listening]) - before[0], busy(models) - before[1]
             clients = 1000 * (time.process_time() - clients) / (len(load.latencies) * arguments.sentences)
             front, back = (1000 * each / (len(load.latencies) * arguments.sentences) for each in spent)
+            command = whole_command(arguments.run, lines, min(MOST, len(load.latencies) * arguments.sentences))
             taken = sorted(load.latencies)
             p50, p95, p99 = (1000 * taken[int(len(taken) * q)] for q in (0.5, 0.95, 0.99))
             print(
-                f"round {number + 1}: offline {alone:.0f}/s, served {served:.0f}/s = {served / alone:.2f} "
-                f"(qkv translate, start to end: {whole_command(arguments.run, lines):.0f}/s); "
+                f"round {number + 1}: served {served:.0f}/s; qkv translate {command:.0f}/s = {served / command:.2f}; "
+                f"in warm processes {alone:.0f}/s = {served / alone:.2f}; "
                 f"p50 {p50:.0f} ms, p95 {p95:.0f} ms, p99 {p99:.0f} ms; {len(taken):,} requests, "
                 f"{len(load.errors)} errors, {load.mixed} mixed up; {memory(processes(server.pid)):.1f} MB",
                 flush=True,
