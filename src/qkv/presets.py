@@ -142,6 +142,10 @@ def demo_conv() -> Config:
 # ---- corpora that everybody compares on ------------------------------------------------------------------------------
 
 
+# What won on all of them, at equal time (benchmarks/NOTES.md).
+FOUND: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "clip": 1.0, "average": 0}
+
+
 def multi30k() -> Config:
     """Multi30k, English to German: train.en, train.de, valid.en and valid.de in the folder that data.root names."""
     return Config(
@@ -152,16 +156,13 @@ def multi30k() -> Config:
         train=Train(
             steps=4000,
             tokens_per_step=4096,
-            optimizer="muon",
-            schedule="wsd",
             learning_rate=4e-3,
             warmup=400,
-            clip=1.0,
             r_drop=5.0,
-            average=0,
             validate_every=1000,
             metric="loss",
             name="multi30k",
+            **FOUND,
         ),
         decode=Decode(beam=5, alpha=1.0),
     )
@@ -178,18 +179,7 @@ def europarl() -> Config:
         data=_parallel("de"),
         tokenizer=Tokenizer(vocab=32_000),
         model=Transformer(dropout=0.1, norm="pre"),
-        train=Train(
-            steps=18_000,
-            optimizer="muon",
-            schedule="wsd",
-            learning_rate=2.8e-3,
-            warmup=1000,
-            clip=1.0,
-            average=0,
-            validate_every=3000,
-            metric="bleu",
-            name="europarl",
-        ),
+        train=Train(steps=18_000, learning_rate=2.8e-3, warmup=1000, validate_every=3000, name="europarl", **FOUND),
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qkv.api.asking import Asked
-from qkv.decode.batched import Ids, score_all, search_all
-from qkv.decode.board import Hypothesis
+from qkv.decode.batched import score_all, search_all
+from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.phrases import Required, constrained
 from qkv.decode.rerank import rerank
 from qkv.decode.shortlist import Shortlist, search_short

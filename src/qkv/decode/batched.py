@@ -13,15 +13,13 @@ from torch import Tensor
 from qkv import config
 from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
-from qkv.decode.board import Hypothesis
+from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import Kind, begin, check_prefix, search
 from qkv.decode.slots import Pool
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
-
-Ids = Sequence[int]
 
 
 def by_length(lengths: Sequence[int], tokens: int) -> list[batches.Indices]:

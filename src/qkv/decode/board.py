@@ -7,11 +7,14 @@ that are done stay on the board, dead, until they are taken off it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Ids = Sequence[int]
 
 
 @dataclass(frozen=True)

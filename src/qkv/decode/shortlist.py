@@ -23,8 +23,8 @@ from torch import Tensor
 from qkv import config, files
 from qkv.data.loader import pad
 from qkv.data.store import Store
-from qkv.decode.batched import Ids, batch_tokens, by_length, search_all
-from qkv.decode.board import Hypothesis
+from qkv.decode.batched import batch_tokens, by_length, search_all
+from qkv.decode.board import Hypothesis, Ids
 from qkv.errors import QkvError
 from qkv.models.base import Model
 from qkv.models.state import StepModel

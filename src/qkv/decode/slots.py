@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkv import config
-from qkv.decode.board import Hypothesis
+from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.search import begin
 from qkv.decode.step import Choice, Search, Special
 from qkv.decode.trace import watching
@@ -27,8 +27,6 @@ from qkv.models.static import StaticState, can_hold
 
 MOST = 512  # sentences at a time: more do not make a large GPU any faster
 LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
-
-Ids = Sequence[int]
 
 
 class Pool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qkv.data.loader import Batch, collate
-from qkv.decode.batched import Ids, by_length
+from qkv.decode.batched import by_length
+from qkv.decode.board import Ids
 from qkv.errors import UsageError
 from qkv.explain import picture
 from qkv.models.attention import heads_of, without
