@@ -2,11 +2,13 @@
 
     python benchmarks/peer_loop.py train.en train.de valid.en valid.de --seconds 110 --every 30 -o peer.json
         [--test test.en test.de …] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000] [--lines 500]
+        [--store DIR]
 
 The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
 padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a
 beam of 4 on the first `--lines` of the validation set every so many seconds, whose time counts as it does for us. The
-clock starts when the text is prepared. `benchmarks/curves.py` draws what it writes beside our own runs.
+clock starts when the text is prepared (and kept in `--store`, if given, for the next time). `benchmarks/curves.py`
+draws what it writes beside our own runs.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from qkv.text import Tokenizers
 Pair = tuple[list[int], list[int]]
 
 
-def learn(files: list[str], vocab: int) -> tuple[Tokenizers, list[Pair]]:
+def learn(files: list[str], vocab: int, store: str = "") -> tuple[Tokenizers, list[Pair]]:
     """Subwords, and the training text in their ids."""
+    train, valid = Corpus(src=files[0], tgt=files[1]), Corpus(src=files[2], tgt=files[3])
     with tempfile.TemporaryDirectory() as folder:
-        data = Data(train=(Corpus(src=files[0], tgt=files[1]),), valid=(Corpus(src=files[2], tgt=files[3]),))
+        data = Data(train=(train,), valid=(valid,), store=store)
         made = prepare(data, Tokenizer(vocab=vocab), Path(folder))
         return made.tokenizers, [
             (made.train.src(i).tolist(), made.train.tgt(i).tolist()) for i in range(len(made.train))
@@ -105,7 +108,7 @@ class Peer:
         torch.manual_seed(given.seed)
         self.given, self.draw = given, random.Random(given.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizers, self.pairs = learn(given.files, given.vocab)
+        self.tokenizers, self.pairs = learn(given.files, given.vocab, given.store)
         self.valid, self.reference = (list(read_lines(name))[: given.lines] for name in given.files[2:])
         self.began = time.monotonic()
         self.model = build(given, self.tokenizers).to(self.device).train()
@@ -157,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", nargs=4)
     parser.add_argument("--test", nargs="+", default=[])
+    parser.add_argument("--store", default="")
     parser.add_argument("-o", "--output", required=True)
     sizes = {"d_model": 256, "d_ff": 1024, "heads": 4, "layers": 3, "tokens": 8192, "vocab": 10_000}
     clock = {"seconds": 110.0, "every": 30.0, "warmup": 500, "seed": 1, "lines": 3000}
