@@ -1,11 +1,13 @@
 """What the automatic recipe is worth: against the paper's base preset, on the same text and in the same time.
 
-    python benchmarks/auto_sizes.py train.en train.de valid.en valid.de --pairs 1000 --pairs 30000 --minutes 1 -o a.json
+    python benchmarks/auto_sizes.py train.en train.de valid.en valid.de -o sizes.json [--jobs 6] [--out work] \
+        --pairs 1000 --minutes 0.25 --pairs 30000 --minutes 0.5
 
 For each size the first so many pairs are trained on three times: as `qkv train --src … --tgt … --minutes …` would, and
-with `paper_base` for as many updates as take as long, by the time of an update measured beforehand. Its warm-up of
-4,000 updates may be longer than all of that, so it is also trained with one of a tenth of its updates, to the paper's
-peak rate. All use the subwords of the automatic recipe. Scores are BLEU with a beam of 4 on the validation set.
+with `paper_base` for as many updates as take as long. Its warm-up of 4,000 updates may be longer than all of that, so
+it is also trained with one of a tenth of its updates, to the paper's peak rate. All use the subwords of the automatic
+recipe. The time of an update is measured beforehand, one model after another; then `--jobs` of them train at a time.
+Scores are BLEU with a beam of 4 on the validation set.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import dataclasses
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from qkv import auto, presets
 from qkv import config as configs
@@ -23,62 +24,64 @@ from qkv.data.lines import Lines
 from qkv.data.store import Prepared
 from qkv.lab import figures, trials
 from qkv.lab.ablation import seconds_an_update
-from qkv.lab.trials import Result, Trial
+from qkv.lab.trials import Trial
 
 AUTO, PAPER, QUICKER = "auto", "paper_base", "paper_base, warm-up in proportion"
 
 
-def text(files: list[str], pairs: int, folder: Path) -> configs.Config:
-    """A config of the first so many pairs."""
+def text(files: list[str], pairs: int, folder: Path) -> tuple[configs.Config, Prepared]:
+    """A config of the first so many pairs, and them prepared."""
     folder.mkdir(parents=True, exist_ok=True)
     cut = [folder / f"{pairs}.src", folder / f"{pairs}.tgt"]
     for name, path in zip(files, cut, strict=False):
-        path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
+        if not path.exists():
+            path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
     train, valid = configs.Corpus(src=str(cut[0]), tgt=str(cut[1])), configs.Corpus(src=files[2], tgt=files[3])
-    return configs.Config(data=configs.Data(train=(train,), valid=(valid,)))
+    config = configs.Config(data=configs.Data(train=(train,), valid=(valid,)))
+    return config, trials.prepare_text(config, folder)
 
 
-def paper(config: configs.Config, prepared: Prepared, seconds: float) -> dict[str, configs.Config]:
-    """The preset, and the same with a shorter warm-up, for so many seconds."""
-    base = presets.paper_base()
-    usual = dataclasses.replace(config, model=base.model, train=base.train).replace(train={"tensorboard": False})
-    steps = max(1, round(seconds / seconds_an_update(usual, prepared)))
-    usual = usual.replace(train={"steps": steps, "validate_every": max(1, steps // 10), "metric": "loss"})
-    peak = (base.model.d_model * base.train.warmup) ** -0.5
-    quicker = {"schedule": "inverse_sqrt", "learning_rate": peak, "warmup": max(1, steps // 10)}
-    return {PAPER: usual, QUICKER: usual.replace(train=quicker)}
-
-
-def measure(files: list[str], pairs: int, minutes: float, folder: Path) -> list[Result]:
-    config = text(files, pairs, folder)
-    prepared = trials.prepare_text(config, folder)
+def plan(config: configs.Config, prepared: Prepared, minutes: float) -> tuple[dict[str, configs.Config], float]:
+    """The automatic recipe, the preset and the preset with a shorter warm-up, and how many seconds each may train."""
     chosen, reasons = auto.choose(config, prepared, minutes)
     print(*reasons, sep="\n", flush=True)
-    chosen = chosen.replace(train={"tensorboard": False, "metric": "loss"})
-    (ours,) = trials.run_all([Trial(AUTO, chosen, prepared)], folder)
-    theirs = paper(config, prepared, ours.seconds)
-    return [ours, *trials.run_all([Trial(name, each, prepared) for name, each in theirs.items()], folder)]
+    seconds = chosen.train.steps * seconds_an_update(chosen, prepared)
+    base = presets.paper_base()
+    usual = dataclasses.replace(config, model=base.model, train=base.train)
+    steps = max(1, round(seconds / seconds_an_update(usual, prepared)))
+    usual = usual.replace(train={"steps": steps, "validate_every": max(1, steps // 10)})
+    peak = (base.model.d_model * base.train.warmup) ** -0.5
+    quicker = {"schedule": "inverse_sqrt", "learning_rate": peak, "warmup": max(1, steps // 10)}
+    made = {AUTO: chosen, PAPER: usual, QUICKER: usual.replace(train=quicker)}
+    return {name: each.replace(train={"tensorboard": False, "metric": "loss"}) for name, each in made.items()}, seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("files", nargs=4)
     parser.add_argument("--pairs", type=int, action="append", required=True)
-    parser.add_argument("--minutes", type=float, required=True)
-    parser.add_argument("--out", default="runs/auto_sizes")
+    parser.add_argument("--minutes", type=float, action="append", required=True, help="one for each --pairs")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/auto_sizes"))
     parser.add_argument("-o", "--output", required=True)
     given = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for pairs in given.pairs:
-        for result in measure(given.files, pairs, given.minutes, Path(given.out) / str(pairs)):
-            rows.append({"pairs": pairs, "seconds": result.seconds, **result.to_dict()})
-            print(
-                f"{pairs:,} pairs, {result.name}: BLEU {result.bleu:.2f}, loss {result.loss:.3f}, {result.steps:,} "
-                f"updates in {result.seconds:.0f} s, {result.parameters / 1e6:.1f} million parameters {result.error}",
-                flush=True,
-            )
-            report = {**figures.about("auto", " ".join(given.files)), "minutes": given.minutes, "rows": rows}
-            Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    planned: list[Trial] = []
+    about = []
+    for pairs, minutes in zip(given.pairs, given.minutes, strict=True):
+        config, prepared = text(given.files, pairs, given.out)
+        recipes, seconds = plan(config, prepared, minutes)
+        planned += [Trial(f"{pairs} pairs, {name}", recipe, prepared) for name, recipe in recipes.items()]
+        about += [{"pairs": pairs, "recipe": name, "alone_seconds": seconds} for name in recipes]
+    results = trials.run_all(planned, given.out, jobs=given.jobs)
+    rows = [known | result.to_dict() for known, result in zip(about, results, strict=True)]
+    report = {**figures.about("auto", " ".join(given.files)), "rows": rows}
+    Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for known, result in zip(about, results, strict=True):
+        print(
+            f"{known['pairs']:,} pairs, {known['recipe']}: BLEU {result.bleu:.2f}, loss {result.loss:.3f}, "
+            f"{result.steps:,} updates, {known['alone_seconds']:.0f} s if alone, "
+            f"{result.parameters / 1e6:.1f} million parameters {result.error}"
+        )
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ class Peer:
         torch.manual_seed(given.seed)
         self.given, self.draw = given, random.Random(given.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # As in qkv: cuDNN's attention, which PyTorch prefers on this card, plans anew for every shape it meets.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.tokenizers, self.pairs = learn(given.files, given.vocab, given.store)
         self.valid, self.reference = (list(read_lines(name))[: given.lines] for name in given.files[2:])
         self.began = time.monotonic()

@@ -73,9 +73,11 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     reasons = [f"auto: {len(prepared.train):,} {unit(config)}, {tokens / 1e6:.2f} million {of}, on {describe(device)}"]
     sizes, amount = _sizes(config, prepared, tokens)
     row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
+    dropout = sizes[row].model.dropout  # by the text: a small model for lack of time has much text all the same
     while True:
         size = sizes[row]
-        tried = _with(config, size.model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
+        model = dataclasses.replace(size.model, dropout=dropout)
+        tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
         pass_seconds = seconds_a_token(tried, prepared) * tokens
         if pass_seconds * PASSES <= budget or row == 0:
             break
