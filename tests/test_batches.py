@@ -210,11 +210,9 @@ class FakeStore:
                 rows[half:] = [[tokenizer.tag("fr"), *row] for row in rows[half:]]
             self.sides[name] = [np.array(row, np.uint16) for row in rows]
 
-    def src(self, i: int) -> NDArray[Any]:
-        return self.sides["src"][i]
-
-    def tgt(self, i: int) -> NDArray[Any]:
-        return self.sides["tgt"][i]
+    def flat(self, side: str, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        rows = [self.sides[side][i] for i in indices]
+        return np.concatenate(rows), np.array([len(row) for row in rows])
 
     @property
     def src_lengths(self) -> NDArray[np.uint32]:
@@ -258,7 +256,8 @@ def test_an_epoch_loads_every_pair_once() -> None:
     planned = updates.plan(0)
     store = FakeStore()
     loaded = list(islice(updates.starting(Position(0, 0)), len(planned)))
-    stored = [(tuple(store.src(i).tolist()), tuple(store.tgt(i).tolist())) for i in range(store.sentences)]
+    sides = ([tuple(row.tolist()) for row in store.sides[side]] for side in ("src", "tgt"))
+    stored = list(zip(*sides, strict=True))
     assert Counter(pairs_in(loaded)) == Counter(stored)
     assert loaded[-1].after == Position(1, 0)
     assert [step.after for step in loaded[:-1]] == [Position(0, n + 1) for n in range(len(planned) - 1)]
@@ -312,10 +311,10 @@ def test_ranks_together_load_what_one_would(world: int, dropout: float) -> None:
 
 def test_an_error_in_the_thread_reaches_the_reader() -> None:
     class Broken(FakeStore):
-        def tgt(self, i: int) -> NDArray[Any]:
-            if i == 77:
+        def flat(self, side: str, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+            if 77 in indices:
                 raise OSError("the disk is gone")
-            return super().tgt(i)
+            return super().flat(side, indices)
 
     steps = updates_of(store=Broken()).starting(Position(0, 0))
     with pytest.raises(OSError, match="the disk is gone"):

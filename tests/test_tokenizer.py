@@ -20,6 +20,7 @@ from qkv import config
 from qkv.errors import QkvError, UsageError
 from qkv.text import Tokenizer, Tokenizers, learn
 from qkv.text import tokenizer as module
+from qkv.text.dropout import VARIANTS, Dropout
 from qkv.text.learn import default_size
 
 ENGLISH = [
@@ -38,6 +39,7 @@ GERMAN = [
 ] * 3
 KINDS = ("bpe", "unigram", "word", "char")
 TAGS = ("de", "fr")
+SEEDS = st.integers(0, 1 << 63)
 AWKWARD = [
     "",
     " ",
@@ -168,8 +170,6 @@ def test_a_lone_surrogate_is_refused() -> None:
     for kind in KINDS:
         with pytest.raises(UsageError, match=r"U\+D800"):
             learned(kind).src.encode("half \ud800")
-    with pytest.raises(UsageError, match=r"U\+DFFF"):
-        learned("bpe").src.sample("half \udfff", 0.5, np.random.default_rng(0))
 
 
 def test_characters_and_words_are_single_tokens() -> None:
@@ -190,45 +190,74 @@ def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
 # ---- BPE-dropout -----------------------------------------------------------------------------------------------------
 
 
-@given(text=st.text(), dropout=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 9))
-def test_dropout_keeps_the_text(text: str, dropout: float, seed: int) -> None:
+def cut(dropout: Dropout, texts: list[str], seeds: list[int]) -> list[list[int]]:
+    """The ids of texts, cut anew."""
+    rows = [dropout.tokenizer.encode(text) for text in texts]
+    ids = np.array([token for row in rows for token in row], dropout.tokenizer.dtype)
+    made, lengths = dropout.cut(ids, np.array(list(map(len, rows))), np.array(seeds, np.uint64))
+    assert made.dtype == ids.dtype
+    return [part.tolist() for part in np.split(made, np.cumsum(lengths)[:-1])]
+
+
+@given(texts=st.lists(st.text(), min_size=1, max_size=4), dropout=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=SEEDS)
+def test_dropout_keeps_the_text(texts: list[str], dropout: float, seed: int) -> None:
     side = learned("bpe").src
-    ids = side.sample(text, dropout, np.random.default_rng(seed))
-    assert side.decode(ids) == nfc(text)
-    assert ids == side.sample(text, dropout, np.random.default_rng(seed))
+    seeds = [seed + number for number in range(len(texts))]
+    together = cut(Dropout(side, dropout), texts, seeds)
+    assert [side.decode(ids) for ids in together] == list(map(nfc, texts))
+    alone = [cut(Dropout(side, dropout), [text], [own])[0] for text, own in zip(texts, seeds, strict=True)]
+    assert alone == together, "a sentence is cut by its own seed, whatever is beside it or came before"
 
 
 def test_dropout_extremes() -> None:
     side = learned("bpe").src
-    random = np.random.default_rng(0)
     for text in (*ENGLISH, *GERMAN, *AWKWARD[:-1]):
-        assert side.sample(text, 0.0, random) == side.encode(text)
-        assert side.sample(text, 1e-300, random) == side.encode(text), "merging by hand is merging by the library"
+        assert cut(Dropout(side, 0.0), [text], [7]) == [side.encode(text)], "merging by hand is merging by the library"
         spelled = (" " + nfc(text)).encode() if text else b""
-        assert side.sample(text, 1.0, random) == [side.offset + byte for byte in spelled]
+        assert cut(Dropout(side, 1.0), [text], [7]) == [[side.offset + byte for byte in spelled]]
+
+
+def test_dropout_leaves_tags_where_they_are() -> None:
+    side = Tokenizer("bpe", ["ab"], ["de"], merges=[("a", "b")])
+    ids = np.array([side.tag("de"), *side.encode("ab")], side.dtype)
+    made, lengths = Dropout(side, 1.0).cut(ids, np.array([len(ids)]), np.array([3], np.uint64))
+    assert made.tolist() == [side.tag("de"), *(side.offset + byte for byte in b" ab")]
+    assert lengths.tolist() == [4]
 
 
 def test_dropout_varies_but_does_not_depend_on_what_came_before() -> None:
     side = learned("bpe").src
-    fresh = Tokenizer.from_dict(side.to_dict())
-    random = np.random.default_rng(5)
-    cuts = [tuple(side.sample("lovely", 0.3, random)) for _ in range(200)]
-    assert 5 < len(set(cuts)) <= module.VARIANTS
-    assert [tuple(fresh.sample("lovely", 0.3, random)) for random in [np.random.default_rng(5)] for _ in cuts] == cuts
-    assert tuple(side.encode("lovely")) in cuts
+    seeds = list(range(200))
+    cuts = cut(Dropout(side, 0.3), ["lovely"] * 200, seeds)
+    assert 5 < len(set(map(tuple, cuts))) <= VARIANTS
+    fresh = Dropout(Tokenizer.from_dict(side.to_dict()), 0.3)
+    assert cut(fresh, ["lovely"] * 200, seeds[::-1]) == cuts[::-1]
+    assert side.encode("lovely") in cuts
+    repeated = cut(Dropout(side, 0.3), [" ".join(["lovely"] * 200)], [1])[0]
+    assert repeated not in ([*ids] * 200 for ids in cuts), "each word of a sentence is cut by itself"
 
 
 def test_dropout_leaves_out_the_share_of_merges_it_should() -> None:
     # One merge, tried once in each of 64 variants: about half of the variants lack it.
     side = Tokenizer("bpe", ["ab"], merges=[("a", "b")])
-    lengths = [len(side._sampled["ab", variant, 0.5]) for variant in range(module.VARIANTS)]
+    cuts = cut(Dropout(side, 0.5), ["ab"] * 2000, list(range(2000)))
+    lengths = [len(ids) for ids in cuts]
     assert set(lengths) == {2, 3}
-    assert 20 <= lengths.count(3) <= 44
+    assert 0.3 < lengths.count(3) / len(lengths) < 0.7
+
+
+def test_dropout_remembers_a_bounded_number_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHED", 10)
+    dropout = Dropout(learned("bpe").src, 0.5)
+    texts = [f"w{number}" for number in range(100)]
+    first = cut(dropout, texts, list(range(100)))
+    assert len(dropout._chunks) <= 10
+    assert cut(dropout, texts, list(range(100))) == first
 
 
 def test_dropout_is_for_bpe() -> None:
     with pytest.raises(UsageError, match='kind "bpe", not "unigram"'):
-        learned("unigram").src.sample("text", 0.1, np.random.default_rng(0))
+        Dropout(learned("unigram").src, 0.1)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------

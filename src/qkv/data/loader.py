@@ -21,7 +21,8 @@ from qkv.data import batches
 from qkv.data.ragged import LONGEST, PADDING, TILES, Flat, Ragged, lay
 from qkv.data.store import Store
 from qkv.errors import UsageError
-from qkv.text import Tokenizer, Tokenizers
+from qkv.text import Tokenizers
+from qkv.text.dropout import Dropout, seeds_of
 
 SIZES, LEAST_STEP = 12, 64  # ragged batches come in about so many sizes, which differ by a multiple of tokens
 
@@ -192,7 +193,11 @@ class Pairs(Updates):
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens
         self.micro_tokens = micro_tokens or batches.choose_micro_tokens(self.src_widths, self.tgt_widths, tokens)
-        self.dropout, self.seed = dropout, seed
+        self.dropouts = {}
+        if dropout:
+            src = Dropout(tokenizers.src, dropout)
+            self.dropouts = {"src": src, "tgt": src if tokenizers.shared else Dropout(tokenizers.tgt, dropout)}
+        self.seed = seed
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
 
@@ -226,7 +231,7 @@ class Pairs(Updates):
     def make(self, share: batches.Update, seed: tuple[int, ...], after: Position) -> Step:
         if not (self.ragged_tokens and share):
             return super().make(share, seed, after)
-        longest = self.ragged_longest // 2 if self.dropout else self.ragged_longest  # cut anew, a row may be longer
+        longest = self.ragged_longest // 2 if self.dropouts else self.ragged_longest  # cut anew, a row may be longer
         long = [np.maximum(self.src_widths[micro], self.tgt_widths[micro]) > longest for micro in share]
         short = np.concatenate([micro[~too_long] for micro, too_long in zip(share, long, strict=True)])
         laid = [self._lay(part, seed) for part in self._parts(short)]
@@ -257,10 +262,7 @@ class Pairs(Updates):
 
     def _lay(self, indices: batches.Indices, seed: tuple[int, ...]) -> Ragged | None:
         """Pairs end to end; None if one of them is too long for that."""
-        if self.dropout:
-            source, target = map(_flat, self.rows(indices, seed))
-        else:
-            source, target = (Flat(*self.store.flat(side, indices)) for side in ("src", "tgt"))
+        source, target = self.sides(indices, seed)
         if max(source.lengths.max(), target.lengths.max()) >= self.ragged_longest:  # with </s>, it is longer
             return None
         tgt = self.tokenizers.tgt
@@ -271,33 +273,20 @@ class Pairs(Updates):
         """By how many tokens the sizes of ragged batches differ."""
         return -(-self.ragged_tokens // SIZES // LEAST_STEP) * LEAST_STEP
 
-    def rows(self, micro: batches.Indices, seed: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    def sides(self, micro: batches.Indices, seed: tuple[int, ...]) -> list[Flat]:
         """Sources and targets, cut anew if there is dropout."""
-        sources = [self.store.src(i) for i in micro]
-        targets = [self.store.tgt(i) for i in micro]
-        if self.dropout:
+        found = {side: self.store.flat(side, micro) for side in ("src", "tgt")}
+        if self.dropouts:
             # Each sentence has its own random numbers, so it is cut alike whatever rank and batch it falls to.
-            random = [np.random.default_rng((*seed, int(i), 3)) for i in micro]
-            src, tgt, dropout = self.tokenizers.src, self.tokenizers.tgt, self.dropout
-            sources = [_resegment(src, row, dropout, own) for row, own in zip(sources, random, strict=True)]
-            targets = [_resegment(tgt, row, dropout, own) for row, own in zip(targets, random, strict=True)]
-        return sources, targets
+            own = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64).tolist()
+            for (side, dropout), number in zip(self.dropouts.items(), own, strict=True):
+                found[side] = dropout.cut(*found[side], seeds_of(micro, number))
+        return [Flat(*each) for each in found.values()]
 
     def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
-        sources, targets = self.rows(micro, seed)
+        sources, targets = (np.split(side.ids, np.cumsum(side.lengths)[:-1]) for side in self.sides(micro, seed))
         links = [self.store.links(i) for i in micro] if self.aligned else None
         return collate(sources, targets, self.tokenizers, links=links)
-
-
-def _flat(rows: list[NDArray[Any]]) -> Flat:
-    return Flat(np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows)))
-
-
-def _resegment(tokenizer: Tokenizer, row: NDArray[Any], dropout: float, random: np.random.Generator) -> NDArray[Any]:
-    """BPE-dropout: the same text cut otherwise. Tokens are exactly invertible, so the stored ids are enough."""
-    tagged = int(len(row) > 0 and int(row[0]) < tokenizer.offset)  # no special token is stored, so it is a tag
-    cut = tokenizer.sample(tokenizer.decode(row.tolist()), dropout, random)
-    return np.concatenate([row[:tagged], np.asarray(cut, row.dtype)])
 
 
 def _ahead(steps: Iterator[Step], depth: int) -> Generator[Step, None, None]:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import random
 import struct
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,8 +32,6 @@ FORMAT, VERSION = "qkv-tokenizer", 1
 PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
 CACHED = 1 << 17  # chunks remembered, and as many again that were remembered before
 CACHED_LENGTH = 64  # longer chunks are rare and not worth remembering
-VARIANTS = 64  # segmentations that dropout may give one chunk
-DROPOUT_SPAN = 128  # dropout takes longer runs of letters in parts: its cost grows with the square of the length
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -118,9 +114,6 @@ class Tokenizer:
         self.library = self._library()
         self._segment = {"word": self._words, "char": self._characters}.get(kind, self._subwords)
         self._packed = Cache(self._pack, lambda chunk: len(chunk) <= CACHED_LENGTH)
-        self._sampled = Cache(self._drop_merges, lambda key: len(key[0]) <= CACHED_LENGTH)
-        index = self._index
-        self._ranks = {(index[a], index[b]): (rank, index[a + b]) for rank, (a, b) in enumerate(self._merges)}
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without <s> and </s>; a lone surrogate, which no file can hold, is refused."""
@@ -132,22 +125,6 @@ class Tokenizer:
         if not text:
             return b""
         return b"".join(map(self._packed.__getitem__, unicodedata.normalize("NFC", text).split(" ")))
-
-    def sample(self, text: str, dropout: float, rng: np.random.Generator) -> list[int]:
-        """`encode` with BPE-dropout (Provilkov et al., 2020): each possible merge is left out with this probability.
-
-        A chunk has 64 such segmentations, each a pure function of chunk, number and probability; `rng` picks one.
-        """
-        if not dropout or not text:
-            return self.encode(text)
-        if self.kind != "bpe":
-            raise UsageError(f'tokenizer.dropout needs a tokenizer of kind "bpe", not "{self.kind}"')
-        chunks = unicodedata.normalize("NFC", text).split(" ")
-        variants = rng.integers(VARIANTS, size=len(chunks)).tolist()
-        ids: list[int] = []
-        for key in zip(chunks, variants, (dropout,) * len(chunks), strict=True):
-            ids += self._sampled[key]
-        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens and tags have none, and bytes that are not UTF-8 become U+FFFD."""
@@ -187,6 +164,16 @@ class Tokenizer:
             known = ", ".join(self.tags) or "none"
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
         return len(SPECIALS) + self.tags.index(name)
+
+    @property
+    def ranks(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """The pairs of ids that merge: how early that was learned, and the id that they become."""
+        ids = {piece: self.offset + number for piece, number in self._index.items()}
+        return {(ids[a], ids[b]): (rank, ids[a + b]) for rank, (a, b) in enumerate(self._merges)}
+
+    def pieces(self, text: str) -> list[str]:
+        """The parts of a text that no token crosses, spelled."""
+        return [piece for piece, _ in self.library.pre_tokenizer.pre_tokenize_str(text)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` turns back into the same tokenizer."""
@@ -228,7 +215,7 @@ class Tokenizer:
         return self.library.encode(text).ids
 
     def _words(self, text: str) -> list[int]:
-        return [number for piece in self._cut(text) for number in self._look_up(piece)]
+        return [number for piece in self.pieces(text) for number in self._look_up(piece)]
 
     def _characters(self, text: str) -> list[int]:
         return [number for character in text for number in self._look_up(spell(character))]
@@ -236,33 +223,6 @@ class Tokenizer:
     def _look_up(self, spelled: str) -> list[int]:
         number = self._index.get(spelled)
         return [number] if number is not None else [BYTE[character] for character in spelled]
-
-    def _cut(self, text: str) -> list[str]:
-        return [piece for piece, _ in self.library.pre_tokenizer.pre_tokenize_str(text)]
-
-    def _drop_merges(self, key: tuple[str, int, float]) -> list[int]:
-        chunk, variant, dropout = key
-        self._packed[chunk]  # refuses what cannot be encoded
-        digest = hashlib.blake2b(f"{variant} {dropout!r} {chunk}".encode(), digest_size=8).digest()
-        chance = random.Random(int.from_bytes(digest, "little")).random
-        ids: list[int] = []
-        for piece in self._cut(" " + chunk):
-            numbers = [BYTE[character] for character in piece]
-            for start in range(0, len(numbers), DROPOUT_SPAN):
-                ids += self._merge(numbers[start : start + DROPOUT_SPAN], dropout, chance)
-        return [number + self.offset for number in ids]
-
-    def _merge(self, numbers: list[int], dropout: float, chance: Callable[[], float]) -> list[int]:
-        # The first-learned merge that survives is applied, leftmost, until none does; only one that would win draws.
-        while True:
-            best, place, merged = len(self._ranks), -1, -1
-            for i, pair in enumerate(pairwise(numbers)):
-                rank, result = self._ranks.get(pair, (best, -1))
-                if rank < best and chance() >= dropout:
-                    best, place, merged = rank, i, result
-            if place < 0:
-                return numbers
-            numbers[place : place + 2] = [merged]
 
 
 @dataclass(frozen=True)
