@@ -34,8 +34,7 @@ def text(files: list[str], pairs: int, folder: Path) -> tuple[configs.Config, Pr
     folder.mkdir(parents=True, exist_ok=True)
     cut = [folder / f"{pairs}.src", folder / f"{pairs}.tgt"]
     for name, path in zip(files, cut, strict=False):
-        if not path.exists():
-            path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
+        path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
     train, valid = configs.Corpus(src=str(cut[0]), tgt=str(cut[1])), configs.Corpus(src=files[2], tgt=files[3])
     config = configs.Config(data=configs.Data(train=(train,), valid=(valid,)))
     return config, trials.prepare_text(config, folder)
@@ -65,21 +64,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/auto_sizes"))
     parser.add_argument("-o", "--output", required=True)
     given = parser.parse_args()
+    if len(given.pairs) != len(given.minutes):
+        parser.error("give one --minutes for each --pairs")
     planned: list[Trial] = []
-    about = []
+    plans = []
     for pairs, minutes in zip(given.pairs, given.minutes, strict=True):
         config, prepared = text(given.files, pairs, given.out)
         recipes, seconds = plan(config, prepared, minutes)
         planned += [Trial(f"{pairs} pairs, {name}", recipe, prepared) for name, recipe in recipes.items()]
-        about += [{"pairs": pairs, "recipe": name, "alone_seconds": seconds} for name in recipes]
+        plans += [{"pairs": pairs, "recipe": name, "alone_seconds": seconds} for name in recipes]
     results = trials.run_all(planned, given.out, jobs=given.jobs)
-    rows = [known | result.to_dict() for known, result in zip(about, results, strict=True)]
+    rows = [made | result.to_dict() for made, result in zip(plans, results, strict=True)]
     report = {**figures.about("auto", " ".join(given.files)), "rows": rows}
     Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for known, result in zip(about, results, strict=True):
+    for made, result in zip(plans, results, strict=True):
         print(
-            f"{known['pairs']:,} pairs, {known['recipe']}: BLEU {result.bleu:.2f}, loss {result.loss:.3f}, "
-            f"{result.steps:,} updates, {known['alone_seconds']:.0f} s if alone, "
+            f"{made['pairs']:,} pairs, {made['recipe']}: BLEU {result.bleu:.2f}, loss {result.loss:.3f}, "
+            f"{result.steps:,} updates, {made['alone_seconds']:.0f} s if alone, "
             f"{result.parameters / 1e6:.1f} million parameters {result.error}"
         )
 

@@ -67,7 +67,7 @@ def padded(rows: list[list[int]], pad: int) -> Tensor:
 
 
 def batches(pairs: list[Pair], tokens: int, draw: random.Random) -> Iterator[list[Pair]]:
-    """An epoch: pairs of like length together, in batches of about so many padded target tokens, in any order."""
+    """An epoch: pairs of like length together, about so many padded tokens of the longer side a batch, in any order."""
     noise = np.random.default_rng(draw.getrandbits(32)).random(len(pairs))
     order = np.argsort(np.array([len(target) for _, target in pairs]) + noise)
     made, longest = [], 0
@@ -141,21 +141,26 @@ class Peer:
         return loss.detach()
 
     def train(self) -> list[dict[str, float]]:
-        """Epoch after epoch until the time is up; the curve of BLEU on the validation set."""
+        """Epoch after epoch until the time is up; the curve of BLEU on the validation set.
+
+        The last validation comes after the end; no other is begun that could last until then.
+        """
         curve: list[dict[str, float]] = []
-        due = self.given.every
+        due, took = self.given.every, 0.0
         while True:
             for batch in batches(self.pairs, self.given.tokens, self.draw):
                 loss = self.update(batch)
-                if (seconds := self.seconds) < min(due, self.given.seconds):
+                begun = self.seconds
+                if begun < self.given.seconds and (begun < due or begun + 2 * took >= self.given.seconds):
                     continue
                 found = translate(self.model, self.tokenizers, self.valid, self.device)
                 bleu = corpus_bleu(found, [self.reference]).score
-                curve.append({"seconds": seconds, "step": self.step, "loss": loss.item(), "bleu": bleu})
+                curve.append({"seconds": self.seconds, "step": self.step, "loss": loss.item(), "bleu": bleu})
                 print(curve[-1], flush=True)
-                due += self.given.every
-                if self.seconds >= self.given.seconds:
+                if begun >= self.given.seconds:
                     return curve
+                took = self.seconds - begun
+                due = self.seconds + self.given.every
 
 
 def main() -> None:
@@ -169,15 +174,19 @@ def main() -> None:
     for name, value in {**sizes, **clock, "dropout": 0.3, "rate": 1e-3}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
+    if len(given.test) % 2:
+        parser.error("--test: give a source and a reference for each set")
     peer = Peer(given)
     report: dict[str, Any] = {"curve": peer.train(), "steps": peer.step, "settings": vars(given), "test": {}}
+    output = Path(given.output)
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for files in zip(given.test[::2], given.test[1::2], strict=True):
         source, reference = (list(read_lines(name)) for name in files)
         found = translate(peer.model, peer.tokenizers, source, peer.device)
         scores = {name: corpus_bleu(found, [reference], lowercase=name != "bleu").score for name in ("bleu", "lower")}
         report["test"][files[0]] = scores | {"chrf": corpus_chrf(found, [reference]).score}
         print(files[0], report["test"][files[0]], flush=True)
-    Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from qkv import config
 from qkv.errors import QkvError, UsageError
 from qkv.text import Tokenizer, Tokenizers, learn
+from qkv.text import dropout as dropout_module
 from qkv.text import tokenizer as module
 from qkv.text.dropout import VARIANTS, Dropout
 from qkv.text.learn import default_size
@@ -247,7 +248,7 @@ def test_dropout_leaves_out_the_share_of_merges_it_should() -> None:
 
 
 def test_dropout_remembers_a_bounded_number_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHED", 10)
+    monkeypatch.setattr(dropout_module, "WORDS", 10)
     dropout = Dropout(learned("bpe").src, 0.5)
     texts = [f"w{number}" for number in range(100)]
     first = cut(dropout, texts, list(range(100)))

@@ -26,6 +26,7 @@ from qkv.run import Run
 from qkv.train import begin, loop, optim
 from qkv.train import trainer as trainer_module
 from qkv.train.average import average, average_last
+from qkv.train.card import parameters
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
 from qkv.train.trainer import Trainer
@@ -456,7 +457,8 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
     assert auto.tokens_a_pass(prepared.train) == tokens
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / tokens)  # a pass takes a second
+    # A pass takes a second, and with R-Drop two.
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: (1 + bool(config.train.r_drop)) / tokens)
     short, reasons = auto.choose(given, prepared, minutes=1)
     long, _ = auto.choose(given, prepared, minutes=500)
     passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
@@ -472,18 +474,29 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
     prepared = Prepared.open(tiny / "store")
     smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
+    held = parameters(auto.PAIRS[1].model, prepared.tokenizers)
     widths = {}
-    for seconds in (1e-6, 1.0):
-        monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared, seconds=seconds: seconds)
+    for read in (1.01 * held, 0.99 * held):  # target tokens in the ten minutes
+        monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared, read=read: 600 / read)
         chosen, reasons = auto.choose(Run.open(tiny).config, prepared, minutes=10)
-        widths[seconds] = chosen.model.d_model
-        assert any("smaller" in reason for reason in reasons) == (seconds == 1.0)
-    assert widths == {1e-6: 256, 1.0: 128}
+        widths[read > held] = chosen.model.d_model
+        assert any("smaller" in reason for reason in reasons) == (read < held)
+    assert widths == {True: 256, False: 128}
+
+
+def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = Prepared.open(tiny / "store")
+    small = [dataclasses.replace(size, limit=10.0) for size in auto.PAIRS[:-1]]
+    monkeypatch.setattr(auto, "PAIRS", [*small, auto.PAIRS[-1]])  # this text counts as large
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
+    chosen, _ = auto.choose(Run.open(tiny).config, prepared, minutes=10)
+    assert (chosen.model.d_model, chosen.model.dropout) == (128, auto.PAIRS[-1].model.dropout)
 
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1 / auto.tokens_a_pass(prepared.train))
+    tokens = auto.tokens_a_pass(prepared.train)
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: (1 + bool(config.train.r_drop)) / tokens)
     (once, _), (twice, reasons) = (auto.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1))
     assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto.R_DROP)
     assert twice.model.dropout < once.model.dropout
@@ -554,4 +567,22 @@ def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch
     assert "as you say" in " ".join(reasons)
     floor, reasons = auto.choose(given, prepared, minutes=0.1)
     assert floor.train.steps == auto.FEWEST
-    assert "fewer teach nothing" in " ".join(reasons)
+    assert "fewer steps teach nothing, so longer than 0.1 min" in " ".join(reasons)
+    few = dataclasses.replace(auto.PAIRS[0], passes=1)
+    monkeypatch.setattr(auto, "PAIRS", [few])
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1e-9)
+    assert "(fewer steps teach nothing)" in " ".join(auto.choose(given, prepared)[1])
+
+
+def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a number of steps the default number of minutes decides nothing."""
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
+    monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
+    assert auto.choose(given, prepared)[0].model.d_model == 128
+    large, _ = auto.choose(given, prepared, steps=1_000_000)
+    assert (large.model.d_model, large.train.r_drop) == (256, auto.R_DROP)
+    small, reasons = auto.choose(given, prepared, steps=5)
+    assert (small.model.d_model, small.train.r_drop) == (128, 0.0)
+    assert "all that 5 steps read, are too few" in " ".join(reasons)

@@ -15,7 +15,7 @@ import numpy as np
 from qkv.config import Attentive, Config, DecoderOnly, Model, Transformer, Translating
 from qkv.data.store import Prepared, Store
 from qkv.device import choose_device, describe
-from qkv.train.card import shape, unit
+from qkv.train.card import parameters, shape, unit
 from qkv.train.fast import make_trainer
 from qkv.train.trainer import make_updates
 
@@ -23,10 +23,10 @@ MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
 FEWEST = 100  # steps
 GIVEN = 30  # passes, for kinds of model whose size is left as it is
-PASSES = 3  # over the text, at least; a model too large for that learns less than a smaller one
+TOKENS_A_PARAMETER = 1.0  # to read, at least: with fewer a smaller model learns as much or more (NOTES.md)
 
 R_DROP = 5.0  # its weight
-TWICE = 15  # passes from which R-Drop, for which every pass is two, is worth more than other passes
+TWICE = 15  # passes from which R-Drop, which takes each of them twice, is worth more than further ones
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,15 @@ TOKENS = [
 def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: int = 0) -> tuple[Config, list[str]]:
     """A model and a length of training for this text on this device, and the reasons, a line each.
 
-    The length follows from `minutes` (0: a default for the device), unless `steps` says it.
+    The length follows from `minutes` (0: a default for the device), unless `steps` says it, and model and R-Drop from
+    how much of the text that reads.
     """
     device = choose_device(config.train.device)
     tokens = tokens_a_pass(prepared.train)
     budget = 60 * (minutes or MINUTES.get(device.type, 30.0))
     of = "target tokens" if isinstance(config.model, Translating) else "tokens"
     reasons = [f"auto: {len(prepared.train):,} {unit(config)}, {tokens / 1e6:.2f} million {of}, on {describe(device)}"]
+    limit = f"{steps:,} steps read" if steps else f"{budget / 60:g} min allow"
     sizes, amount = _sizes(config, prepared, tokens)
     row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
     dropout = sizes[row].model.dropout  # by the text: a small model for lack of time has much text all the same
@@ -78,32 +80,37 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
         size = sizes[row]
         model = dataclasses.replace(size.model, dropout=dropout)
         tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
-        pass_seconds = seconds_a_token(tried, prepared) * tokens
-        if pass_seconds * PASSES <= budget or row == 0:
+        token_seconds = seconds_a_token(tried, prepared)
+        updates, held = updates_a_pass(tried, prepared), parameters(tried.model, prepared.tokenizers)
+        read = steps / updates * tokens if steps else budget / token_seconds
+        if read >= TOKENS_A_PARAMETER * held or row == 0:
             break
         reasons.append(
-            f"auto: {shape(size.model)} needs {pass_seconds / 60:.1f} min for a pass and would not see the text "
-            f"{PASSES} times in {budget / 60:g} min: something smaller"
+            f"auto: {shape(model)} has {held / 1e6:.1f} million parameters, for which {read / 1e6:.1f} million {of}, "
+            f"all that {limit}, are too few: something smaller"
         )
         row -= 1
-    if size.r_drop and budget >= TWICE * 2 * pass_seconds:
-        tried, pass_seconds = _twice(tried), 2 * pass_seconds
-        reasons.append(f"auto: R-Drop {R_DROP:g}: there is time to take {TWICE} passes or more twice each")
-    passes, affordable = size.passes, budget / pass_seconds
-    updates = updates_a_pass(tried, prepared)
+    if size.r_drop and read >= TWICE * tokens:
+        twice = _twice(tried)
+        seconds = seconds_a_token(twice, prepared)
+        if steps or budget >= TWICE * tokens * seconds:
+            tried, token_seconds = twice, seconds
+            reasons.append(f"auto: R-Drop {R_DROP:g}: there is time to take {TWICE} passes or more twice each")
+    passes, affordable = size.passes, budget / (token_seconds * tokens)
     allowed = round(min(passes, affordable) * updates)
-    limit = f"{passes:g} are enough" if affordable >= passes else f"all that {budget / 60:g} min allow"
+    why = f"{passes:g} are enough" if affordable >= passes else f"all that {limit}"
     if steps:
-        limit = "as you say"
+        why = "as you say"
     elif allowed < FEWEST:
-        limit = f"fewer teach nothing, so longer than the {budget / 60:g} min asked for"
+        longer = f", so longer than {budget / 60:g} min" if affordable * updates < FEWEST else ""
+        why = f"fewer steps teach nothing{longer}"
     steps = steps or max(FEWEST, allowed)
     chosen = _lasting(tried, steps)
     made = steps / updates
     reasons += [
         f"auto: {shape(tried.model)}, dropout {tried.model.dropout:g} for a text of this size",
-        f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({limit}): "
-        f"about {_duration(made * pass_seconds)} by the first steps' speed; --set train.steps=N changes this",
+        f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why}): "
+        f"about {_duration(made * tokens * token_seconds)} by the first steps' speed; --set train.steps=N changes this",
     ]
     return chosen, reasons
 

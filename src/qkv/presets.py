@@ -142,8 +142,8 @@ def demo_conv() -> Config:
 # ---- corpora that everybody compares on ------------------------------------------------------------------------------
 
 
-# What won on all of them, at equal time (benchmarks/NOTES.md).
-FOUND: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "clip": 1.0, "average": 0}
+# What these recipes share; what was compared is in benchmarks/NOTES.md.
+SHARED: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "clip": 1.0, "average": 0}
 
 
 def multi30k() -> Config:
@@ -162,7 +162,7 @@ def multi30k() -> Config:
             validate_every=1000,
             metric="loss",
             name="multi30k",
-            **FOUND,
+            **SHARED,
         ),
         decode=Decode(beam=5, alpha=1.0),
     )
@@ -179,7 +179,7 @@ def europarl() -> Config:
         data=_parallel("de"),
         tokenizer=Tokenizer(vocab=32_000),
         model=Transformer(dropout=0.1, norm="pre"),
-        train=Train(steps=18_000, learning_rate=2.8e-3, warmup=1000, validate_every=3000, name="europarl", **FOUND),
+        train=Train(steps=18_000, learning_rate=2.8e-3, warmup=1000, validate_every=3000, name="europarl", **SHARED),
     )
 
 

@@ -284,7 +284,7 @@ class Pairs(Updates):
         return [Flat(*each) for each in found.values()]
 
     def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
-        sources, targets = (np.split(side.ids, np.cumsum(side.lengths)[:-1]) for side in self.sides(micro, seed))
+        sources, targets = (np.split(side.ids, np.cumsum(side.lengths))[:-1] for side in self.sides(micro, seed))
         links = [self.store.links(i) for i in micro] if self.aligned else None
         return collate(sources, targets, self.tokenizers, links=links)
 

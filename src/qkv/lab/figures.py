@@ -74,7 +74,8 @@ class Sheet:
         console.print(self.title, markup=False, soft_wrap=True)
         table = Table()
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
+            # On a narrow terminal cells are broken, never cropped: half a figure reads like another one.
+            table.add_column(column, justify="right" if number else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         console.print(table)

@@ -20,18 +20,20 @@ from qkv.errors import UsageError
 from qkv.text.tokenizer import BYTE, CACHED_LENGTH, Cache, Tokenizer
 
 VARIANTS = 64  # segmentations that dropout may give one chunk
+WORDS = 1 << 16  # chunks remembered, and as many again: at most about 200 MB if all their segmentations are used
 SPAN = 128  # longer runs of letters are taken in parts: the cost grows with the square of the length
-
-Ids = NDArray[Any]
 
 
 class Chunk:
-    """A word as its ids are stored, and the segmentations of it that were asked for so far."""
+    """A word in bytes, and the segmentations of it that were asked for so far."""
+
+    __slots__ = ("cuts", "distinct", "parts", "seed")
 
     def __init__(self, tokenizer: Tokenizer, data: bytes) -> None:
         text = b"".join(map(tokenizer.bytes_of, np.frombuffer(data, tokenizer.dtype).tolist())).decode()
         self.seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        self.cuts: dict[int, bytes] = {}
+        self.cuts: list[bytes | None] = [None] * VARIANTS
+        self.distinct: dict[bytes, bytes] = {}  # most of them are alike, and kept once
         self.parts: list[list[int]] = []  # bytes as ids; what is in two parts cannot merge
         for piece in tokenizer.pieces(text):
             letters = [tokenizer.offset + BYTE[character] for character in piece]
@@ -51,12 +53,16 @@ class Dropout:
         self._begins = np.array([each in (b" ", b"") for each in first])  # a tag has no bytes and stands alone
         longest = CACHED_LENGTH * tokenizer.dtype.itemsize
         self._chunks: Cache[bytes, Chunk] = Cache(
-            lambda data: Chunk(tokenizer, data), lambda data: len(data) <= longest
+            lambda data: Chunk(tokenizer, data), lambda data: len(data) <= longest, WORDS
         )
 
-    def cut(self, ids: Ids, lengths: NDArray[np.int64], seeds: NDArray[np.uint64]) -> tuple[Ids, NDArray[np.int64]]:
+    def cut(
+        self, ids: NDArray[Any], lengths: NDArray[np.int64], seeds: NDArray[np.uint64]
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Sentences end to end, and their lengths, cut anew: what is random in each follows from its seed."""
-        starts = np.flatnonzero(self._begins[ids])
+        begins = self._begins[ids]
+        begins[(np.cumsum(lengths) - lengths)[lengths > 0]] = True  # a sentence is its own, whatever it begins with
+        starts = np.flatnonzero(begins)
         row = np.searchsorted(np.cumsum(lengths), starts, side="right")
         place = np.arange(len(starts)) - np.searchsorted(row, row)  # of the chunk in its sentence
         variants = (_mix(seeds[row] + place.astype(np.uint64)) % np.uint64(VARIANTS)).tolist()
@@ -66,9 +72,10 @@ class Dropout:
         chunks, found = self._chunks, []
         for (start, end), variant in zip(pairwise(edges), variants, strict=True):
             chunk = chunks[data[start:end]]
-            cut = chunk.cuts.get(variant)
+            cut = chunk.cuts[variant]
             if cut is None:
-                cut = chunk.cuts[variant] = self._segment(chunk, variant) or data[start:end]
+                cut = self._segment(chunk, variant) or data[start:end]
+                cut = chunk.cuts[variant] = chunk.distinct.setdefault(cut, cut)
             found.append(cut)
         sizes = np.fromiter(map(len, found), np.int64, len(found)) // dtype.itemsize
         made = np.bincount(row, weights=sizes, minlength=len(lengths)).astype(np.int64)

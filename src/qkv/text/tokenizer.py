@@ -66,15 +66,15 @@ class Cache(dict[Key, Value]):
     A full one is emptied, but its last content stays at hand: what is still in use comes back from there.
     """
 
-    def __init__(self, compute: Callable[[Key], Value], keep: Callable[[Key], bool]) -> None:
-        self.compute, self.keep = compute, keep
+    def __init__(self, compute: Callable[[Key], Value], keep: Callable[[Key], bool], size: int) -> None:
+        self.compute, self.keep, self.size = compute, keep, size
         self.last: dict[Key, Value] = {}
 
     def __missing__(self, key: Key) -> Value:
         last = self.last
         value = last[key] if key in last else self.compute(key)
         if self.keep(key):
-            if len(self) >= CACHED:
+            if len(self) >= self.size:
                 self.last = dict(self)
                 self.clear()
             self[key] = value
@@ -113,7 +113,7 @@ class Tokenizer:
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
         self.library = self._library()
         self._segment = {"word": self._words, "char": self._characters}.get(kind, self._subwords)
-        self._packed = Cache(self._pack, lambda chunk: len(chunk) <= CACHED_LENGTH)
+        self._packed = Cache(self._pack, lambda chunk: len(chunk) <= CACHED_LENGTH, CACHED)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without <s> and </s>; a lone surrogate, which no file can hold, is refused."""
