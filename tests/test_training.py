@@ -486,11 +486,22 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
 
 def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = Prepared.open(tiny / "store")
-    small = [dataclasses.replace(size, limit=10.0) for size in auto.PAIRS[:-1]]
+    small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto.PAIRS[:-1]]
     monkeypatch.setattr(auto, "PAIRS", [*small, auto.PAIRS[-1]])  # this text counts as large
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
-    chosen, _ = auto.choose(Run.open(tiny).config, prepared, minutes=10)
+    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 600 / auto.tokens_a_pass(prepared.train) / 50)
+    chosen, _ = auto.choose(Run.open(tiny).config, prepared, minutes=10)  # 50 passes, more than are worth while
     assert (chosen.model.d_model, chosen.model.dropout) == (128, auto.PAIRS[-1].model.dropout)
+
+
+def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    size = dataclasses.replace(auto.PAIRS[0], r_drop=False)
+    monkeypatch.setattr(auto, "PAIRS", [size])
+    updates = auto.updates_a_pass(auto.choose(given, prepared, steps=1)[0], prepared)
+    chosen = {passes: auto.choose(given, prepared, steps=round(passes * updates))[0] for passes in (1, 20, 80, 200)}
+    full = size.model.dropout
+    dropouts = {passes: config.model.dropout for passes, config in chosen.items()}
+    assert dropouts == pytest.approx({1: full / 80, 20: full / 4, 80: full, 200: full}, abs=0.006)
 
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +510,7 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: (1 + bool(config.train.r_drop)) / tokens)
     (once, _), (twice, reasons) = (auto.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1))
     assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto.R_DROP)
-    assert twice.model.dropout < once.model.dropout
+    assert twice.model.dropout == pytest.approx(auto.PAIRS[0].model.dropout * 2 / 3)
     assert twice.train.steps < once.train.steps  # each of them takes twice the time
     assert any("R-Drop" in reason for reason in reasons)
     assert (once.train.optimizer, once.train.schedule) == ("adam", "wsd")

@@ -35,7 +35,7 @@ class Size:
 
     limit: float
     model: Model
-    passes: float  # over the text that are worth while
+    passes: float  # over the text that are worth while; with fewer there is less dropout, in proportion
     r_drop: bool = False  # if there is time for it; dropout is a third less then
 
 
@@ -75,10 +75,10 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     limit = f"{steps:,} steps read" if steps else f"{budget / 60:g} min allow"
     sizes, amount = _sizes(config, prepared, tokens)
     row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
-    dropout = sizes[row].model.dropout  # by the text: a small model for lack of time has much text all the same
+    text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
     while True:
         size = sizes[row]
-        model = dataclasses.replace(size.model, dropout=dropout)
+        model = dataclasses.replace(size.model, dropout=text.model.dropout)
         tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
         token_seconds = seconds_a_token(tried, prepared)
         updates, held = updates_a_pass(tried, prepared), parameters(tried.model, prepared.tokenizers)
@@ -105,10 +105,12 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
         longer = f", so longer than {budget / 60:g} min" if affordable * updates < FEWEST else ""
         why = f"fewer steps teach nothing{longer}"
     steps = steps or max(FEWEST, allowed)
-    chosen = _lasting(tried, steps)
     made = steps / updates
+    if not tried.train.r_drop:  # what is read a few times only is not learned by heart
+        tried = tried.replace(model={"dropout": round(text.model.dropout * min(1.0, made / text.passes), 2)})
+    chosen = _lasting(tried, steps)
     reasons += [
-        f"auto: {shape(tried.model)}, dropout {tried.model.dropout:g} for a text of this size",
+        f"auto: {shape(tried.model)}, dropout {tried.model.dropout:g} for so many passes over a text of this size",
         f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why}): "
         f"about {_duration(made * tokens * token_seconds)} by the first steps' speed; --set train.steps=N changes this",
     ]
