@@ -493,6 +493,14 @@ def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypat
     assert (chosen.model.d_model, chosen.model.dropout) == (128, auto.PAIRS[-1].model.dropout)
 
 
+def test_a_short_training_on_a_cpu_takes_small_updates() -> None:
+    text = 10_000_000  # target tokens
+    sizes = [auto._tokens_per_step(text, read, "cpu", 256) for read in (1e5, 8e6, 1e9)]
+    assert sizes == [1024, 2048, 8192]
+    assert auto._tokens_per_step(text, 1e5, "cpu", 3000) == 3001, "the longest sentence fits"
+    assert {auto._tokens_per_step(text, read, "cuda", 256) for read in (1e5, 1e9)} == {25_000}
+
+
 def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     size = dataclasses.replace(auto.PAIRS[0], r_drop=False)

@@ -79,8 +79,12 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     while True:
         size = sizes[row]
         model = dataclasses.replace(size.model, dropout=text.model.dropout)
-        tried = _with(config, model, _tokens_per_step(tokens, device.type, config.data.max_length), device.type)
+        longest = config.data.max_length
+        tried = _with(config, model, _tokens_per_step(tokens, math.inf, device.type, longest), device.type)
         token_seconds = seconds_a_token(tried, prepared)
+        if not steps:
+            often = _tokens_per_step(tokens, budget / token_seconds, device.type, longest)
+            tried = tried.replace(train={"tokens_per_step": often})
         updates, held = updates_a_pass(tried, prepared), parameters(tried.model, prepared.tokenizers)
         read = steps / updates * tokens if steps else budget / token_seconds
         if read >= TOKENS_A_PARAMETER * held or row == 0:
@@ -185,13 +189,17 @@ def _lasting(config: Config, steps: int) -> Config:
     return config.replace(train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
 
 
-def _tokens_per_step(tokens: int, device: str, longest: int) -> int:
+def _tokens_per_step(tokens: int, read: float, device: str, longest: int) -> int:
     """About 100 updates a pass for small texts; never less than 2,048 tokens or more than the paper's 25,000.
 
-    A CPU takes smaller ones, which cost it no more.
+    A CPU takes smaller ones, which cost it no more, and of the tokens that it can read in all makes 4,000 or more
+    updates: in a short training many small ones teach more than a few large ones.
     """
-    updates, limit = (200, 8192) if device == "cpu" else (100, 25_000)
-    return max(longest + 1, min(limit, max(2048, 1 << round(math.log2(max(1, tokens / updates))))))
+    if device == "cpu":
+        wanted, least, most = min(tokens / 200, read / 4000), 1024, 8192
+    else:
+        wanted, least, most = tokens / 100, 2048, 25_000
+    return max(longest + 1, min(most, max(least, 1 << round(math.log2(max(1, wanted))))))
 
 
 def _rate(rate: float, width: int, model: Model) -> float:
