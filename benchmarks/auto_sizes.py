@@ -1,6 +1,6 @@
 """What the automatic recipe is worth: against the paper's base preset, on the same text and in the same time.
 
-    python benchmarks/auto_sizes.py train.en train.de valid.en valid.de -o sizes.json [--jobs 6] [--out work] \
+    python benchmarks/auto_sizes.py train.en train.de valid.en valid.de -o sizes.json [--jobs 6] [--out work]
         --pairs 1000 --minutes 0.25 --pairs 30000 --minutes 0.5
 
 For each size the first so many pairs are trained on three times: as `qkv train --src … --tgt … --minutes …` would, and

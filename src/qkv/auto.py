@@ -76,10 +76,10 @@ def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: i
     sizes, amount = _sizes(config, prepared, tokens)
     row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
     text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
+    longest = config.data.max_length
     while True:
         size = sizes[row]
         model = dataclasses.replace(size.model, dropout=text.model.dropout)
-        longest = config.data.max_length
         tried = _with(config, model, _tokens_per_step(tokens, math.inf, device.type, longest), device.type)
         token_seconds = seconds_a_token(tried, prepared)
         if not steps:
