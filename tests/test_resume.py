@@ -19,8 +19,10 @@ import torch
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config, files
-from qkv.errors import UsageError
+from qkv.data.store import prepare
+from qkv.errors import QkvError, UsageError
 from qkv.run import Run
+from qkv.train import begin
 
 STEPS, EVERY = 16, 4
 
@@ -479,4 +481,27 @@ def test_two_processes_do_not_train_in_one_folder(corpus: tuple[str, str], tmp_p
     run = qkv.train(tiny_config(*corpus, steps=2, validate_every=2), tmp_path / "run")
     with run.lock(), pytest.raises(UsageError, match="another process is training here"):
         qkv.train(run=run.path, resume=True, settings=["train.steps=4"])
+    assert Run.open(run.path).config.train.steps == 2, "what is refused changes nothing"
     qkv.train(run=run.path, resume=True, settings=["train.steps=4"])
+
+
+def test_two_processes_do_not_begin_one_run(
+    corpus: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused while the first prepares its text, when there is no run yet."""
+    settings, folder = tiny_config(*corpus, steps=2, validate_every=2), tmp_path / "run"
+
+    def meanwhile(*given: Any, **options: Any) -> Any:
+        with pytest.raises(UsageError, match="another process is training here"):
+            qkv.train(settings.replace(train={"steps": 1}), folder)
+        monkeypatch.undo()
+        return prepare(*given, **options)
+
+    monkeypatch.setattr(begin, "prepare", meanwhile)
+    assert qkv.train(settings, folder).config.train.steps == 2
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(QkvError):
+        qkv.train(tiny_config("nowhere.en", "nowhere.it"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

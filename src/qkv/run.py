@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import fcntl
 import json
+import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -116,13 +117,17 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes from training in this folder at the same time."""
-        with self.marker.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
+        """Keep other processes from training in this folder at the same time; the folder itself is what is locked."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(folder)
+            raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
+        try:
             yield
+        finally:
+            os.close(folder)
 
     @property
     def log(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from qkv import config as configs
@@ -50,40 +50,49 @@ def train(
     that have the last word. With `resume`, training goes on from the newest state in the folder, from the beginning if
     there is none yet; config and text are then the folder's own.
     """
-    with joined() as world:
+    with joined() as world, ExitStack() as held:
         if world.first:
-            opened, prepared = _open(
-                config, run, resume=resume, recipe=recipe, settings=settings or [], command=command
-            )
+            folder = _folder(config, run, resume=resume)
+            held.callback(_leave, folder)
+            held.enter_context(Run(folder).lock())
+            if config is None:
+                opened, prepared = _reopen(folder, settings or [])
+            else:
+                opened, prepared = _begin(folder, config, recipe, settings or [], command)
             world.tell(str(opened.path.resolve()))
+            say(_headline(opened.config, prepared, world))
         else:
             opened, prepared = _follow(Path(world.tell()))
-        with opened.lock() if world.first else nullcontext():
-            if world.first:
-                say(_headline(opened.config, prepared, world))
-            page = opened.path / "card.md"
-            if (fit(opened, prepared, world) or not page.exists()) and world.first:
-                files.write_text(page, card(opened, prepared))
+        page = opened.path / "card.md"
+        if (fit(opened, prepared, world) or not page.exists()) and world.first:
+            files.write_text(page, card(opened, prepared))
     return opened
 
 
-def _open(
-    config: configs.Config | None,
-    run: str | Path | None,
-    resume: bool,
-    recipe: Recipe | None,
-    settings: list[str],
-    command: str,
-) -> tuple[Run, Prepared]:
-    """The run folder to train in, a new one or one to go on with, and its text."""
+def _folder(config: configs.Config | None, run: str | Path | None, *, resume: bool) -> Path:
+    """The folder to train in, which is there: a new one, or that of a run to go on with."""
     if resume:
         if config is not None:
             raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
-        return _reopen(run, settings)
+        if run is None:
+            raise UsageError("--resume needs --run, the folder to go on with")
+        if Path(run).is_dir() and not Run(Path(run)).exists():
+            raise UsageError(
+                f"{run}: nothing to resume: a run begins when its text is prepared; "
+                f"give the whole command again, without --resume"
+            )
+        return Run.open(run).path
     if config is None or not config.data.train:
         raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
     folder = Path(run) if run is not None else Path("runs") / config.train.name
-    return _begin(folder, config, recipe, settings, command)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _leave(folder: Path) -> None:
+    """A folder in which nothing came to be is needed by nobody."""
+    with suppress(OSError):  # it is not empty
+        folder.rmdir()
 
 
 def _follow(folder: Path) -> tuple[Run, Prepared]:
@@ -112,12 +121,7 @@ def _begin(
     config = configs.assign(config, settings)
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
-    try:
-        prepared = _prepare(folder, config)
-    except BaseException:
-        with suppress(OSError):
-            folder.rmdir()  # if it is empty, nobody needs it
-        raise
+    prepared = _prepare(folder, config)
     say(str(prepared.report))
     if recipe is not None:
         config, reasons = recipe(config, prepared)
@@ -128,15 +132,8 @@ def _begin(
     return Run.create(folder, config, prepared.tokenizers, prepared.folder, command), prepared
 
 
-def _reopen(folder: str | Path | None, settings: list[str]) -> tuple[Run, Prepared]:
+def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
     """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
-    if folder is None:
-        raise UsageError("--resume needs --run, the folder to go on with")
-    if Path(folder).is_dir() and not Run(Path(folder)).exists():
-        raise UsageError(
-            f"{folder}: nothing to resume: a run begins when its text is prepared; "
-            f"give the whole command again, without --resume"
-        )
     run = Run.open(folder)
     changed = configs.assign(run.config, settings)
     paths = [path for path, _, _ in configs.difference(run.config, changed)]
