@@ -369,6 +369,7 @@ def test_a_model_tells_what_its_card_says(server: Server, tiny: Path, writer: Pa
     for found, run in zip(server.ask("/models").json["models"], (tiny, writer), strict=True):
         assert found["card"] == (run / "card.md").read_text(encoding="utf-8")
         assert found["card"].startswith("# ")
+        assert f"{found['parameters']:,} parameters" in found["card"]
 
 
 def test_pages_come_from_memory_with_a_strict_policy(server: Server) -> None:

@@ -298,6 +298,16 @@ def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
         assert server.process.wait(PATIENCE) == 0
 
 
+def test_the_end_is_quiet(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is in the model processes where there is a GPU, and complains of whatever is left of it at their end."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # has it there without a GPU too
+    with serving(f"tiny={tiny}", "--workers", 1) as server:
+        os.kill(server.process.pid, signal.SIGINT)
+        assert server.process.wait(PATIENCE) == 0
+        (only,) = server.log.read_text().splitlines()
+        assert only.endswith("serves tiny")
+
+
 def test_a_run_that_cannot_be_loaded_ends_the_server(tiny: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import html as standard
 import json
+import subprocess
+import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -396,6 +398,21 @@ def test_languages_are_recognised() -> None:
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
+
+
+CARD = """
+import sys
+import qkv
+from qkv.serve.worker import card
+card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_model_process_does_without_the_compiler(tiny: Path) -> None:
+    """It takes a second and 140 megabytes, in each process."""
+    done = subprocess.run([sys.executable, "-c", CARD, tiny], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(("tags", "targets"), [(("de", "fr"), ("de", "fr")), (("", "bt"), ("it",))])

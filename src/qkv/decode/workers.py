@@ -8,7 +8,6 @@ and no thread of the caller is forked.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing.connection
 import os
 import signal
@@ -27,7 +26,7 @@ from qkv import config
 from qkv.data import batches
 from qkv.decode.batched import batch_tokens, search_all
 from qkv.decode.board import Hypothesis
-from qkv.decode.memory import MEMORY
+from qkv.decode.memory import MEMORY, settle
 from qkv.errors import QkvError, UsageError
 from qkv.models.packed import pack
 from qkv.models.state import StepModel
@@ -193,7 +192,7 @@ def serve() -> None:
             function, arguments = line.recv()
             if made is None:
                 made = function(*arguments)
-                gc.freeze()  # what is there now stays, and is no garbage
+                settle()
             else:
                 result = function(made, *arguments)
         except EOFError:

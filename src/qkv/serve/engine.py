@@ -18,6 +18,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from qkv.decode.memory import settle
 from qkv.errors import QkvError
 from qkv.serve.crew import Worker, check, cores, threads
 from qkv.serve.fair import FairQueue, Group, Unit
@@ -74,8 +75,8 @@ class Engine:
     async def _open(self) -> None:
         first = self._hire()
         await first.ready.wait()
-        gc.freeze()  # what is there now stays, and is no garbage
-        gc.set_threshold(20_000)  # nor are the many requests that wait
+        settle()
+        gc.set_threshold(20_000)  # the many requests that wait are no garbage either
         on_cpu = first.about["device"] == "cpu"
         for _ in range((self.setup.workers or (cores() if on_cpu else 1)) - 1):
             self._hire()

@@ -8,7 +8,6 @@ turn comes. A signal to stop is for the parent, which lets accepted work finish 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import select
@@ -18,6 +17,7 @@ from typing import Any
 
 import qkv
 from qkv.config import DecoderOnly
+from qkv.decode.memory import settle
 from qkv.errors import QkvError, UsageError
 from qkv.serve.marks import swap, swap_back
 
@@ -72,7 +72,7 @@ def serve(line: Line, told: Event) -> None:
         return
     device = str(next(iter(models.values())).device)
     line.write({"ready": {name: card(name, model) for name, model in models.items()}, "device": device})
-    gc.freeze()  # what is there now stays, and is no garbage
+    settle()
     jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
         while True:
@@ -121,7 +121,8 @@ def _open(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
 def card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
     """What people may want to know about a model."""
     from qkv.api.asking import without_spaces
-    from qkv.train.card import parameters, shape, vocabulary
+    from qkv.models.base import parameter_count
+    from qkv.train.card import shape, vocabulary
 
     config, scores, written = model.config, model.run.scores, model.run.path / "card.md"
     return {
@@ -131,7 +132,7 @@ def card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
         "source": config.data.src_lang,
         "target": config.data.tgt_lang,
         "spaces": not without_spaces(config.data.tgt_lang),
-        "parameters": parameters(config.model, model.tokenizers),
+        "parameters": parameter_count(model.model),
         "shape": shape(config.model),
         "vocabulary": vocabulary(model.tokenizers),
         "engine": model.engine if isinstance(model, qkv.Translator) else f"fp32 on {model.device}",
