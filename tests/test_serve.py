@@ -128,11 +128,12 @@ def test_settings_for_a_page(server: Server) -> None:
     [
         ({"q": "a", "source": "xx", "target": "it"}, 400, "'xx' is not supported"),
         ({"q": "a", "source": "en", "target": "xx"}, 400, "'xx' is not available"),
+        ({"q": "a", "target": "xx"}, 400, "'xx' is not available as a target language: there is it"),
         ({"source": "en", "target": "it"}, 422, "q"),
         ({"q": "a", "target": "it", "format": "pdf"}, 422, "format"),
         ({"q": "a", "target": "it", "alternatives": -1}, 422, "alternatives"),
         ({"q": ["a", 5], "target": "it"}, 422, "q"),
-        ({"q": "a", "target": "it", "model": "book"}, 400, "not supported"),
+        ({"q": "a", "target": "it", "model": "book"}, 404, "no translation model 'book'"),
         ({"q": "a", "target": "it", "model": "nobody"}, 404, "'nobody'"),
         ([], 422, "body"),
     ],
@@ -333,6 +334,23 @@ def test_a_document_from_upload_to_download(server: Server, translator: qkv.Tran
     assert server.ask(place, method="DELETE").status == 204
     assert server.ask(place).status == 404
     assert server.ask("/documents?name=a.exe", b"MZ").status == 422
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"source": "xx", "target": "it"},
+        {"source": "en", "target": "xx"},
+        {"target": "xx"},
+        {"target": "xx", "model": "tiny"},
+        {"target": "it", "model": "book"},
+        {"target": "it", "model": "nobody"},
+    ],
+)
+def test_a_document_is_refused_as_a_text_is(server: Server, asked: dict[str, str]) -> None:
+    document = server.ask(f"/documents?{urlencode({'name': 'a.txt', **asked})}", LINES[0].encode())
+    text = server.ask("/translate", {"q": LINES[0], **asked})
+    assert (document.status, document.json) == (text.status, text.json)
 
 
 def test_a_document_keeps_its_markup_and_may_be_one_long_line(server: Server, translator: qkv.Translator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html as standard
 import json
 import subprocess
@@ -387,6 +388,19 @@ def test_models_are_found_by_name_and_language(tiny: Path) -> None:
         models.named(None, translates=False)
     with pytest.raises(UsageError, match="second model"):
         Models.open([tiny, tiny])
+
+
+def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
+    models = Models.open([tiny, f"back={tiny}"])
+    models["back"] = dataclasses.replace(models["back"], source="de", targets=("it", "fr"))
+    german, english = "Wo ist das Haus meiner Schwester?", "Where is the house of my sister?"
+    assert models.choose("auto", "it", [german])[0].name == "back"
+    assert models.choose("auto", "it", [english])[0].name == "tiny"
+    assert models.choose("auto", "it", [german], "tiny")[0].name == "tiny"  # which knows no other language
+    assert models.choose("auto", "fr", [english])[0].name == "back"  # the only one that writes it
+    assert models.choose("de", "", [])[0].name == "back"
+    with pytest.raises(Refusal, match="'xx' is not available as a target language: there is it, fr"):
+        models.choose("auto", "xx", [english])
 
 
 def test_languages_are_recognised() -> None:

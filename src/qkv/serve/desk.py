@@ -16,7 +16,6 @@ from typing import Any
 from starlette.requests import Request
 
 from qkv.errors import QkvError
-from qkv.serve import languages
 from qkv.serve.documents import Document
 from qkv.serve.limits import Refusal
 from qkv.serve.models import Served
@@ -82,7 +81,7 @@ class Desk:
         self.papers[paper.id] = paper  # it has its place while it is read
         try:
             document = await asyncio.to_thread(Document.parse, short, data)
-            chosen, target = self._model(document.segments, source, target, model)
+            chosen, _ = self.served.models.choose(source, target, document.segments, model)
         except QkvError as error:
             del self.papers[paper.id]
             raise Refusal(422, str(error), pointer="/file") from None
@@ -90,19 +89,9 @@ class Desk:
             del self.papers[paper.id]
             raise
         paper.total, paper.name, paper.media_type = len(document.segments), document.name, document.media_type
-        paper.task = asyncio.get_running_loop().create_task(self._translate(paper, document, chosen, target))
+        work = self._translate(paper, document, chosen, target or chosen.targets[0])
+        paper.task = asyncio.get_running_loop().create_task(work)
         return paper
-
-    def _model(self, segments: list[str], source: str, target: str, name: str | None) -> tuple[Served, str]:
-        models = self.served.models
-        if name or not target:
-            chosen = models.named(name, translates=True)
-            return chosen, target or chosen.targets[0]
-        known = models.sources(target)
-        if source == "auto" and known:
-            guesses = languages.detect(" ".join(segments[:50]), among=known, most=1)
-            source = guesses[0][0] if guesses else known[0]
-        return models.pair(source, target), target
 
     async def _translate(self, paper: Paper, document: Document, model: Served, target: str) -> None:
         try:

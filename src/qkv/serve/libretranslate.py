@@ -14,7 +14,7 @@ from qkv.serve.bodies import read, schema
 from qkv.serve.desk import desk
 from qkv.serve.documents import FORMATS
 from qkv.serve.limits import Refusal, too_many
-from qkv.serve.service import Service, service
+from qkv.serve.service import service
 
 router = APIRouter(tags=["LibreTranslate"])
 ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -93,8 +93,7 @@ async def translate(request: Request) -> Response:
         why = f"alternatives: {asked.alternatives:,}, and at most {limit} are given: ask for fewer"
         raise Refusal(422, why, pointer="/alternatives")
     served.engine.check_open()
-    source, guesses = _source(served, asked.source, asked.target, texts)
-    model = served.models.pair(source, asked.target, asked.model or None)
+    model, sure = served.models.choose(asked.source, asked.target, texts, asked.model or None)
     n_best = asked.alternatives + 1
     if asked.format == "html":
         work = served.translate_html(client, model, asked.target, texts, n_best)
@@ -108,22 +107,10 @@ async def translate(request: Request) -> Response:
     if asked.alternatives:
         answer["alternatives"] = [each.texts[1:] for each in found]
     if asked.source == "auto":
-        answer["detectedLanguage"] = guesses
+        answer["detectedLanguage"] = [{"confidence": sure, "language": model.source}] * len(texts)
     if isinstance(asked.q, str):
         answer = {name: value[0] for name, value in answer.items()}
     return Response(ENCODER.encode(answer), media_type="application/json")
-
-
-def _source(served: Service, source: str, target: str, texts: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """The language to translate from, and as what each text was recognised, if that was to be found out."""
-    if source != "auto":
-        return source, []
-    known = served.models.sources(target)
-    if not known:
-        raise Refusal(400, f"{target[:32]!r} is not available as a target language", pointer="/target")
-    guesses = languages.detect(" ".join(texts), among=known, most=1)
-    code, confidence = guesses[0] if guesses else (known[0], 0.0)
-    return code, [{"confidence": confidence, "language": code}] * len(texts)
 
 
 @router.post("/detect", openapi_extra=schema(Detect, form=True), responses=ERRORS)

@@ -11,6 +11,7 @@ from typing import Any
 from qkv import config as configs
 from qkv.errors import UsageError
 from qkv.run import Run
+from qkv.serve import languages
 from qkv.serve.limits import Refusal
 from qkv.text import Tokenizers
 from qkv.text.split import Pieces, split
@@ -54,6 +55,10 @@ class Served:
             begun=str(run.about.get("begun", "")),
         )
 
+    def writes(self, target: str) -> bool:
+        """Whether it translates into this language; if none is said, it does."""
+        return not target or target in self.targets
+
     def tag(self, target: str) -> str:
         """The tag that asks for a language, of a model that has tags."""
         return (target or self.tags[0]) if self.tags else ""
@@ -94,19 +99,38 @@ class Models(dict[str, Served]):
             raise UsageError("no run folder given: name at least one")
         return models
 
+    def choose(self, source: str, target: str, texts: Iterable[str], name: str | None = None) -> tuple[Served, float]:
+        """The model for a text, and how sure its language is, in per cent, where that is to be recognised (`auto`)."""
+        if source != "auto":
+            return self.pair(source, target, name), 0.0
+        fitting = self.translating(name)
+        known = [model.source for model in fitting if model.writes(target)]
+        if not known:
+            there = ", ".join(dict.fromkeys(each for model in fitting for each in model.targets)) or "none"
+            why = f"{_quoted(target)} is not available as a target language: there is {there}"
+            raise Refusal(400, why, pointer="/target")
+        guesses = languages.detect(" ".join(texts), among=known, most=1)
+        source, sure = guesses[0] if guesses else (known[0], 0.0)
+        return self.pair(source, target, name), sure
+
     def pair(self, source: str, target: str, name: str | None = None) -> Served:
-        """The model that translates between two languages, or the named one if it does."""
-        translating = [self.named(name)] if name else [model for model in self.values() if model.translates]
-        if not any(model.source == source for model in translating):
-            known = ", ".join(self.sources()) or "none"
-            why = f"{_quoted(source)} is not supported as a source language: there is {known}"
+        """The model that translates between two languages, or the named one if it does; no target is any."""
+        fitting = self.translating(name)
+        known = [model for model in fitting if model.source == source]
+        if not known:
+            there = ", ".join(dict.fromkeys(model.source for model in fitting)) or "none"
+            why = f"{_quoted(source)} is not supported as a source language: there is {there}"
             raise Refusal(400, why, pointer="/source")
-        for model in translating:
-            if model.translates and model.source == source and target in model.targets:
+        for model in known:
+            if model.writes(target):
                 return model
-        known = ", ".join(self.languages()[source])
-        why = f"{_quoted(target)} is not available as a target language from {source}: there is {known}"
+        there = ", ".join(dict.fromkeys(each for model in known for each in model.targets))
+        why = f"{_quoted(target)} is not available as a target language from {source}: there is {there}"
         raise Refusal(400, why, pointer="/target")
+
+    def translating(self, name: str | None = None) -> list[Served]:
+        """The models that translate, or the named one of them."""
+        return [self.named(name, translates=True)] if name else [each for each in self.values() if each.translates]
 
     def named(self, name: str | None, *, translates: bool | None = None) -> Served:
         """The named model, or the first that does what is wanted."""
@@ -120,19 +144,13 @@ class Models(dict[str, Served]):
         known = ", ".join(model.name for model in fitting) or "none, until qkv serve is started with one"
         raise Refusal(404, f"there is no {what} {_quoted(name or '')} here: there is {known}", pointer="/model")
 
-    def sources(self, target: str = "") -> list[str]:
-        """The languages that are translated from, into this one if it is said."""
-        fitting = [model for model in self.values() if model.translates and (not target or target in model.targets)]
-        return list(dict.fromkeys(model.source for model in fitting))
-
     def languages(self) -> Mapping[str, list[str]]:
         """Every language, and those that it is translated into."""
         found: dict[str, list[str]] = {}
-        for model in self.values():
-            if model.translates:
-                found.setdefault(model.source, []).extend(t for t in model.targets if t not in found[model.source])
-                for target in model.targets:
-                    found.setdefault(target, [])
+        for model in self.translating():
+            found.setdefault(model.source, []).extend(t for t in model.targets if t not in found[model.source])
+            for target in model.targets:
+                found.setdefault(target, [])
         return found
 
 
