@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -17,7 +18,7 @@ import pytest
 import qkv
 from conftest import sentences
 from qkv.serve.keys import new_key
-from serving import FORM, JSON, PATIENCE, Answer, Server, serving
+from serving import FORM, JSON, PATIENCE, Answer, Server, serving, train_writer
 
 LINES = [source for source, _ in sentences(300, seed=9)]
 PAIR = {"source": "en", "target": "it"}
@@ -288,6 +289,8 @@ def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
             server.until(lambda: server.ask("/health").json["waiting"] > 50)
             os.kill(server.process.pid, signal.SIGTERM)
             server.until(lambda: server.ask("/health").json["status"] == "draining")
+            said = r"stopping: waiting for \d requests? and 1 document, at most 60 s; Ctrl-C again ends at once"
+            assert re.fullmatch(said, server.log.read_text().splitlines()[-1])
             late = server.ask("/translate", {"q": "The cat.", **PAIR})
             assert late.status == 503
             assert "stopping" in text(late)
@@ -296,6 +299,44 @@ def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
         file = server.ask(f"/documents/{document}/file").data.decode()
         assert file.split("\n") == [expected[line] for line in LINES]
         assert server.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize(("drain", "times"), [(0.3, 1), (600, 2)])
+def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: float, times: int) -> None:
+    """Whether its time is up or it was told twice, nobody waits on, and nothing ends with a traceback."""
+    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--drain", drain) as server:
+        server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
+        with ThreadPoolExecutor(1) as pool:
+            large = pool.submit(server.ask, "/translate", {"q": LINES * 2, **PAIR})
+            server.until(lambda: server.ask("/health").json["waiting"] > 50)
+            for _ in range(times):
+                os.kill(server.process.pid, signal.SIGINT)
+                server.until(lambda: "stopping" in server.log.read_text())
+            answer = large.result()
+        assert answer.status == 503
+        assert "stopped before this was done" in text(answer)
+        assert server.process.wait(PATIENCE) == (0 if times == 1 else 130)
+        said = server.log.read_text().splitlines()[1:]
+        assert said[0].startswith("stopping: ")
+        assert re.fullmatch(r"given up: \d requests? and 1 document", said[1])
+        assert said[2:] == ([] if times == 1 else ["qkv: interrupted"])
+
+
+def test_a_stream_is_told_that_the_server_ends(tmp_path: Path) -> None:
+    with serving(f"book={train_writer(tmp_path)}", "--workers", 1, "--drain", 600, "--max-tokens", 100_000) as server:
+        body = json.dumps({"model": "book", "prompt": "The", "max_tokens": 100_000, "stream": True}).encode()
+        with server.connect() as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            line.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            server.until(lambda: server.ask("/health").json["running"] > 0)
+            for _ in range(2):
+                os.kill(server.process.pid, signal.SIGINT)
+                server.until(lambda: "stopping" in server.log.read_text())
+            data = b"".join(iter(lambda: line.recv(1 << 16), b""))
+        assert b"stopped before this was done" in data
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert server.process.wait(PATIENCE) == 130
+        assert "Traceback" not in server.log.read_text()
 
 
 def test_the_end_is_quiet(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,11 @@ class Desk:
         self.papers: dict[str, Paper] = {}
 
     @property
-    def busy(self) -> bool:
-        """Whether a document is being translated, or waits to be fetched for the first time."""
-        return any(paper.state == "running" or (paper.state == "done" and not paper.fetched) for paper in self.every())
+    def busy(self) -> tuple[int, int]:
+        """How many documents are being translated, and how many are done and were never fetched."""
+        papers = self.every()
+        done = sum(paper.state == "done" and not paper.fetched for paper in papers)
+        return sum(paper.state == "running" for paper in papers), done
 
     def every(self) -> list[Paper]:
         """The documents that are still kept; those whose time is over are gone."""

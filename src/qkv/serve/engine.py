@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,9 @@ class Engine:
         self.workers: list[Worker] = []
         self.running = 0  # units that a process is at
         self.busy: list[Worker] = []  # the process of each batch that is not answered yet
+        self.open: set[Unit] = set()  # whatever was accepted and is not answered yet
         self.draining = False
+        self.over = False
         self.failed: QkvError | None = None
         self.speed = 1000.0  # tokens a second, as lately seen
         self.took = 0.0  # seconds of a batch, as lately seen
@@ -108,6 +110,11 @@ class Engine:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    def give_up(self) -> None:
+        """Refuse all that was accepted and is not answered yet, and whatever may still come."""
+        self.over = True
+        _fail(self.open, _stopped())
 
     async def close(self) -> None:
         """End the processes, and whatever they are at."""
@@ -162,10 +169,13 @@ class Engine:
             raise Refusal(413, f"{len(asked):,} sentences, and at most {limit:,} wait at once: send less")
         while patient and self.sentences.count > limit // 2:
             await asyncio.sleep(0.05)
+        if self.over:
+            raise _stopped()
         if not patient:
             self.check_open()
             self._check_room(self.sentences, len(asked), limit)
         units = [Unit(client, group, each, cost) for each, cost in zip(asked, costs, strict=True)]
+        self.open.update(units)
         for unit in units:
             self.sentences.add(unit)
         try:
@@ -174,6 +184,7 @@ class Engine:
             self.metrics.cancelled.inc()
             raise
         finally:  # left early, nobody waits for the others, nor hears why they failed
+            self.open.difference_update(units)
             for unit in units:
                 if not unit.answer.cancel() and not unit.answer.cancelled():
                     unit.answer.exception()
@@ -195,12 +206,15 @@ class Engine:
         self._check_room(self.streams, 1, self.limits.streams)
         events = asyncio.Queue[Any]()
         unit = Unit(client, (kind, model, ""), (asked, events), 1)
+        unit.answer.add_done_callback(lambda _: events.put_nowait(EMPTY))
+        self.open.add(unit)
         self.streams.add(unit)
         try:
             while (event := await events.get()) is not EMPTY:
                 yield event
             await unit.answer
         finally:
+            self.open.discard(unit)
             if not unit.answer.done():
                 self.metrics.cancelled.inc()
                 unit.answer.cancel()
@@ -338,11 +352,13 @@ class Engine:
         except Refusal as error:
             with suppress(asyncio.InvalidStateError):
                 unit.answer.set_exception(error)
-        finally:
-            events.put_nowait(EMPTY)
 
 
-def _fail(units: Sequence[Unit], error: Refusal) -> None:
+def _stopped() -> Refusal:
+    return Refusal(503, "the server stopped before this was done: ask another, or again later", retry_after=5)
+
+
+def _fail(units: Iterable[Unit], error: Refusal) -> None:
     for unit in units:
         if unit.wanted:
             unit.answer.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Collection, Mapping
 from types import FrameType
@@ -24,6 +25,7 @@ from qkv.serve.service import Service
 from qkv.terminal import say
 
 CONNECTIONS = 1024  # at once; more are told to come again
+SENDING = 1  # seconds, at least, for answers that are ready to reach their clients
 
 
 class Joined:
@@ -92,28 +94,60 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service: Service = app.state.service
         self.desk: Desk = app.state.desk
-        self.stopping = False
+        self.told = 0  # times to stop
+        self.until = 0.0
 
     @property
     def engine(self) -> Engine:
         return self.service.engine
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that was accepted is not done, or not fetched."""
+        return not self.engine.idle or any(self.desk.busy)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.stopping:
+        if self.told:
             super().handle_exit(sig, frame)
-        self.stopping = True
+        self.told += 1
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether to leave the main loop now."""
+        now = asyncio.get_running_loop().time()
         if self.engine.failed and not self.engine.ready:
             self.should_exit = True
-        if self.stopping and not self.engine.draining:
+        if self.told and not self.engine.draining:
             self.engine.draining = True
-            self.until = asyncio.get_running_loop().time() + self.service.limits.drain
+            self.until = now + self.service.limits.drain
+            if self.busy and not self.should_exit:
+                drain = self.service.limits.drain
+                say(f"stopping: waiting for {self._open()}, at most {drain:g} s; Ctrl-C again ends at once")
         if self.engine.draining:
-            done = self.engine.idle and not self.desk.busy
-            self.should_exit |= done or asyncio.get_running_loop().time() > self.until
+            self.should_exit |= not self.busy or now > self.until
         return await super().on_tick(counter)
+
+    def _open(self) -> str:
+        """What is not done yet, in words."""
+        running, done = self.desk.busy
+        parts = [
+            _counted(len(self.server_state.tasks), "request"),
+            _counted(running, "document"),
+            _counted(done, "document", " to be fetched"),
+        ]
+        return " and ".join(filter(None, parts)) or "the last batch"
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give up what is not done; what is has the rest of the time to reach its client, or if told twice a moment."""
+        if self.busy:
+            say(f"given up: {self._open()}")
+        self.engine.give_up()
+        left = 0.0 if self.told > 1 else self.until - asyncio.get_running_loop().time()
+        self.config.timeout_graceful_shutdown = max(SENDING, math.ceil(left))
+        await super().shutdown(sockets)
+
+
+def _counted(count: int, what: str, more: str = "") -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}{more}" if count else ""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -164,7 +198,6 @@ def run(app: FastAPI, listening: socket.socket) -> None:
         server_header=False,
         limit_concurrency=CONNECTIONS,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(limits.drain)),
         **options,
     )
     server = Server(config, app)
@@ -172,5 +205,5 @@ def run(app: FastAPI, listening: socket.socket) -> None:
         server.run(sockets=[listening])
     finally:
         listening.close()
-    if server.engine.failed and not server.stopping:
+    if server.engine.failed and not server.told:
         raise QkvError(str(server.engine.failed))
