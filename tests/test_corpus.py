@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import io
 import json
@@ -16,6 +17,7 @@ import zstandard
 from qkv import config
 from qkv.data import corpus as module
 from qkv.data.corpus import blocks, read, resolve, unpack
+from qkv.data.languages import languages
 from qkv.errors import QkvError, UsageError
 
 PAIRS = [
@@ -224,3 +226,44 @@ def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, b"one\n", b"eins\n")
     with pytest.raises(UsageError, match="one kind only"):
         resolve((pair, config.Corpus(text="a.en")), config.Data(root=str(tmp_path)))
+
+
+# ---- languages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["train.en train.de"], ("en", "de")),
+        (["train.en.xz train.de.gz"], ("en", "de")),
+        (["demo:train.en demo:train.it"], ("en", "it")),
+        (["some/folder.fr/europarl-v7.de-en.eng.txt.gz /data/europarl-v7.de-en.deu.txt.gz"], ("eng", "deu")),
+        (["a.en a.de", "b.en b.de"], ("en", "de")),
+        (["a.en a.de", "made.tsv "], ("en", "de")),  # it does not tell, and nothing against it
+        (["a.en a.de", "b.en b.fr"], ("en", "")),  # several target languages, as with tags
+        (["a.en a.de", "b.de b.en"], ("", "")),
+        (["train.src train.tgt"], ("", "")),
+        (["train.en train.tgt"], ("", "")),
+        (["old.en new.en"], ("", "")),
+        (["en de"], ("", "")),
+        (["train.gz train.xz"], ("", "")),
+        (["- train.de"], ("", "")),
+        ([], ("", "")),
+    ],
+)
+def test_the_names_of_files_tell_their_languages(names: list[str], found: tuple[str, str]) -> None:
+    corpora = tuple(config.Corpus(*pair.split(" ")) for pair in names)
+    data = languages(config.Data(train=corpora))
+    assert (data.src_lang, data.tgt_lang) == found
+    assert languages(data) == data
+    assert languages(config.Data(train=corpora[:1], valid=corpora[1:])).src_lang == found[0]
+
+
+def test_languages_that_are_given_stay() -> None:
+    given = config.Data(train=(config.Corpus("train.en", "train.de"),), tgt_lang="de-AT")
+    assert languages(given) == dataclasses.replace(given, src_lang="en")
+
+
+def test_plain_text_has_no_pair_of_languages() -> None:
+    plain = config.Data(train=(config.Corpus(text="book.en"),))
+    assert languages(plain) == plain

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import html as standard
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.errors import UsageError
-from qkv.serve import html, languages
+from qkv.serve import html, languages, server
 from qkv.serve.bodies import _form, _json
 from qkv.serve.completing import Row
 from qkv.serve.crew import Worker
@@ -401,6 +402,23 @@ def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
     assert models.choose("de", "", [])[0].name == "back"
     with pytest.raises(Refusal, match="'xx' is not available as a target language: there is it, fr"):
         models.choose("auto", "xx", [english])
+
+
+def test_a_run_that_does_not_know_its_languages_is_told_of(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "run", lambda app, listening: listening.close())
+    nameless = tmp_path / "nameless"
+    shutil.copytree(tiny, nameless)
+    written = nameless / "config.toml"
+    written.write_text(written.read_text().replace('tgt_lang = "it"', 'tgt_lang = ""'))
+    models = Models.open([tiny, nameless])
+    server.start(models, Setup({}), Limits(), listen("127.0.0.1", 0))
+    _, said = capsys.readouterr().err.splitlines()
+    assert said == (
+        f"nameless does not know its languages, and clients must call them en and target: "
+        f"set src_lang and tgt_lang under [data] in {written}"
+    )
 
 
 def test_languages_are_recognised() -> None:

@@ -17,6 +17,7 @@ from qkv.text import Tokenizers
 from qkv.text.split import Pieces, split
 
 NAME = re.compile(r"[\w.-]{1,64}")
+SOURCE, TARGET = "source", "target"  # of a run that does not know its languages
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,18 @@ class Served:
             name=name,
             path=str(run.path),
             translates=isinstance(model, configs.Translating),
-            source=data.src_lang or "source",
-            targets=tags or (data.tgt_lang or "target",),
+            source=data.src_lang or SOURCE,
+            targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
             longest=data.max_length,
             tokenizers=run.tokenizers,
             begun=str(run.about.get("begun", "")),
         )
+
+    @property
+    def knows_languages(self) -> bool:
+        """Whether its languages have names; a language model needs none."""
+        return not self.translates or (self.source != SOURCE and TARGET not in self.targets)
 
     def writes(self, target: str) -> bool:
         """Whether it translates into this language; if none is said, it does."""

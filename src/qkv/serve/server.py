@@ -185,6 +185,12 @@ def start(
     service = Service(models, Engine(setup, limits, metrics), limits, metrics, keys or {}, rate)
     host, port = listening.getsockname()[:2]
     say(f"http://{f'[{host}]' if ':' in host else host}:{port}/ serves {', '.join(models)}")
+    for model in models.values():
+        if not model.knows_languages:
+            say(
+                f"{model.name} does not know its languages, and clients must call them {model.source} and "
+                f"{', '.join(model.targets)}: set src_lang and tgt_lang under [data] in {model.path}/config.toml"
+            )
     run(create_app(service, origins=origins), listening)
 
 
