@@ -160,4 +160,4 @@ def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
     loop.save_state(run, broken)
     state = checkpoint.latest(run)
     assert state is not None
-    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema)
+    resumed.go_on_from(checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema))

@@ -172,6 +172,25 @@ def test_rows_end_where_learned_positions_do(make: Make) -> None:
     assert (free.updates.ragged_longest, learned.updates.ragged_longest) == (1024, 500)
 
 
+def test_an_end_in_passes_is_that_of_its_own_plan(make: Make) -> None:
+    """Left to itself, the fast trainer cuts a pass into other updates."""
+    plain, fast = (
+        make(kind, tokens_per_step=450, micro_tokens=0, epochs=2.0, steps=10_000) for kind in (Trainer, FastTrainer)
+    )
+    own = [sum(len(trainer.updates.plan(epoch)) for epoch in range(2)) for trainer in (plain, fast)]
+    assert [plain.spec.steps, fast.spec.steps] == own
+    assert own[0] != own[1]
+
+
+def test_another_trainer_goes_on_in_the_same_plan(make: Make) -> None:
+    """Resumed where another trainer serves, on a CPU or with checkpointing, a run reads what it has not read yet."""
+    plain, fast = (make(kind, micro_tokens=0, epochs=2.0, steps=10_000) for kind in (Trainer, FastTrainer))
+    plain.go_on_from(fast.progress)
+    ours, theirs = ([[micro.tolist() for micro in update] for update in each.updates.plan(0)] for each in (plain, fast))
+    assert ours == theirs
+    assert plain.spec.steps == fast.spec.steps
+
+
 def test_a_cpu_has_the_plain_trainer(make: Make) -> None:
     trainer = make(Trainer)
     assert type(make_trainer(trainer.config, trainer.prepared)) is Trainer

@@ -176,7 +176,7 @@ def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tm
     checkpoint.save(run, broken.progress, broken.model, broken.optimizer, None)
     state = checkpoint.latest(run)
     assert state is not None
-    resumed.progress = checkpoint.restore(state, resumed.model, resumed.optimizer, None)
+    resumed.go_on_from(checkpoint.restore(state, resumed.model, resumed.optimizer, None))
     for step in updates(resumed, 4):
         resumed.step(step)
     after = weights(resumed)

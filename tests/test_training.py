@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import lzma
 import math
@@ -20,7 +21,7 @@ import qkv
 from conftest import Call, Done, sentences, tiny_config, write_pairs
 from qkv import auto, config, files
 from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared
+from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
 from qkv.run import Run
 from qkv.train import begin, loop, optim
@@ -453,12 +454,24 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 # ---- the automatic recipe --------------------------------------------------------------------------------------------
 
 
+def around(
+    given: config.Config, prepared: Prepared, *settings: str, minutes: float = 0.0
+) -> tuple[config.Config, list[str]]:
+    """What is chosen around a user's settings."""
+    fixed = {setting.partition("=")[0] for setting in settings}
+    return auto.choose(config.assign(given, list(settings)), prepared, minutes, fixed=fixed)
+
+
+def lasting(given: config.Config, prepared: Prepared, steps: int) -> tuple[config.Config, list[str]]:
+    return around(given, prepared, f"train.steps={steps}")
+
+
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
     assert auto.tokens_a_pass(prepared.train) == tokens
     # A pass takes a second, and with R-Drop two.
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: (1 + bool(config.train.r_drop)) / tokens)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     short, reasons = auto.choose(given, prepared, minutes=1)
     long, _ = auto.choose(given, prepared, minutes=500)
     passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
@@ -477,7 +490,8 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
     held = parameters(auto.PAIRS[1].model, prepared.tokenizers)
     widths = {}
     for read in (1.01 * held, 0.99 * held):  # target tokens in the ten minutes
-        monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared, read=read: 600 / read)
+        seconds = 600 * auto.tokens_a_pass(prepared.train) / read
+        monkeypatch.setattr(auto, "seconds_a_pass", lambda *_, seconds=seconds: seconds)
         chosen, reasons = auto.choose(Run.open(tiny).config, prepared, minutes=10)
         widths[read > held] = chosen.model.d_model
         assert any("smaller" in reason for reason in reasons) == (read < held)
@@ -488,25 +502,23 @@ def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypat
     prepared = Prepared.open(tiny / "store")
     small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto.PAIRS[:-1]]
     monkeypatch.setattr(auto, "PAIRS", [*small, auto.PAIRS[-1]])  # this text counts as large
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 600 / auto.tokens_a_pass(prepared.train) / 50)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600 / 50)
     chosen, _ = auto.choose(Run.open(tiny).config, prepared, minutes=10)  # 50 passes, more than are worth while
     assert (chosen.model.d_model, chosen.model.dropout) == (128, auto.PAIRS[-1].model.dropout)
 
 
 def test_a_short_training_on_a_cpu_takes_small_updates() -> None:
     text = 10_000_000  # target tokens
-    sizes = [auto._tokens_per_step(text, read, "cpu", 256) for read in (1e5, 8e6, 1e9)]
-    assert sizes == [1024, 2048, 8192]
-    assert auto._tokens_per_step(text, 1e5, "cpu", 3000) == 3001, "the longest sentence fits"
-    assert {auto._tokens_per_step(text, read, "cuda", 256) for read in (1e5, 1e9)} == {25_000}
+    assert [auto.tokens_per_step(text, read, "cpu") for read in (1e5, 8e6, 1e9)] == [1024, 2048, 8192]
+    assert {auto.tokens_per_step(text, read, "cuda") for read in (1e5, 1e9)} == {25_000}
 
 
 def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     size = dataclasses.replace(auto.PAIRS[0], r_drop=False)
     monkeypatch.setattr(auto, "PAIRS", [size])
-    updates = auto.updates_a_pass(auto.choose(given, prepared, steps=1)[0], prepared)
-    chosen = {passes: auto.choose(given, prepared, steps=round(passes * updates))[0] for passes in (1, 20, 80, 200)}
+    updates = auto.updates_a_pass(lasting(given, prepared, 1)[0], prepared)
+    chosen = {passes: lasting(given, prepared, round(passes * updates))[0] for passes in (1, 20, 80, 200)}
     full = size.model.dropout
     dropouts = {passes: config.model.dropout for passes, config in chosen.items()}
     assert dropouts == pytest.approx({1: full / 80, 20: full / 4, 80: full, 200: full}, abs=0.006)
@@ -514,8 +526,7 @@ def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    tokens = auto.tokens_a_pass(prepared.train)
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: (1 + bool(config.train.r_drop)) / tokens)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     (once, _), (twice, reasons) = (auto.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1))
     assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto.R_DROP)
     assert twice.model.dropout == pytest.approx(auto.PAIRS[0].model.dropout * 2 / 3)
@@ -529,7 +540,7 @@ def test_a_gpu_gets_muon_where_matrices_are_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
 ) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1e-6)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 0.01)
     monkeypatch.setattr(auto, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(auto, "describe", str)
     chosen, _ = auto.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
@@ -560,9 +571,63 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
         *("train", "--src", src, "--tgt", tgt, "--run", tmp_path / "run"), *(x for s in sets for x in ("--set", s))
     )
     assert done.code == 0, done.err
-    assert "auto: but train.steps=1, as you say" in done.err
+    assert "auto: train.steps=1, as you say" in done.err
     chosen = Run.open(tmp_path / "run").config
     assert (chosen.train.steps, chosen.model.d_model, chosen.model.norm) == (1, 8, "pre")
+
+
+def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
+    prepared, given = Prepared.open(tiny / "store"), config.Config(Run.open(tiny).config.data)
+    measured: list[config.Config] = []
+
+    def seconds(tried: config.Config, *_: Any) -> float:
+        measured.append(tried)
+        return 1.0
+
+    monkeypatch.setattr(auto, "seconds_a_pass", seconds)
+    wide, _ = around(given, prepared, "model.d_model=192", "train.tokens_per_step=8192", minutes=1)
+    assert {(each.model.d_model, each.train.tokens_per_step) for each in (*measured, wide)} == {(192, 8192)}
+    sure, reasons = around(given, prepared, "model.dropout=0", minutes=1)
+    assert (sure.model.dropout, sure.train.r_drop) == (0.0, 0.0)
+    assert "dropout 0 as you say" in " ".join(reasons)
+    once, _ = around(given, prepared, "train.r_drop=0", minutes=1)
+    assert once.train.r_drop == 0.0
+    own = ("train.tokens_per_step=8192", "train.micro_tokens=4096")
+    assert around(given, prepared, *own, minutes=1)[0].train.micro_tokens == 4096
+    assert around(given, prepared, own[1], minutes=1)[0].train.tokens_per_step >= 4096
+    paper, _ = around(given, prepared, "train.schedule=paper", minutes=1)
+    assert paper.train.learning_rate == 1.0
+    few, reasons = around(given, prepared, "train.epochs=3", minutes=1)
+    assert few.train.steps == pytest.approx(3 * auto.updates_a_pass(few, prepared), abs=1)
+    assert "3.0 passes over the text (as you say)" in " ".join(reasons)
+    monkeypatch.setattr(auto, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(auto, "describe", str)
+    rates = [
+        around(given, prepared, f"train.optimizer={optimizer}", minutes=1)[0].train.learning_rate
+        for optimizer in ("adam", "muon")
+    ]
+    assert rates == pytest.approx([1e-3 * 2, 4e-3 * math.sqrt(2)], abs=1e-5)
+
+
+def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
+    alone, four = (auto.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
+    assert four == pytest.approx(4 * alone, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its updates consist of: an encoder predicts few tokens of those it reads."""
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line, _ in sentences(400)), encoding="utf-8")
+    data = config.Data(train=(config.Corpus(text=str(tmp_path / "text")),), max_length=16)
+    model = {"decoder": config.DecoderOnly, "encoder": config.EncoderOnly}[kind](d_model=16, d_ff=16, heads=2, layers=1)
+    given = config.Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
+    prepared = prepare(data, config.Tokenizer(vocab=300), tmp_path / "store", stream=kind == "decoder")
+    clock = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: next(clock))
+    assert auto.seconds_a_pass(given, prepared) == 0.5 * auto.updates_a_pass(given, prepared)
 
 
 def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -> None:
@@ -579,8 +644,8 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
-    chosen, reasons = auto.choose(given, prepared, steps=60)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600.0)
+    chosen, reasons = lasting(given, prepared, 60)
     assert (chosen.train.steps, chosen.train.warmup) == (60, 20)
     assert chosen.train.validate_every <= 60
     assert "as you say" in " ".join(reasons)
@@ -589,7 +654,7 @@ def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch
     assert "fewer steps teach nothing, so longer than 0.1 min" in " ".join(reasons)
     few = dataclasses.replace(auto.PAIRS[0], passes=1)
     monkeypatch.setattr(auto, "PAIRS", [few])
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1e-9)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 1e-3)
     assert "(fewer steps teach nothing)" in " ".join(auto.choose(given, prepared)[1])
 
 
@@ -598,10 +663,10 @@ def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
-    monkeypatch.setattr(auto, "seconds_a_token", lambda config, prepared: 1.0)
+    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600.0)
     assert auto.choose(given, prepared)[0].model.d_model == 128
-    large, _ = auto.choose(given, prepared, steps=1_000_000)
+    large, _ = lasting(given, prepared, 1_000_000)
     assert (large.model.d_model, large.train.r_drop) == (256, auto.R_DROP)
-    small, reasons = auto.choose(given, prepared, steps=5)
+    small, reasons = lasting(given, prepared, 5)
     assert (small.model.d_model, small.train.r_drop) == (128, 0.0)
     assert "all that 5 steps read, are too few" in " ".join(reasons)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ import numpy as np
 from qkv.config import Attentive, Config, DecoderOnly, Model, Transformer, Translating
 from qkv.data.store import Prepared, Store
 from qkv.device import choose_device, describe
+from qkv.errors import UsageError
 from qkv.train.card import parameters, shape, unit
-from qkv.train.fast import make_trainer
-from qkv.train.trainer import make_updates
+from qkv.train.fast import make_trainer, trainer_for
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
@@ -61,64 +62,156 @@ TOKENS = [
 ]
 
 
-def choose(config: Config, prepared: Prepared, minutes: float = 0.0, *, steps: int = 0) -> tuple[Config, list[str]]:
+def choose(
+    config: Config, prepared: Prepared, minutes: float = 0.0, *, fixed: Collection[str] = (), ranks: int = 1
+) -> tuple[Config, list[str]]:
     """A model and a length of training for this text on this device, and the reasons, a line each.
 
-    The length follows from `minutes` (0: a default for the device), unless `steps` says it, and model and R-Drop from
-    how much of the text that reads.
+    The options named in `fixed` (`model.d_model`) are the user's and stay as they are; everything else is chosen to go
+    with them. The length follows from `minutes` (0: a default for the device) unless `train.steps` is fixed, and model
+    and R-Drop from how much of the text that reads, on so many ranks.
     """
-    device = choose_device(config.train.device)
-    tokens = tokens_a_pass(prepared.train)
-    budget = 60 * (minutes or MINUTES.get(device.type, 30.0))
-    of = "target tokens" if isinstance(config.model, Translating) else "tokens"
-    reasons = [f"auto: {len(prepared.train):,} {unit(config)}, {tokens / 1e6:.2f} million {of}, on {describe(device)}"]
-    limit = f"{steps:,} steps read" if steps else f"{budget / 60:g} min allow"
-    sizes, amount = _sizes(config, prepared, tokens)
-    row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
-    text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
-    longest = config.data.max_length
-    while True:
-        size = sizes[row]
-        model = dataclasses.replace(size.model, dropout=text.model.dropout)
-        tried = _with(config, model, _tokens_per_step(tokens, math.inf, device.type, longest), device.type)
-        token_seconds = seconds_a_token(tried, prepared)
-        if not steps:
-            often = _tokens_per_step(tokens, budget / token_seconds, device.type, longest)
-            tried = tried.replace(train={"tokens_per_step": often})
-        updates, held = updates_a_pass(tried, prepared), parameters(tried.model, prepared.tokenizers)
-        read = steps / updates * tokens if steps else budget / token_seconds
-        if read >= TOKENS_A_PARAMETER * held or row == 0:
-            break
-        reasons.append(
-            f"auto: {shape(model)} has {held / 1e6:.1f} million parameters, for which {read / 1e6:.1f} million {of}, "
-            f"all that {limit}, are too few: something smaller"
-        )
-        row -= 1
-    if size.r_drop and read >= TWICE * tokens:
-        twice = _twice(tried)
-        seconds = seconds_a_token(twice, prepared)
-        if steps or budget >= TWICE * tokens * seconds:
-            tried, token_seconds = twice, seconds
-            reasons.append(f"auto: R-Drop {R_DROP:g}: there is time to take {TWICE} passes or more twice each")
-    passes, affordable = size.passes, budget / (token_seconds * tokens)
-    allowed = round(min(passes, affordable) * updates)
-    why = f"{passes:g} are enough" if affordable >= passes else f"all that {limit}"
-    if steps:
-        why = "as you say"
-    elif allowed < FEWEST:
-        longer = f", so longer than {budget / 60:g} min" if affordable * updates < FEWEST else ""
-        why = f"fewer steps teach nothing{longer}"
-    steps = steps or max(FEWEST, allowed)
-    made = steps / updates
-    if not tried.train.r_drop:  # what is read a few times only is not learned by heart
-        tried = tried.replace(model={"dropout": round(text.model.dropout * min(1.0, made / text.passes), 2)})
-    chosen = _lasting(tried, steps)
-    reasons += [
-        f"auto: {shape(tried.model)}, dropout {tried.model.dropout:g} for so many passes over a text of this size",
-        f"auto: {steps:,} steps of {tried.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why}): "
-        f"about {_duration(made * tokens * token_seconds)} by the first steps' speed; --set train.steps=N changes this",
-    ]
-    return chosen, reasons
+    chooser = Chooser(config, prepared, minutes, fixed, ranks)
+    return chooser.choose(), chooser.reasons
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that could be, and how often it reads the text in the time there is, or in the user's steps."""
+
+    config: Config
+    size: Size
+    updates: int  # in a pass
+    seconds: float  # a pass takes
+    passes: float
+
+
+class Chooser:
+    """Chooses a recipe around what the user has fixed, and gives its reasons."""
+
+    def __init__(self, config: Config, prepared: Prepared, minutes: float, fixed: Collection[str], ranks: int) -> None:
+        self.config, self.prepared, self.fixed, self.ranks = config, prepared, fixed, ranks
+        device = choose_device(config.train.device)
+        self.device = device.type
+        self.tokens = tokens_a_pass(prepared.train)
+        self.budget = 60 * (minutes or MINUTES.get(self.device, 30.0))
+        self.steps = config.train.steps if "train.steps" in fixed else 0
+        self.of = "target tokens" if isinstance(config.model, Translating) else "tokens"
+        amount = f"{len(prepared.train):,} {unit(config)}, {self.tokens / 1e6:.2f} million {self.of}"
+        together = f", with {ranks - 1} more" if ranks > 1 else ""
+        self.reasons = [f"auto: {amount}, on {describe(device)}{together}"]
+
+    def choose(self) -> Config:
+        sizes, amount = _sizes(self.config, self.prepared, self.tokens)
+        row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
+        text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
+        plan = self._largest_that_fits(sizes[: row + 1], text.model.dropout)
+        plan = self._twice(plan)
+        return self._settle(plan, text)
+
+    def _largest_that_fits(self, sizes: list[Size], dropout: float) -> Plan:
+        """The last of these models that has time to read as many tokens as it has parameters, or else the first."""
+        for size in reversed(sizes):
+            plan = self._plan(size, dropout)
+            read, held = plan.passes * self.tokens, parameters(plan.config.model, self.prepared.tokenizers)
+            if read >= TOKENS_A_PARAMETER * held or size is sizes[0]:
+                break
+            limit = f"{self.steps:,} steps read" if self.steps else f"{self.budget / 60:g} min allow"
+            self.reasons.append(
+                f"auto: {shape(plan.config.model)} has {held / 1e6:.1f} million parameters, for which "
+                f"{read / 1e6:.1f} million {self.of}, all that {limit}, are too few: something smaller"
+            )
+        return plan
+
+    def _plan(self, size: Size, dropout: float) -> Plan:
+        """A model with what suits it, measured."""
+        config = self._suited(dataclasses.replace(size.model, dropout=dropout))
+        seconds = seconds_a_pass(config, self.prepared, self.ranks)
+        if not self.steps:
+            config = self._set(config, train={"tokens_per_step": self._tokens_per_step(self.budget / seconds)})
+        return self._timed(config, size, seconds)
+
+    def _timed(self, config: Config, size: Size, seconds: float) -> Plan:
+        updates = updates_a_pass(config, self.prepared)
+        passes = self.steps / updates if self.steps else self.budget / seconds
+        return Plan(config, size, updates, seconds, min(passes, config.train.epochs or math.inf))
+
+    def _twice(self, plan: Plan) -> Plan:
+        """The same with R-Drop, if it is worth it, if there is time and if nothing that the user says is against it."""
+        if not plan.size.r_drop or "train.r_drop" in self.fixed or plan.passes < TWICE:
+            return plan
+        dropout = round(plan.config.model.dropout * 2 / 3, 2)
+        try:
+            config = self._set(plan.config, model={"dropout": dropout}, train={"r_drop": R_DROP})
+        except UsageError:  # it cannot go with guided alignment, or without dropout
+            return plan
+        twice = self._timed(config, plan.size, seconds_a_pass(config, self.prepared, self.ranks))
+        if twice.passes < TWICE:
+            return plan
+        self.reasons.append(f"auto: R-Drop {R_DROP:g}: there is time to take {TWICE} passes or more twice each")
+        return twice
+
+    def _settle(self, plan: Plan, text: Size) -> Config:
+        """The config of a plan: its length, and what goes by that."""
+        config = plan.config
+        steps, why = self._length(plan)
+        made = min(steps / plan.updates, config.train.epochs or math.inf)
+        if not config.train.r_drop:  # what is read a few times only is not learned by heart
+            config = self._set(config, model={"dropout": round(text.model.dropout * min(1.0, made / text.passes), 2)})
+        often = {"validate_every": max(50, min(1000, steps // 10)), "log_every": max(1, min(50, steps // 20))}
+        config = self._set(config, train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
+        suits = "as you say" if "model.dropout" in self.fixed else "for so many passes over a text of this size"
+        length = f"{steps:,} steps of {config.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why})"
+        lasting = f"about {_duration(made * plan.seconds)} by the first steps' speed"
+        self.reasons += [
+            f"auto: {shape(config.model)}, dropout {config.model.dropout:g} {suits}",
+            f"auto: {length}: {lasting}; --set train.steps=N changes this",
+        ]
+        return config
+
+    def _length(self, plan: Plan) -> tuple[int, str]:
+        """How many steps, and why so many."""
+        if self.steps:
+            return self.steps, "as you say"
+        steps, epochs = round(min(plan.size.passes, plan.passes) * plan.updates), plan.config.train.epochs
+        if steps < FEWEST and not epochs:
+            longer = f", so longer than {self.budget / 60:g} min" if plan.passes * plan.updates < FEWEST else ""
+            return FEWEST, f"fewer steps teach nothing{longer}"
+        why = f"{plan.size.passes:g} are enough"
+        if plan.passes < plan.size.passes:
+            why = "as you say" if plan.passes == epochs else f"all that {self.budget / 60:g} min allow"
+        return max(1, steps), why
+
+    def _suited(self, model: Model) -> Config:
+        """A config of this model, with the optimisation that suits it."""
+        if isinstance(model, Translating) and not self.config.tokenizer.shared:
+            model = dataclasses.replace(model, tie="output")
+        if isinstance(model, Attentive):
+            model = dataclasses.replace(model, norm="pre")
+        if isinstance(model, DecoderOnly):
+            model = dataclasses.replace(model, positions="rotary")
+        train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0}
+        train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
+        # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
+        if isinstance(model, Transformer) and self.device != "cpu" and self.config.train.parallel != "sharded":
+            train["optimizer"] = "muon"
+        if not isinstance(model, Translating):
+            train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
+        config = self._set(self.config, model=vars(model), train=train)
+        return self._set(config, train={"learning_rate": _rate(config)})
+
+    def _set(self, config: Config, **sections: Mapping[str, Any]) -> Config:
+        """The config with these options, but for those that the user has fixed."""
+        free = {
+            section: {key: value for key, value in values.items() if f"{section}.{key}" not in self.fixed}
+            for section, values in sections.items()
+        }
+        return config.replace(**free)
+
+    def _tokens_per_step(self, passes: float) -> int:
+        """For so many passes at the most: as the text wants it, and never less than the user's micro-batches."""
+        longest = max(self.config.data.max_length + 1, self.config.train.micro_tokens)
+        return max(longest, tokens_per_step(self.tokens, passes * self.tokens, self.device))
 
 
 def tokens_a_pass(store: Store) -> int:
@@ -129,27 +222,32 @@ def tokens_a_pass(store: Store) -> int:
 
 def updates_a_pass(config: Config, prepared: Prepared) -> int:
     """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
-    return len(make_updates(config, prepared).plan(0))
+    return len(trainer_for(config).read(config, prepared).plan(0))
 
 
-def seconds_a_token(config: Config, prepared: Prepared) -> float:
-    """Training time for each target token, measured on a few real updates of a model that is then thrown away."""
-    if choose_device(config.train.device).type == "cpu":
+def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
+    """Training time for a pass over the text, measured on a few real updates of a model that is then thrown away.
+
+    Of several ranks only one measures, its share of an update, and the others are taken to add no time of their own.
+    """
+    spec = config.train
+    share = max(config.data.max_length + 1, spec.tokens_per_step // ranks)
+    if choose_device(spec.device).type == "cpu":
         # A full update of a large model takes a CPU half a minute, and a small one tells as much.
-        small = max(1024, config.data.max_length + 1)
-        config = config.replace(train={"tokens_per_step": min(small, config.train.tokens_per_step)})
-    trainer = make_trainer(config, prepared)
-    speeds: list[float] = []
+        share = min(share, max(1024, config.data.max_length + 1))
+    sizes = {"tokens_per_step": share, "micro_tokens": min(spec.micro_tokens, share)}
+    trainer = make_trainer(config.replace(train=sizes), prepared)
+    times: list[float] = []
     with closing(trainer.updates.starting(trainer.progress.position)) as steps:
         for _ in range(WARM_UP.get(trainer.device.type, 10)):
             trainer.step(next(steps))
         until = time.perf_counter() + 1.0
-        while time.perf_counter() < until or len(speeds) < 3:
+        while time.perf_counter() < until or len(times) < 3:
             update = next(steps)
             start = time.perf_counter()
             trainer.step(update)
-            speeds.append((time.perf_counter() - start) / update.tokens)
-    return statistics.median(speeds)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times) * len(trainer.updates.plan(0)) / ranks
 
 
 def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
@@ -161,35 +259,7 @@ def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size],
     return [Size(math.inf, config.model, GIVEN)], len(prepared.train)
 
 
-def _twice(config: Config) -> Config:
-    """The same with R-Drop."""
-    return config.replace(model={"dropout": round(config.model.dropout * 2 / 3, 2)}, train={"r_drop": R_DROP})
-
-
-def _with(config: Config, model: Model, tokens_per_step: int, device: str) -> Config:
-    if isinstance(model, Translating) and not config.tokenizer.shared:
-        model = dataclasses.replace(model, tie="output")
-    if isinstance(model, Attentive):
-        model = dataclasses.replace(model, norm="pre")
-    if isinstance(model, DecoderOnly):
-        model = dataclasses.replace(model, positions="rotary")
-    train: dict[str, Any] = {"tokens_per_step": tokens_per_step, "learning_rate": _rate(1e-3, 512, model), "clip": 1.0}
-    train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
-    # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
-    if isinstance(model, Transformer) and device != "cpu" and config.train.parallel != "sharded":
-        train |= {"optimizer": "muon", "learning_rate": _rate(4e-3, 256, model)}
-    if not isinstance(model, Translating):
-        train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
-    return dataclasses.replace(config, model=model).replace(train=train)
-
-
-def _lasting(config: Config, steps: int) -> Config:
-    """The config for a training of so many steps: warm-up, and how often it is validated and logged."""
-    often = {"validate_every": max(50, min(1000, steps // 10)), "log_every": max(1, min(50, steps // 20))}
-    return config.replace(train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
-
-
-def _tokens_per_step(tokens: int, read: float, device: str, longest: int) -> int:
+def tokens_per_step(tokens: int, read: float, device: str) -> int:
     """About 100 updates a pass for small texts; never less than 2,048 tokens or more than the paper's 25,000.
 
     A CPU takes smaller ones, which cost it no more, and of the tokens that it can read in all makes 4,000 or more
@@ -199,12 +269,15 @@ def _tokens_per_step(tokens: int, read: float, device: str, longest: int) -> int
         wanted, least, most = min(tokens / 200, read / 4000), 1024, 8192
     else:
         wanted, least, most = tokens / 100, 2048, 25_000
-    return max(longest + 1, min(most, max(least, 1 << round(math.log2(max(1, wanted))))))
+    return min(most, max(least, 1 << round(math.log2(max(1, wanted)))))
 
 
-def _rate(rate: float, width: int, model: Model) -> float:
-    """The peak learning rate, from that of a width: narrow models bear larger steps."""
-    return round(rate * math.sqrt(width / model.d_model), 5)
+def _rate(config: Config) -> float:
+    """The peak learning rate: narrow models bear larger steps. The paper's schedule has its own, times this."""
+    if config.train.schedule == "paper":
+        return 1.0
+    rate, width = (4e-3, 256) if config.train.optimizer == "muon" else (1e-3, 512)
+    return round(rate * math.sqrt(width / config.model.d_model), 5)
 
 
 def _duration(seconds: float) -> str:

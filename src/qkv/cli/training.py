@@ -72,10 +72,12 @@ def train(
         config = _with_text(config, text or [], valid_text)
     else:
         config = _also(with_corpora(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
-    fixed = any(setting.partition("=")[0].strip() == "train.steps" for setting in changed)
+    fixed = {setting.partition("=")[0].strip() for setting in changed}
+    if minutes and "train.steps" in fixed:
+        raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
-    def recipe(config: Config, prepared: Prepared) -> tuple[Config, list[str]]:
-        return auto.choose(config, prepared, minutes, steps=config.train.steps if fixed else 0)
+    def recipe(config: Config, prepared: Prepared, ranks: int) -> tuple[Config, list[str]]:
+        return auto.choose(config, prepared, minutes, fixed=fixed, ranks=ranks)
 
     begin(config, run, recipe=None if what else recipe, settings=changed, command=command_line())
 

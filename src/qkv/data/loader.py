@@ -133,6 +133,7 @@ class Updates(ABC):
     """
 
     tokens: int  # in one update, over all ranks
+    micro_tokens: int  # of these, in each of its micro-batches
     seed: int
     rank: int = 0
     world: int = 1
@@ -179,6 +180,8 @@ class Pairs(Updates):
         *,
         tokens: int,
         micro_tokens: int = 0,
+        ragged_tokens: int = 0,
+        ragged_longest: int = LONGEST,
         dropout: float = 0.0,
         aligned: bool = False,
         seed: int = 0,
@@ -187,8 +190,8 @@ class Pairs(Updates):
         device: torch.device | None = None,
     ) -> None:
         self.store, self.tokenizers = store, tokenizers
-        self.ragged_tokens = 0  # tokens a side that are laid end to end in one pass; 0: they are padded
-        self.ragged_longest = LONGEST  # tokens on the longer side of a row that can be laid so
+        self.ragged_tokens = ragged_tokens  # tokens a side that are laid end to end in one pass; 0: they are padded
+        self.ragged_longest = ragged_longest  # tokens on the longer side of a row that can be laid so
         self.aligned = aligned  # whether batches hold the links between tokens, which dropout would make false
         self.src_widths, self.tgt_widths = self.widths()
         self.tokens = tokens

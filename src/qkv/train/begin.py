@@ -19,7 +19,8 @@ from qkv.train.distributed import World, joined
 from qkv.train.loop import Interrupted, fit
 from qkv.train.trainer import make_updates
 
-Recipe = Callable[[configs.Config, Prepared], tuple[configs.Config, list[str]]]
+# What completes a config once the text is known, for so many ranks, and why so.
+Recipe = Callable[[configs.Config, Prepared, int], tuple[configs.Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
 SETTLED = (
@@ -58,7 +59,7 @@ def train(
             if config is None:
                 opened, prepared = _reopen(folder, settings or [])
             else:
-                opened, prepared = _begin(folder, config, recipe, settings or [], command)
+                opened, prepared = _begin(folder, config, recipe, settings or [], command, world.size)
             world.tell(str(opened.path.resolve()))
             say(_headline(opened.config, prepared, world))
         else:
@@ -107,7 +108,7 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
 
 
 def _begin(
-    folder: Path, config: configs.Config, recipe: Recipe | None, settings: list[str], command: str
+    folder: Path, config: configs.Config, recipe: Recipe | None, settings: list[str], command: str, ranks: int = 1
 ) -> tuple[Run, Prepared]:
     """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
     if Run(folder).exists():
@@ -124,9 +125,9 @@ def _begin(
     prepared = _prepare(folder, config)
     say(str(prepared.report))
     if recipe is not None:
-        config, reasons = recipe(config, prepared)
+        config, reasons = recipe(config, prepared, ranks)
         config = configs.assign(config, settings)
-        for reason in [*reasons, *(f"auto: but {setting}, as you say" for setting in settings)]:
+        for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     return Run.create(folder, config, prepared.tokenizers, prepared.folder, command), prepared

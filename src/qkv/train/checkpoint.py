@@ -34,6 +34,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     update: int = 0  # next update of the epoch
+    micro_tokens: int = 0  # of the plan in which that is counted; in states of old, 0
     tokens: int = 0  # labels read
     seconds: float = 0.0
     skipped: int = 0  # updates left out because the loss was not finite

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 
 from qkv import config as configs
-from qkv.data.loader import Batch, Pairs, Step, collate
+from qkv.data.loader import Batch, Pairs, Step, Updates, collate
+from qkv.data.ragged import LONGEST
 from qkv.data.store import Prepared
 from qkv.device import choose_device, choose_precision
 from qkv.models.fused.passes import can_pass
@@ -21,16 +22,20 @@ from qkv.models.transformer import Transformer
 from qkv.terminal import say
 from qkv.train.captured import Captured
 from qkv.train.distributed import ALONE, World
-from qkv.train.trainer import Outcome, Trainer
+from qkv.train.trainer import Outcome, Trainer, make_updates
 
 PASS_SEED = 0x85EBCA77  # far from the seeds of other steps and ranks
 TOGETHER = 256  # rows of a ragged batch that are padded together
 MIXED = 16  # parts of an update, each of like lengths: all updates have about the same sizes, and need few graphs
 
 
-def make_trainer(config: configs.Config, prepared: Prepared, world: World = ALONE) -> Trainer:
+def trainer_for(config: configs.Config, world: World = ALONE) -> type[Trainer]:
     """The fastest trainer there is for this model on this device."""
-    return (FastTrainer if _is_fast(config, world) else Trainer)(config, prepared, world)
+    return FastTrainer if _is_fast(config, world) else Trainer
+
+
+def make_trainer(config: configs.Config, prepared: Prepared, world: World = ALONE) -> Trainer:
+    return trainer_for(config, world)(config, prepared, world)
 
 
 def _is_fast(config: configs.Config, world: World) -> bool:
@@ -53,13 +58,25 @@ class FastTrainer(Trainer):
 
     def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
         super().__init__(config, prepared, world)
-        assert isinstance(self.updates, Pairs)
-        self.updates.ragged_tokens = -(-self.spec.tokens_per_step // world.size)
-        self.updates.micro_tokens = self.spec.micro_tokens or -(-self.spec.tokens_per_step // MIXED)
+        self._made: Captured | None = None
+
+    @staticmethod
+    def read(
+        config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
+    ) -> Updates:
+        spec, longest = config.train, LONGEST
         if isinstance(config.model, configs.Transformer) and config.model.positions == "learned":
             # What BPE-dropout makes longer than that is refused by the plain way, with a word.
-            self.updates.ragged_longest = min(self.updates.ragged_longest, config.model.max_positions)
-        self._made: Captured | None = None
+            longest = min(longest, config.model.max_positions)
+        return make_updates(
+            config,
+            prepared,
+            device,
+            world,
+            micro_tokens=spec.micro_tokens or -(-spec.tokens_per_step // MIXED),
+            ragged_tokens=-(-spec.tokens_per_step // world.size),
+            ragged_longest=longest,
+        )
 
     @property
     def captured(self) -> Captured:

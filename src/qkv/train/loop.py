@@ -43,7 +43,7 @@ def fit(run: Run, prepared: Prepared, world: World = ALONE) -> bool:
     trainer = make_trainer(run.config, prepared, world)
     state = world.tell(str(checkpoint.latest(run) or ""))
     if state:
-        trainer.progress = checkpoint.restore(Path(state), trainer.model, trainer.optimizer, trainer.ema)
+        trainer.go_on_from(checkpoint.restore(Path(state), trainer.model, trainer.optimizer, trainer.ema))
     progress = trainer.progress
     if world.tell("finished" if trainer.done() and run.scores.get("finished") == progress.step else ""):
         if world.first:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +44,13 @@ class Outcome(NamedTuple):
 
 
 def make_updates(
-    config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
+    config: configs.Config,
+    prepared: Prepared,
+    device: torch.device | None = None,
+    world: World = ALONE,
+    **laid: int,
 ) -> Updates:
-    """The text as this kind of model is trained on it, and of it this rank's share."""
+    """The text as this kind of model is trained on it, and of it this rank's share; pairs may be laid end to end."""
     spec = config.train
     common: dict[str, Any] = {
         "tokens": spec.tokens_per_step,
@@ -61,13 +66,20 @@ def make_updates(
         case configs.EncoderOnly(masked=masked):
             return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
     text: dict[str, Any] = {"dropout": config.tokenizer.dropout, "aligned": spec.guided_alignment > 0}
-    return Pairs(prepared.train, prepared.tokenizers, **text, **common)
+    return Pairs(prepared.train, prepared.tokenizers, **text, **{**common, **laid})
 
 
 class Trainer:
     """A model in training: everything that a step changes, and nothing else."""
 
     lag = 0  # steps that may have been started before anybody asks what the first of them came to
+
+    @staticmethod
+    def read(
+        config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
+    ) -> Updates:
+        """The text as this trainer takes it."""
+        return make_updates(config, prepared, device, world)
 
     def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
         self.config, self.prepared, self.world = config, prepared, world
@@ -87,22 +99,28 @@ class Trainer:
         self.ema = optim.Ema(self.model, spec.ema) if spec.ema else None
         self.guide = Guide(self.model, spec.guided_alignment) if spec.guided_alignment else None
         self.room = memory.Room(self.device)
-        self.progress = Progress()
         # A parameter's device has a number; the loader's thread has no current one of its own.
-        self.updates = make_updates(config, prepared, next(self.model.parameters()).device, world)
-        self.spec = dataclasses.replace(spec, steps=self._steps())
+        self.updates = self.read(config, prepared, next(self.model.parameters()).device, world)
+        self.go_on_from(Progress(micro_tokens=self.updates.micro_tokens))
 
     def _build(self) -> Model:
         tokenizers = self.prepared.tokenizers
         return build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
 
+    def go_on_from(self, progress: Progress) -> None:
+        """Read the text on from there, cut into the updates in which that was counted."""
+        self.progress = progress
+        self.updates.micro_tokens = progress.micro_tokens or self.updates.micro_tokens
+        self.spec = dataclasses.replace(self.config.train, steps=self._steps())
+
     def _steps(self) -> int:
         """Updates until `train.steps` or `train.epochs` is reached; half a pass is half the updates of it."""
-        if not self.spec.epochs:
-            return self.spec.steps
-        whole, part = divmod(self.spec.epochs, 1)
+        limit = self.config.train
+        if not limit.epochs:
+            return limit.steps
+        whole, part = divmod(limit.epochs, 1)
         passes = sum(len(self.updates.plan(epoch)) for epoch in range(int(whole)))
-        return min(self.spec.steps, passes + math.ceil(part * len(self.updates.plan(int(whole)))))
+        return min(limit.steps, passes + math.ceil(part * len(self.updates.plan(int(whole)))))
 
     def done(self) -> bool:
         progress, spec = self.progress, self.spec
@@ -214,8 +232,12 @@ class Trainer:
         missing = self.world.most(len(micros)) - len(micros)
         if not missing:
             return micros
-        some = micros[0] if micros else self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
-        return micros + [memory.idle(some)] * missing
+        return micros + [memory.idle(micros[0] if micros else self._least)] * missing
+
+    @cached_property
+    def _least(self) -> Batch:
+        """A batch of one row, for a rank that has none of its own."""
+        return self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
 
     def _sum_over_ranks(self, sums: Tensor) -> list[Tensor]:
         """The gradients, summed over all ranks as the sums are, in place. Sharded ones are summed already."""
