@@ -42,7 +42,6 @@ def curves(files: list[str], steps: int, small: bool) -> dict[str, list[float]]:
             "micro_tokens": 4000,  # left to itself, each path cuts its updates otherwise
             "validate_every": steps,
             "log_every": 1,
-            "clip": 1.0,
         }
         recipe |= {"schedule": "cosine", "learning_rate": 1e-3, "warmup": steps // 6, "clip": 1.0}
         recipe |= {"metric": "loss", "average": 0, "tensorboard": False}

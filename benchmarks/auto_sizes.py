@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -75,7 +77,7 @@ def main() -> None:
         plans += [{"pairs": pairs, "recipe": name, "alone_seconds": seconds} for name in recipes]
     results = trials.run_all(planned, given.out, jobs=given.jobs)
     rows = [made | result.to_dict() for made, result in zip(plans, results, strict=True)]
-    report = {**figures.about("auto", " ".join(given.files)), "rows": rows}
+    report = {**figures.about("auto", shlex.join(["python", *sys.argv])), "rows": rows}
     Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for made, result in zip(plans, results, strict=True):
         print(

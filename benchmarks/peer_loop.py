@@ -1,7 +1,7 @@
 """transformers' MarianMT trained by the loop that a user would write, against the clock: what recipes compare with.
 
     python benchmarks/peer_loop.py train.en train.de valid.en valid.de --seconds 110 --every 30 -o peer.json
-        [--test test.en test.de …] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000] [--lines 500]
+        [--test test.en test.de …] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000] [--lines 3000]
         [--store DIR]
 
 The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
