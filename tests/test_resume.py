@@ -148,7 +148,8 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 def timeless(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key not in ("seconds", "tokens_per_second", "stalled")}
+    times = ("seconds", "training_seconds", "tokens_per_second", "stalled")
+    return {key: value for key, value in entry.items() if key not in times}
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import json
 import math
 import signal
 from collections.abc import Sequence
+from contextlib import closing
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config, presets
+from qkv.data.loader import Position
 from qkv.data.store import Prepared
 from qkv.errors import UsageError
 from qkv.lab import figures, table2, table3, trials
@@ -23,6 +26,7 @@ from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
 from qkv.models.build import build
 from qkv.train.loop import Interrupted
+from qkv.train.trainer import make_updates
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ def test_an_interrupted_table_keeps_what_is_done(
 
 
 def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
-    (trial,) = named(text, prepared, "small")
+    trial = Trial("small", small_config(*text, log_every=2), prepared)
     (result,) = trials.run_all([trial], tmp_path / "work")
     assert not result.error
     (run,) = (qkv.Run(path) for path in (tmp_path / "work" / "runs").iterdir())
@@ -269,7 +273,11 @@ def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared
     assert (last["event"], last["step"], last["loss"]) == ("valid", 3, result.loss)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
     assert [point.step for point in result.curve] == [1, 2, 3]
-    assert result.tokens == [entry["tokens"] for entry in log if entry["event"] == "train"][-1]
+    assert len([entry for entry in log if entry["event"] == "train"]) == 1, "of the last step there is none"
+    with closing(make_updates(trial.config, prepared).starting(Position(0, 0))) as updates:
+        read = list(accumulate(update.tokens for update in islice(updates, 3)))
+    assert [point.tokens for point in result.curve] == read
+    assert 0 < result.curve[0].seconds < result.curve[1].seconds < result.seconds < last["seconds"]
     assert result.parameters == size(trial.config.model, prepared.tokenizers.tgt.size)
     assert result.flops == result.tokens * trials.flops_per_token(trial.config, prepared)
     assert result.test_bleu is None

@@ -8,8 +8,10 @@ import json
 import lzma
 import math
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from qkv.train.average import average, average_last
 from qkv.train.card import parameters
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
-from qkv.train.trainer import Trainer
+from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate
 
 
@@ -417,6 +419,45 @@ def test_the_log_is_json_line_by_line(tiny: Path) -> None:
     entropy = entries(tiny, "valid")[-1]["attention_entropy"]
     assert set(entropy) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
     assert all(0 <= value < math.log(32) for value in entropy.values())
+
+
+@pytest.mark.parametrize("stopped", [None, 5, 6])
+def test_a_validation_tells_tokens_and_seconds_until_then(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int | None
+) -> None:
+    """By a clock on which a step takes one second, a validation 100 and to save 1000; stopped in between or not."""
+    now, read = [0.0], [0]
+    start, saved = Trainer.start, loop.save_state
+
+    def step(self: Trainer, update: Step) -> Callable[[], Outcome]:
+        now[0] += 1
+        read.append(read[-1] + update.tokens)
+        if self.progress.step + 1 == stopped:
+            signal.raise_signal(signal.SIGINT)
+        return start(self, update)
+
+    def save(*arguments: Any) -> None:
+        saved(*arguments)
+        now[0] += 1000
+
+    def found(*arguments: Any) -> Validation:
+        now[0] += 100
+        return Validation(1.0, None, "")
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Trainer, "start", step)
+    monkeypatch.setattr(loop, "save_state", save)
+    monkeypatch.setattr(loop, "validate", found)
+    spec, run = settings(small, steps=7, log_every=3, validate_every=5), tmp_path / "run"
+    if stopped:
+        with pytest.raises(loop.Interrupted):
+            qkv.train(spec, run)
+        qkv.train(run=run, resume=True)
+    else:
+        qkv.train(spec, run)
+    assert [line["tokens"] for line in entries(run, "valid")] == [read[5], read[7]]
+    assert [line["training_seconds"] for line in entries(run, "valid")] == [5, 7]
+    assert [line["seconds"] for line in entries(run, "valid")] == [105, 1207]
 
 
 def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from qkv.run import Run
 from qkv.train.card import parameters, shape, vocabulary
 
 PAGE = Path(__file__).parent / "page"
-TRAIN = ("seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")
-VALID = ("seconds", "loss", "perplexity", "bleu", "bits_per_byte")
+TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")
+VALID = ("step", "seconds", "tokens", "loss", "perplexity", "bleu", "bits_per_byte")
 SMOOTH = 40  # a smoothed value is the mean of the lines around it, two or one in so many of the log to each side
 ATTENTIONS = {
     "encoder.self": "encoder self-attention",
@@ -43,7 +43,7 @@ class History:
     """What the log of a run says: a table of its training lines, one of its validations, and the samples."""
 
     train: dict[str, Column]
-    valid: dict[str, Column]  # with the tokens until then, and `entropy.NAME` for each attention
+    valid: dict[str, Column]  # with `entropy.NAME` for each attention
     samples: dict[int, str]
 
 
@@ -126,13 +126,11 @@ def history(run: Run) -> History:
         except (ValueError, KeyError, TypeError):  # the last line of a run that is going on, or was killed, may be cut
             continue
     train, valid = (dict(sorted(found.items())) for found in events.values())
-    steps = {"train": _column(train.values(), "step"), "valid": _column(valid.values(), "step")}
-    trained = {"step": steps["train"]} | {name: _column(train.values(), name) for name in TRAIN}
+    trained = {name: _column(train.values(), name) for name in TRAIN}
     for name in ("loss", "nll"):
         trained[f"{name}_smoothed"] = smoothed(trained[name])
     entropies = {name: None for entry in valid.values() for name in entry.get("attention_entropy") or {}}
-    validated = {"step": steps["valid"]} | {name: _column(valid.values(), name) for name in VALID}
-    validated["tokens"] = _tokens_at(steps["valid"], steps["train"], trained["tokens"])
+    validated = {name: _column(valid.values(), name) for name in VALID}
     for name in entropies:
         validated[f"entropy.{name}"] = _column((e.get("attention_entropy") or {} for e in valid.values()), name)
     return History(trained, validated, {step: e["sample"] for step, e in valid.items() if e.get("sample")})
@@ -156,16 +154,6 @@ def smoothed(values: Column) -> Column:
         around = [value for value in values[i - near : i + near + 1] if value is not None]
         means.append(float(f"{sum(around) / len(around):.6g}") if around else None)
     return means
-
-
-def _tokens_at(steps: Column, known_steps: Column, known: Column) -> Column:
-    """Validations are logged without the tokens until then: from the training lines before and after them."""
-    pairs = [(s, t) for s, t in zip(known_steps, known, strict=True) if s is not None and t is not None]
-    if not pairs:
-        return [None for _ in steps]
-    x, y = (np.array([0.0, *side]) for side in zip(*pairs, strict=True))
-    past = [max(0.0, (step or 0) - x[-1]) * y[-1] / x[-1] for step in steps]  # as many for a step as so far
-    return [round(float(np.interp(step or 0, x, y)) + more) for step, more in zip(steps, past, strict=True)]
 
 
 # ---- charts ----------------------------------------------------------------------------------------------------------

@@ -170,7 +170,6 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
         "average": 0,
         "metric": "loss",
         "validate_every": max(1, steps // POINTS),
-        "log_every": 1,  # so that tokens and seconds are known at every validation
         "precision": "fp32",
         "tensorboard": False,
         "device": device,
@@ -371,18 +370,12 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
 
 def _curve(log: Path) -> tuple[Point, ...]:
     """The validations of a run, with tokens and seconds of training, in which validations do not count."""
-    tokens, seconds = 0, 0.0
-    points = []
-    for line in log.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        if entry["event"] == "train":
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-            tokens = entry["tokens"]
-        elif entry["loss"] is None:
+    with log.open(encoding="utf-8") as lines:
+        valid = [entry for entry in map(json.loads, lines) if entry["event"] == "valid"]
+    for entry in valid:
+        if entry["loss"] is None:
             raise QkvError(f"the validation loss is not finite at step {entry['step']}: lower the learning rate")
-        else:
-            points.append(Point(entry["step"], tokens, seconds, entry["loss"]))
-    return tuple(points)
+    return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
 def flops_per_token(config: configs.Config, prepared: Prepared) -> float:

@@ -36,7 +36,8 @@ class Progress:
     update: int = 0  # next update of the epoch
     micro_tokens: int = 0  # of the plan in which that is counted; in states of old, 0
     tokens: int = 0  # labels read
-    seconds: float = 0.0
+    seconds: float = 0.0  # of everything
+    training_seconds: float = 0.0  # without validating and saving
     skipped: int = 0  # updates left out because the loss was not finite
     skipped_in_a_row: int = 0
     validated: int = 0  # step of the last validation

@@ -82,7 +82,7 @@ def _loop(run: Run, trainer: Trainer, log: Log | None, asked_to_stop: list[int])
         while True:
             if number := trainer.world.most(asked_to_stop[0] if asked_to_stop else 0):
                 under_way.settle()
-                meter.restart(progress)
+                meter.trained(progress)
                 save_state(run, trainer)
                 command = f"qkv train --resume --run {run.path}"
                 words = f"stopped at step {progress.step} and saved: go on with `{command}`"
@@ -90,6 +90,7 @@ def _loop(run: Run, trainer: Trainer, log: Log | None, asked_to_stop: list[int])
             due = progress.step % spec.validate_every == 0 or trainer.done()
             if due and progress.validated < progress.step:
                 under_way.settle()
+                meter.trained(progress)
                 _validation(run, trainer, log, meter)
             if trainer.done():
                 return
@@ -140,10 +141,12 @@ def _validation(run: Run, trainer: Trainer, log: Log | None, meter: _Meter) -> N
             **result.to_dict(),
             sample=result.sample,
             attention_entropy=result.attention_entropy,
+            tokens=progress.tokens,
             seconds=progress.seconds,
+            training_seconds=progress.training_seconds,
         )
     save_state(run, trainer)
-    meter.restart(progress)  # nor does saving count as training speed
+    meter.restart(progress)  # nor does saving count as training
 
 
 def _log_step(trainer: Trainer, log: Log, outcome: Outcome, meter: _Meter) -> None:
@@ -240,9 +243,9 @@ def _write_bad_batch(path: Path, trainer: Trainer, update: Step, step: int) -> N
 
 
 class _Meter:
-    """Seconds spent, tokens a second and the share of time without data since the last reading.
+    """Seconds spent, on training and in all, tokens a second and the share of time without data since it last began.
 
-    Validation does not count as training speed.
+    Validation and saving do not count as training.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -256,15 +259,24 @@ class _Meter:
         return update
 
     def read(self, progress: Progress) -> tuple[float, float]:
-        tokens, since, stalled = self.tokens, self.since, self.stalled
-        self.restart(progress)
-        seconds = max(1e-9, self.since - since)
+        """Tokens a second, and the share of time without data."""
+        tokens, stalled = self.tokens, self.stalled
+        seconds = max(1e-9, self.trained(progress))
         return (progress.tokens - tokens) / seconds, stalled / seconds
 
-    def restart(self, progress: Progress) -> None:
+    def trained(self, progress: Progress) -> float:
+        """Begin anew; the seconds until now were spent on training."""
+        seconds = self.restart(progress)
+        progress.training_seconds += seconds
+        return seconds
+
+    def restart(self, progress: Progress) -> float:
+        """Begin anew; the seconds until now were spent."""
         now = time.perf_counter()
-        progress.seconds += now - self.since
+        seconds = now - self.since
+        progress.seconds += seconds
         self.since, self.tokens, self.stalled = now, progress.tokens, 0.0
+        return seconds
 
     def clock(self, progress: Progress) -> str:
         minutes, seconds = divmod(int(progress.seconds), 60)
