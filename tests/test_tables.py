@@ -446,7 +446,7 @@ def test_costs_are_equal(
     models = {"RNN": config.Recurrent(d_model=16), "ConvS2S": config.Convolutional(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
     monkeypatch.setattr(table2.auto, "seconds_a_token", lambda spec, prepared: pace[spec.model.kind])
-    table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="cpu")
+    table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="auto")
     table.settle(equal, 1000)
     if equal == "steps":
         assert set(table.steps.values()) == {1000}
@@ -455,6 +455,9 @@ def test_costs_are_equal(
         pace["rnn"] = 8.0  # a table that goes on keeps to what was measured first
         table.settle(equal, 1000)
         assert table.steps["RNN"] == 250
+        monkeypatch.setattr(trials, "describe", lambda device: "another machine")
+        table.settle(equal, 1000)
+        assert table.steps["RNN"] == 125
     else:
         costs = [table.steps[name] * trials.flops_per_token(table.config(name), prepared) for name in models]
         assert costs == pytest.approx([costs[-1]] * 3, rel=5e-3)

@@ -6,24 +6,21 @@ against the recipe as it is, on the validation set, and the table says which dif
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import auto, files
+from qkv import auto
 from qkv import config as configs
 from qkv.data.store import Prepared
-from qkv.device import choose_device, describe
 from qkv.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
 
 AS_IT_IS = "as it is"
 EQUAL = ("time", "steps")
-SECONDS = "seconds.json"
 
 
 def measure(
@@ -85,16 +82,10 @@ def _at_equal_time(
     variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
 ) -> dict[str, configs.Config]:
     """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
-    path = folder / SECONDS
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    seconds = {}
-    for name, variant in variants.items():
-        place = describe(choose_device(variant.train.device))
-        key = f"{name} on {place}, {trials.key_of(Trial(name, variant, texts[name]))}"
-        if key not in known:
-            known[key] = seconds_an_update(variant, texts[name])
-            files.write_text(path, json.dumps(known, indent=1) + "\n")
-        seconds[name] = known[key]
+    seconds = {
+        name: trials.measured_once(Trial(name, variant, texts[name]), folder, seconds_an_update)
+        for name, variant in variants.items()
+    }
     return {name: _lasting(variant, seconds[AS_IT_IS] / seconds[name]) for name, variant in variants.items()}
 
 

@@ -8,14 +8,13 @@ at what cost does the Transformer reach the loss that each rival ends with?
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import auto, files
+from qkv import auto
 from qkv import config as configs
 from qkv.data.store import Prepared
 from qkv.device import choose_device
@@ -174,6 +173,7 @@ class Competition:
 
     def settle(self, equal: str, steps: int) -> None:
         """As many updates for each as cost what the Transformer's do."""
+        self.steps = dict.fromkeys(self.models, steps)  # a cost is known by a config, so by the same one every time
         costs = {name: self._cost(name, equal) for name in self.models}
         self.steps = {name: max(1, round(steps * costs[OURS] / cost)) for name, cost in costs.items()}
         for name, model in self.models.items():
@@ -185,17 +185,10 @@ class Competition:
         """Of a target token, in operations or seconds."""
         if equal == "flops":
             return trials.flops_per_token(self.config(name), self.prepared)
-        return self._seconds(name) if equal == "time" else 1.0
-
-    def _seconds(self, name: str) -> float:
-        """For a target token; measured once in this folder, or the table could not go on with the same updates."""
-        path = self.folder / "seconds.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        key = f"{self.models[name]}, {self.tokens} tokens, {self.device}"
-        if key not in known:
-            known[key] = auto.seconds_a_token(self.config(name), self.prepared)
-            files.write_text(path, json.dumps(known, indent=2) + "\n")
-        return float(known[key])
+        if equal == "time":
+            trial = Trial(name, self.config(name), self.prepared)
+            return trials.measured_once(trial, self.folder, auto.seconds_a_token)
+        return 1.0
 
     def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:
         """The results of all seeds, each model with the rate that leaves it the lowest loss on the first."""

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, redirect_stderr, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -36,7 +36,7 @@ from qkv.api import Translator
 from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
-from qkv.device import choose_device
+from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
 from qkv.evaluate import metrics
 from qkv.models.build import build
@@ -50,6 +50,7 @@ from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import make_updates
 
 RESULTS = "results.jsonl"
+SECONDS = "seconds.json"
 POINTS = 20  # validations in the course of a training
 COUNTED = 4  # updates in which floating-point operations are counted
 SMALL = 1024  # tokens in each of them
@@ -242,6 +243,21 @@ def key_of(trial: Trial) -> str:
         del tree["data"][place]
     whole = json.dumps([trial.name, trial.text.folder.name, tree], sort_keys=True)
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+
+
+def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, Prepared], float]) -> float:
+    """How long a trial's training takes on this device, for a token or an update.
+
+    The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
+    """
+    path = folder / SECONDS
+    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    place = describe(choose_device(trial.config.train.device))  # "auto" is another device on another machine
+    key = f"{trial.name} on {place}, {key_of(trial)}"
+    if key not in known:
+        known[key] = seconds(trial.config, trial.text)
+        files.write_text(path, json.dumps(known, indent=1) + "\n")
+    return known[key]
 
 
 Named = tuple[str, str, Run]  # name and key of a trial, and its run folder
