@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.data.store import Prepared
 from qkv.errors import UsageError
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
+from qkv.run import Run
+from qkv.train.trainer import make_updates
 
 DROP = "model.dropout=0.1 train.r_drop=2"
 WORDS = "tokenizer.kind=word"
@@ -57,11 +61,28 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
     other = ablation.measure(recipe(tmp_path).replace(train={"steps": 4, "warmup": 0}), [DROP], **options)
     assert [each["steps"] for each in other["trials"]] == [4, 1]
     assert asked == [0.0, 2.0] * 2, "another recipe in the same folder is measured by itself"
-    passes = recipe(tmp_path).replace(train={"epochs": 2.0, "patience": 1})
-    whole = ablation.measure(passes, [DROP], **options)["trials"]
-    assert whole[0]["steps"] > whole[1]["steps"] > 0
-    equal = ablation.measure(recipe(tmp_path), [DROP], **options, equal="steps")
-    assert [each["steps"] for each in equal["trials"]] == [8, 8]
+
+
+@pytest.mark.parametrize(("equal", "share"), [("time", 2.5), ("steps", 1.0)])
+def test_updates_are_those_of_the_recipe_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
+) -> None:
+    smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
+    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: made.train.tokens_per_step)
+    monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
+    schedule = {"steps": 1000, "epochs": 2.5, "patience": 1, "tokens_per_step": 1280, "warmup": 4, "validate_every": 5}
+    made = recipe(tmp_path).replace(train=schedule)
+    options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu", "equal": equal}
+    usual, other = ablation.measure(made, [smaller], **options)["trials"]
+    (run,) = (tmp_path / "work" / "runs").glob("as_it_is-*")
+    plan = make_updates(made, Prepared.open(Run.open(run).store)).plan
+    passes = len(plan(0)) + len(plan(1)) + math.ceil(len(plan(2)) / 2)
+    assert (usual["steps"], other["steps"]) == (passes, round(passes * share))
+    (run,) = (tmp_path / "work" / "runs").glob("train.tokens*")
+    spec = Run.open(run).config.train
+    assert (spec.warmup, spec.validate_every) == (round(20 * share), round(50 * share))
+    shorter = ablation.measure(made, [], **options, steps=3)["trials"]
+    assert [each["steps"] for each in shorter] == [3]
 
 
 def fake(name: str, spec: config.Train, key: str, bleu: float) -> Result:
@@ -100,3 +121,28 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):
         ablation.measure(made, [], out=tmp_path, output=["table.txt"])
+    with pytest.raises(UsageError, match=r"other validation text .*: give all the same with --valid-src"):
+        ablation.measure(made, ["data.valid_size=3"], out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("train.steps=5600", "how long .* with --steps"),
+        ("train.epochs=3", "how long .* with --steps"),
+        ("model.dropout=0.2 train.patience=1", "all are trained to their end"),
+        ("train.seed=7", "same seeds: .* --seeds"),
+        ("train.device=cpu", "same device: .* --device"),
+        ("train.log_every=7", "changes nothing"),
+        ("data.store=elsewhere", "working folder: .* --out"),
+    ],
+)
+def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, why: str) -> None:
+    path = change.split()[-1].partition("=")[0]
+    with pytest.raises(UsageError, match=rf"^--try {change}: {path} is not for a row to change, because .*{why}"):
+        ablation.measure(recipe(tmp_path), [change], out=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_what_no_row_may_change_are_options() -> None:
+    assert set(ablation.DECIDED) <= {path for path, _, _ in config.options(config.Config())}

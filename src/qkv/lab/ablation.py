@@ -18,9 +18,28 @@ from qkv.data.store import Prepared
 from qkv.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
+from qkv.train.fast import make_trainer
 
 AS_IT_IS = "as it is"
 EQUAL = ("time", "steps")
+
+# What no row may change, and why: the rows could not be compared, or would not differ.
+LENGTH = "how long each is trained follows from the recipe as it is: set the updates of that with --steps"
+NOTHING = "it changes nothing that is measured: leave it out"
+DECIDED = {
+    "train.steps": LENGTH,
+    "train.epochs": LENGTH,
+    "train.patience": "all are trained to their end: leave it out",
+    "train.seed": "all have the same seeds: set their number with --seeds",
+    "train.device": "all are trained on the same device: choose it with --device",
+    "train.parallel": NOTHING,
+    "train.metric": NOTHING,
+    "train.log_every": NOTHING,
+    "train.tensorboard": NOTHING,
+    "train.name": NOTHING,
+    "data.store": "the tokenised text lies in the working folder: choose that with --out",
+    "data.workers": NOTHING,
+}
 
 
 def measure(
@@ -38,7 +57,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train the recipe and every change of it, print the table, write it if asked.
 
-    With `equal="time"` what takes longer for a token has fewer updates, by the time of a token measured beforehand;
+    With `equal="time"` what takes longer for an update has fewer of them, by the time of an update measured beforehand;
     the schedule is stretched to them. `out` is the working directory: given again, the table goes on from there.
     """
     figures.check_outputs(output)
@@ -47,13 +66,15 @@ def measure(
     if not isinstance(config.model, configs.Translating):
         raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
     folder = Path(out)
-    # All are trained to the end of their time: nothing else may end one of them.
+    # All are trained to their end: nothing else may end one of them.
     base = config.replace(train={"device": device, "tensorboard": False, "patience": 0})
     if steps:
         base = base.replace(train={"steps": steps, "epochs": 0.0})
-    variants = {AS_IT_IS: base} | {change: configs.assign(base, shlex.split(change)) for change in changes}
+    variants = {AS_IT_IS: base} | {change: _changed(base, change) for change in changes}
     texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
-    variants = {name: _in_steps(variant, texts[name]) for name, variant in variants.items()}
+    _check_measured_alike(texts)
+    updates = {"steps": _updates(base, texts[AS_IT_IS]), "epochs": 0.0}
+    variants = {name: variant.replace(train=updates) for name, variant in variants.items()}
     if equal == "time":
         variants = _at_equal_time(variants, texts, folder)
     found = _train(variants, texts, folder, seeds, jobs or trials.usual_jobs(device))
@@ -68,14 +89,28 @@ def measure(
     return result
 
 
-def _in_steps(config: configs.Config, prepared: Prepared) -> configs.Config:
-    """The same length of training without `train.epochs`, and a log from which its seconds can be told."""
-    spec = config.train
-    steps = spec.steps
-    if spec.epochs:
-        steps = min(steps, math.ceil(spec.epochs * auto.updates_a_pass(config, prepared)))
-    often = {"validate_every": min(spec.validate_every, steps), "log_every": max(1, min(spec.log_every, steps // 20))}
-    return config.replace(train={"steps": steps, "epochs": 0.0, **often})
+def _changed(base: configs.Config, change: str) -> configs.Config:
+    settings = shlex.split(change)
+    for path in (setting.partition("=")[0].strip() for setting in settings):
+        if path in DECIDED:
+            raise UsageError(f"--try {change}: {path} is not for a row to change, because {DECIDED[path]}")
+    return configs.assign(base, settings)
+
+
+def _check_measured_alike(texts: dict[str, Prepared]) -> None:
+    """Refuse a change of the text that BLEU is measured on."""
+    validation = {name: [path.read_bytes() for path in text.valid_text] for name, text in texts.items()}
+    for name, sentences in validation.items():
+        if sentences != validation[AS_IT_IS]:
+            raise UsageError(
+                f"--try {name}: its BLEU would be of other validation text than that of the recipe as it is: "
+                f"give all the same with --valid-src and --valid-tgt"
+            )
+
+
+def _updates(config: configs.Config, prepared: Prepared) -> int:
+    """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
+    return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
 
 
 def _at_equal_time(
