@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -254,6 +255,21 @@ def test_dropout_remembers_a_bounded_number_of_words(monkeypatch: pytest.MonkeyP
     first = cut(dropout, texts, list(range(100)))
     assert len(dropout._chunks) <= 10
     assert cut(dropout, texts, list(range(100))) == first
+
+
+def test_threads_that_share_a_dropout_get_what_each_gets_alone() -> None:
+    side = learned("bpe").src
+    texts = [" ".join(ENGLISH[number:] + ENGLISH[:number]) for number in range(8)]
+    seeds = [[turn * 100 + number for number in range(8)] for turn in range(8)]
+    alone = [cut(Dropout(side, 0.3), texts, own) for own in seeds]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns inside of words
+    try:
+        shared = Dropout(side, 0.3)
+        with ThreadPoolExecutor(len(seeds)) as threads:
+            assert list(threads.map(lambda own: cut(shared, texts, own), seeds)) == alone
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_dropout_is_for_bpe() -> None:

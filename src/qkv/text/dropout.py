@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +49,6 @@ class Dropout:
             raise UsageError(f'tokenizer.dropout needs a tokenizer of kind "bpe", not "{tokenizer.kind}"')
         self.tokenizer, self.probability = tokenizer, probability
         self._ranks = tokenizer.ranks
-        self._random = random.Random()
         first = [tokenizer.bytes_of(token)[:1] for token in range(tokenizer.size)]
         self._begins = np.array([each in (b" ", b"") for each in first])  # a tag has no bytes and stands alone
         longest = CACHED_LENGTH * tokenizer.dtype.itemsize
@@ -83,13 +83,13 @@ class Dropout:
 
     def _segment(self, chunk: Chunk, variant: int) -> bytes:
         """One segmentation of a chunk; nothing, if it is a tag."""
-        self._random.seed(chunk.seed + variant)
-        ids = [token for part in chunk.parts for token in self._merge(part.copy())]
+        chance = random.Random(chunk.seed + variant).random  # this call's own: threads may share the object
+        ids = [token for part in chunk.parts for token in self._merge(part.copy(), chance)]
         return struct.pack(f"<{len(ids)}{self.tokenizer.dtype.char}", *ids)
 
-    def _merge(self, ids: list[int]) -> list[int]:
+    def _merge(self, ids: list[int], chance: Callable[[], float]) -> list[int]:
         # The first-learned merge that survives is applied, leftmost, until none does; only one that would win draws.
-        ranks, chance, probability = self._ranks, self._random.random, self.probability
+        ranks, probability = self._ranks, self.probability
         while True:
             best, place, merged = len(ranks), -1, -1
             for i, pair in enumerate(pairwise(ids)):
