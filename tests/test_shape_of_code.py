@@ -22,12 +22,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # The way through the house: a module imports only from its own stage and from stages before it. Validation searches and
 # scores, so training comes after both.
 STAGES = """
-    errors terminal kinds config presets files device text data models run decode evaluate train auto
+    errors processes terminal kinds config presets files device text data models run decode evaluate train auto
     explain export api serve lab cli __main__
 """.split()
 
 # Stages that load without waiting for torch, but for the module that makes batches of tensors.
-LIGHT = "errors terminal kinds config presets files text data evaluate cli".split()
+LIGHT = "errors processes terminal kinds config presets files text data evaluate cli".split()
 HEAVY = ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve config doctor average lab

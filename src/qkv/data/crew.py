@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import TypeVar, TypeVarTuple
 
 from qkv.errors import QkvError
+from qkv.processes import follow_parent
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -79,11 +79,4 @@ def _settle() -> None:
     """In a new worker: leave interrupts to the parent, and do not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent:
-        parent.join()
-        os._exit(1)
+    follow_parent()

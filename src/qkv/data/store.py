@@ -30,6 +30,7 @@ from qkv.data.crew import Crew
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
 from qkv.errors import QkvError, UsageError
+from qkv.processes import cores
 from qkv.text import Tokenizers
 
 FORMAT, VERSION = "qkv-store", 1
@@ -287,9 +288,7 @@ def _workers(data: config.Data, inputs: list[dict[str, Any]]) -> int:
     ]
     if len(sizes) == len(inputs) and sum(sizes) < SMALL:
         return 1
-    return data.workers or len(
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    return data.workers or cores()
 
 
 def _reuse(

@@ -30,6 +30,7 @@ from qkv.decode.memory import MEMORY, settle
 from qkv.errors import QkvError, UsageError
 from qkv.models.packed import pack
 from qkv.models.state import StepModel
+from qkv.processes import cores
 from qkv.run import Run
 from qkv.text import Tokenizers
 
@@ -56,8 +57,8 @@ def worker_count(tokens: int | None = None, threads: int | None = None) -> int:
 
     `tokens` is how much there is to translate, None if nobody knows; `threads` what the user allows.
     """
-    cores = threads or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return max(1, cores if tokens is None else min(cores, tokens // WORTHWHILE))
+    most = threads or cores()
+    return max(1, most if tokens is None else min(most, tokens // WORTHWHILE))
 
 
 class Worker:

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -42,6 +41,7 @@ from qkv.evaluate import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.presets import demo
+from qkv.processes import cores, follow_parent
 from qkv.run import Run
 from qkv.terminal import bars, say
 from qkv.train.card import parameters, vocabulary
@@ -307,7 +307,7 @@ def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Gener
 def _work(name: str, key: str, folder: str, test: Files | None, threads: int) -> None:
     """A trial in its own process: the result is left in the run folder."""
     os.setsid()  # Ctrl-C is for the parent, which then asks each to stop, once
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    follow_parent()
     torch.set_num_threads(threads)
     run = Run.open(folder)
     path = run.path / "result.json"
@@ -316,21 +316,11 @@ def _work(name: str, key: str, folder: str, test: Files | None, threads: int) ->
         files.write_text(path, json.dumps(_attempt(name, key, run, test).to_dict()) + "\n")
 
 
-def _follow_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
-
-
 def _outcome(name: str, key: str, run: Run, code: int) -> Result:
     path = run.path / "result.json"
     if not code and path.exists():
         return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
     return Result(name, run.config.train.seed, key, error=f"its process ended with code {code}: look into {run.path}")
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usual_jobs(device: str) -> int:

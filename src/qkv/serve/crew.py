@@ -14,17 +14,13 @@ from typing import Any
 
 from qkv.decode.memory import MEMORY
 from qkv.errors import QkvError
+from qkv.processes import cores
 from qkv.serve.limits import Refusal
 
 Event = dict[str, Any]
 START = "from qkv.serve.worker import main; main()"
 LONGEST = 1 << 28  # bytes of a line: an attention map of a long sentence is large
 AGAIN = (0.0, 0.5, 1, 2, 5, 10)  # seconds before a process that died is started again, the last from then on
-
-
-def cores() -> int:
-    """How many processors we may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(workers: int) -> int:

@@ -20,7 +20,8 @@ from typing import Any
 
 from qkv.decode.memory import settle
 from qkv.errors import QkvError
-from qkv.serve.crew import Worker, check, cores, threads
+from qkv.processes import cores
+from qkv.serve.crew import Worker, check, threads
 from qkv.serve.fair import FairQueue, Group, Unit
 from qkv.serve.limits import Limits, Refusal
 from qkv.serve.metrics import Metrics
