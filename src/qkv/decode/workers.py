@@ -19,12 +19,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import numpy as np
 import torch
 
 from qkv import config
-from qkv.data import batches
-from qkv.decode.batched import batch_tokens, search_all
+from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.memory import MEMORY, settle
 from qkv.errors import QkvError, UsageError
@@ -226,10 +224,8 @@ def search_in(
     `options` go to `search_all` as they are; `each` holds those that have one value for each source.
     """
     each = {"numbers": range(len(sources)), **(each or {})}
-    widths = np.asarray([len(ids) + 1 for ids in sources], np.int64)
-    order = np.argsort(-widths, kind="stable").astype(np.int64)
     budget = batch_tokens(spec, CPU) // max(spec.beam, n_best)
-    planned = [batch.tolist() for batch in batches.cut(order, widths, widths, budget)]
+    planned = [batch.tolist() for batch in by_length([len(ids) + 1 for ids in sources], budget)]
     tasks = []
     for batch in planned:
         own = {name: [values[i] for i in batch] for name, values in each.items()}
