@@ -13,19 +13,16 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board
-from qkv.decode.search import Kind
-from qkv.decode.step import PLAIN, Choice, Search, Special
+from qkv.decode.search import Kind, begin
 from qkv.errors import UsageError
-from qkv.models.state import StepModel
 from qkv.text import Tokenizer
 
 LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
@@ -382,19 +379,4 @@ def _joining(tokenizer: Tokenizer) -> Tensor:
 
 def constrained(required: Sequence[Required]) -> Kind:
     """What `search` makes instead of its usual search: one in which sentence i of the batch must meet required[i]."""
-
-    def begin(
-        model: StepModel[Any, Any],
-        spec: config.Decode,
-        special: Special,
-        *,
-        lengths: Tensor,
-        capacity: int,
-        n_best: int = 1,
-        choice: Choice = PLAIN,
-        numbers: Sequence[int] | None = None,
-    ) -> Search:
-        board = Board.empty(len(lengths), max(spec.beam, n_best, BEAM), n_best, capacity, lengths.device)
-        return Constrained(model, spec, choice, special, board, required=required, lengths=lengths)
-
-    return begin
+    return partial(begin, beams=partial(Constrained, required=required), narrowest=BEAM)

@@ -31,12 +31,15 @@ def begin(
     n_best: int = 1,
     choice: Choice = PLAIN,
     numbers: Sequence[int] | None = None,
+    beams: Callable[..., Beams] = Beams,
+    narrowest: int = 1,
 ) -> Search:
     """A search for as many sentences as `lengths` (of their sources) has; nothing is on its board yet.
 
-    `numbers` are those of the sentences in the whole input, by which draws are seeded.
+    `numbers` are those of the sentences in the whole input, by which draws are seeded. Another beam search than the
+    usual one is made by `beams`, and has at least `narrowest` rows.
     """
-    rows = max(spec.beam, n_best)
+    rows = max(spec.beam, n_best, narrowest)
     if rows % choice.groups:
         raise UsageError(f"{rows} beams in {choice.groups} groups: the beams must divide into groups of one width")
     if rows == 1 and choice.coverage:
@@ -51,7 +54,7 @@ def begin(
             drawn = uniform_numbers(choice.sampling, numbers or range(len(lengths)), rows, capacity).to(lengths.device)
         return Chains(model, spec, choice, special, board, numbers=drawn)
     board = Board.empty(len(lengths), rows, n_best, capacity, lengths.device)
-    return Beams(model, spec, choice, special, board, lengths=lengths)
+    return beams(model, spec, choice, special, board, lengths=lengths)
 
 
 def check_prefix(prefix: Tensor, special: Special) -> None:
