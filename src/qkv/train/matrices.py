@@ -77,7 +77,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
-        """One step of the matrices in these parameters; what `skip` and `rate` say holds for it."""
+        """One step of the matrices in these parameters; what `unless_skipped` and `rate` say holds for it."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
