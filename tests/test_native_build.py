@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -72,6 +73,18 @@ def test_a_broken_compiler_is_a_reason(elsewhere: Path, script: str, reason: str
     assert "\n" not in str(library())
     assert isinstance(pack(made(KINDS["transformer"])), PackedTransformer)
     assert not list((elsewhere / "cache").rglob("*.so"))
+
+
+@needed
+@pytest.mark.usefixtures("quickly")
+def test_a_compiler_that_does_not_know_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real = next(filter(None, map(shutil.which, building.COMPILERS)))
+    refusing = 'case "$*" in *-march=*) echo "error: unsupported argument to -march=" >&2; exit 1;; esac'
+    (tmp_path / "cc").write_text(f'#!/bin/sh\n{refusing}\nexec {real} "$@"')
+    (tmp_path / "cc").chmod(0o755)
+    assert building.build(str(tmp_path)).qkv_lanes() > 0
+    assert len(list((tmp_path / "cache").rglob("*.so"))) == 1
 
 
 @needed

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from qkv.terminal import say
 
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
+FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
+OWN = "-march=native"  # all that this processor can do
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 120  # seconds for the compiler
 
@@ -78,7 +79,7 @@ def sources() -> list[Path]:
 
 def fingerprint(compiler: str) -> str:
     """Of all that the library is made of: sources, compiler, flags and what the processor can do."""
-    digest = hashlib.sha256("\0".join(FLAGS).encode())
+    digest = hashlib.sha256("\0".join([*FLAGS, OWN]).encode())
     digest.update(_run([compiler, "--version"]).encode())
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -96,7 +97,11 @@ def compiled(compiler: str, target: Path) -> ctypes.CDLL:
     os.close(handle)
     try:
         files = [str(file) for file in sources() if file.suffix == ".c"]
-        _run([compiler, *FLAGS, "-o", temporary, *files, "-lm"])
+        command = [compiler, *FLAGS, "-o", temporary, *files, "-lm"]
+        try:
+            _run([*command, OWN])
+        except Unavailable:  # some compilers for ARM do not know it; NEON, like SSE2, is there without it
+            _run(command)
         loaded = ctypes.CDLL(temporary)
         os.replace(temporary, target)
         return loaded
