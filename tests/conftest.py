@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ from hypothesis import settings
 from qkv import config
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from qkv.data.loader import Step
+    from qkv.data.store import Prepared
     from qkv.train.trainer import Trainer
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
@@ -100,6 +105,40 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     import qkv
 
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
+
+
+def begun(folder: Path, spec: config.Config) -> tuple[config.Config, Prepared]:
+    """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
+    from qkv.train.begin import _begin
+
+    run, prepared = _begin(folder / f"run-{len(list(folder.iterdir()))}", spec, None, [], "")
+    return run.config, prepared
+
+
+def updates(trainer: Trainer, count: int) -> list[Step]:
+    """The next updates that a trainer would be given."""
+    steps = trainer.updates.starting(trainer.progress.position)
+    found = [next(steps) for _ in range(count)]
+    steps.close()
+    return found
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """A copy of them, by their names."""
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def leaves(**embeddings: nn.Module) -> dict[str, Tensor]:
+    """What these modules give in the next run of their model, to differentiate by: filled in by that run."""
+    given: dict[str, Tensor] = {}
+
+    def leaf(name: str, _module: object, _arguments: object, output: Tensor) -> Tensor:
+        given[name] = output.detach().requires_grad_()
+        return given[name]
+
+    for name, module in embeddings.items():
+        module.register_forward_hook(partial(leaf, name))
+    return given
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from conftest import leaves
 from qkv import config
 from qkv.decode.search import search
 from qkv.models import parameter_count, record
@@ -179,22 +180,6 @@ def influence(output: torch.Tensor, given: torch.Tensor) -> NDArray[np.bool_]:
     return torch.stack(found, 1).numpy()
 
 
-def embeddings_of(model: Convolutional) -> dict[str, torch.Tensor]:
-    """Filled in by the next run of the model: its embeddings, to differentiate by."""
-    inputs: dict[str, torch.Tensor] = {}
-
-    def leaf(name: str) -> Any:
-        def hook(_module: Any, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
-            inputs[name] = output.detach().requires_grad_()
-            return inputs[name]
-
-        return hook
-
-    model.source.register_forward_hook(leaf("source"))
-    model.target.register_forward_hook(leaf("target"))
-    return inputs
-
-
 def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
     """Which positions a stack sees from each, if its layers see so far: (n, n)."""
     seen = np.eye(n, dtype=bool)
@@ -211,7 +196,7 @@ def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_receptive_field_is_what_kernel_and_dilations_say(convolution: str, kernel: int, depth: int) -> None:
     model = model_of(convolution=convolution, kernel=kernel, encoder_layers=depth, decoder_layers=depth).double()
-    inputs, n = embeddings_of(model), 40
+    inputs, n = leaves(source=model.source, target=model.target), 40
     hidden = model.hidden(some(1, 2), torch.tensor([2]), some(1, n))
     sizes = [kernel**i if convolution == "dilated" else 1 for i in range(depth)]
     before = reached(n, [[-size * j for j in range(kernel)] for size in sizes])
@@ -238,7 +223,7 @@ def test_no_output_sees_a_later_target_or_padding(
     convolution: str, kernel: int, target: int, lengths: list[int], seed: int
 ) -> None:
     model = model_of(seed, convolution=convolution, kernel=kernel).double()
-    inputs = embeddings_of(model)
+    inputs = leaves(source=model.source, target=model.target)
     width = max(lengths) + seed % 2  # sometimes a column that is padding in every row
     logits = model(some(len(lengths), width, seed), torch.tensor(lengths), some(len(lengths), target, seed + 1))
     assert not np.triu(influence(logits, inputs["target"]), 1).any()

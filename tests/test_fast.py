@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import resume, sentences, tiny_config, write_pairs
+from conftest import begun, resume, sentences, tiny_config, updates, weights, write_pairs
 from qkv.data.loader import Pairs, Step
-from qkv.train import begin
 from qkv.train.fast import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
 
@@ -33,22 +32,9 @@ def make(tmp_path: Path) -> Make:
         dropout = values.pop("dropout", 0.0)
         model = {"d_model": 16, "d_ff": 32, "dropout": dropout}
         settings = tiny_config(*files).replace(model=model, data={"max_length": 400}, train=values)
-        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        run, prepared = begin._begin(folder, settings, None, [], "")
-        return kind(run.config, prepared)
+        return kind(*begun(tmp_path, settings))
 
     return trainer
-
-
-def updates(trainer: Trainer, count: int = STEPS) -> list[Step]:
-    steps = trainer.updates.starting(trainer.progress.position)
-    found = [next(steps) for _ in range(count)]
-    steps.close()
-    return found
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +72,7 @@ def test_an_update_in_several_passes_is_the_same_update(make: Make) -> None:
     whole, parts = make(FastTrainer), make(FastTrainer)
     assert isinstance(parts.updates, Pairs)
     parts.updates.ragged_tokens, several = 200, 0
-    for one, many in zip(updates(whole), updates(parts), strict=True):
+    for one, many in zip(updates(whole, STEPS), updates(parts, STEPS), strict=True):
         several += len(many.ragged) > 1
         assert parts.step(many) == pytest.approx(whole.step(one), rel=2e-4)
     assert several
@@ -95,7 +81,7 @@ def test_an_update_in_several_passes_is_the_same_update(make: Make) -> None:
 def test_a_resumed_run_goes_on_as_an_unbroken_one(make: Make, tmp_path: Path) -> None:
     options = {"dropout": 0.2, "ema": 0.9, "seed": 3}
     unbroken, broken, resumed = (make(FastTrainer, **options) for _ in range(3))
-    steps = updates(unbroken)
+    steps = updates(unbroken, STEPS)
     for update in steps[:3]:
         broken.step(update)
     resume(tmp_path / "saved", broken, resumed)
@@ -127,7 +113,9 @@ def test_an_update_that_is_not_finite_changes_nothing(make: Make) -> None:
 def test_what_does_not_fit_is_computed_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = make(Trainer), make(FastTrainer)
     assert isinstance(fast, FastTrainer)
-    ours, theirs = next(pair for pair in zip(updates(fast), updates(plain), strict=True) if pair[0].ragged)
+    ours, theirs = next(
+        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].ragged
+    )
 
     def full(*_: Any) -> None:
         fast.captured.weights.grads.add_(1.0)  # half a gradient
@@ -141,7 +129,9 @@ def test_what_does_not_fit_is_computed_in_parts(make: Make, monkeypatch: pytest.
 
 def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
     plain, fast = make(Trainer), make(FastTrainer)
-    ours, theirs = next(pair for pair in zip(updates(fast), updates(plain), strict=True) if pair[0].ragged)
+    ours, theirs = next(
+        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].ragged
+    )
 
     def rows(trainer: Trainer, update: Step) -> list[tuple[list[int], list[int]]]:
         found = []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import sentences, tiny_config, write_pairs
+from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv import config
 from qkv.data import links
 from qkv.data import store as store_module
@@ -74,20 +74,9 @@ def settings(files: tuple[str, str, str], align: bool = True, **train: object) -
 @pytest.fixture
 def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trainer]:
     def make(align: bool = True, **train: object) -> Trainer:
-        spec = settings(aligned, align, **train)
-        run, prepared = _begin(tmp_path / str(len(list(tmp_path.iterdir()))), spec, None, [], "")
-        return Trainer(run.config, prepared)
+        return Trainer(*begun(tmp_path, settings(aligned, align, **train)))
 
     return make
-
-
-def updates(trainer: Trainer, count: int) -> list[Step]:
-    steps = trainer.updates.starting(trainer.progress.position)
-    return [next(steps) for _ in range(count)]
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer]) -> None:

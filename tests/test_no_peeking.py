@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import leaves
 from qkv import config
 from qkv.models import (
     DecoderOnly,
@@ -42,17 +43,7 @@ SIZES: list[dict[str, Any]] = [
 
 def influence(model: Transformer, source: torch.Tensor, lengths: torch.Tensor, target: torch.Tensor) -> Any:
     """|d output i / d embedding j| summed over features: by target (batch, i, j), and by source (batch, i, s)."""
-    inputs: dict[str, torch.Tensor] = {}
-
-    def leaf(name: str) -> Any:
-        def hook(_module: Any, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
-            inputs[name] = output.detach().requires_grad_()
-            return inputs[name]
-
-        return hook
-
-    model.source.register_forward_hook(leaf("source"))
-    model.target.register_forward_hook(leaf("target"))
+    inputs = leaves(source=model.source, target=model.target)
     logits = model(source, lengths, target)
     direction = torch.randn(logits.shape[-1])
     by_target, by_source = [], []
@@ -103,17 +94,10 @@ def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, A
 
 def reach(model: Any, embedding: torch.nn.Module, *inputs: torch.Tensor) -> Any:
     """Which input positions each output position depends on: (outputs, inputs), for one row."""
-    kept: list[torch.Tensor] = []
-
-    def leaf(_module: Any, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[-1]
-
-    handle = embedding.register_forward_hook(leaf)
+    given = leaves(input=embedding)
     logits = model(*inputs)[0]
-    handle.remove()
     weighted = logits @ torch.randn(logits.shape[-1])
-    seen = [torch.autograd.grad(each, kept[-1], retain_graph=True)[0][0].abs().sum(-1) for each in weighted]
+    seen = [torch.autograd.grad(each, given["input"], retain_graph=True)[0][0].abs().sum(-1) for each in weighted]
     return torch.stack(seen).numpy() > 0
 
 

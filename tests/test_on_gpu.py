@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh
 
-from conftest import sentences, tiny_config, write_pairs
+from conftest import begun, sentences, tiny_config, write_pairs
 from qkv.models.fused import attention
 from qkv.models.fused.loss import agreeing_loss_kernel, agreeing_loss_plain
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.tiles import Heads, Rows
 from qkv.models.kernels import triton
-from qkv.train import begin
 from qkv.train.distributed import ALONE, World
 from qkv.train.fast import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
@@ -78,8 +77,7 @@ def trainer(folder: Path, kind: type[Trainer] | None, world: World = ALONE, **tr
     model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)}
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
-    run, prepared = begin._begin(folder / f"run-{len(list(folder.iterdir()))}", made, None, [], "")
-    return (kind or make_trainer)(run.config, prepared, world)
+    return (kind or make_trainer)(*begun(folder, made), world)
 
 
 def losses(trained: Trainer, count: int = 60) -> list[float]:

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import resume, sentences, tiny_config, write_pairs
+from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
 from qkv import config
 from qkv.models.build import build
 from qkv.models.layers import Embedding
-from qkv.run import Run
-from qkv.train import begin
 from qkv.train.trainer import Trainer
 
 KINDS: list[config.Model] = [
@@ -31,16 +29,12 @@ def trainer(folder: Path, model: config.Model, **train: Any) -> Trainer:
     made = dataclasses.replace(tiny_config(src, tgt), model=model).replace(train={"metric": "loss"} | train)
     if not isinstance(model, config.Translating):
         made = made.replace(data={"train": [{"text": tgt}]})
-    run, prepared = begin._begin(folder / f"run-{len(list(folder.iterdir()))}", made, None, [], "")
-    assert isinstance(run, Run)
-    return Trainer(run.config, prepared)
+    return Trainer(*begun(folder, made))
 
 
 def divergence(trained: Trainer) -> float:
     """Between what two passes under different dropout say of a token, on average: KL(p‖q) + KL(q‖p)."""
-    steps = trained.updates.starting(trained.progress.position)
-    batch = next(steps).micros[0]
-    steps.close()
+    batch = updates(trained, 1)[0].micros[0]
     trained.model.train()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -53,9 +47,7 @@ def divergence(trained: Trainer) -> float:
 def test_passes_agree_more_when_they_are_drawn_together(model: config.Model, tmp_path: Path) -> None:
     free, drawn = trainer(tmp_path, model), trainer(tmp_path, model, r_drop=10.0)
     for each in (free, drawn):
-        steps = each.updates.starting(each.progress.position)
-        outcomes = [each.step(next(steps)) for _ in range(60)]
-        steps.close()
+        outcomes = [each.step(update) for update in updates(each, 60)]
         assert outcomes[-1].nll < outcomes[0].nll
     assert divergence(drawn) < 0.7 * divergence(free)
 

@@ -20,13 +20,13 @@ import sacrebleu
 import torch
 
 import qkv
-from conftest import Call, Done, sentences, tiny_config, write_pairs
+from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv import auto, config, files
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
 from qkv.run import Run
-from qkv.train import begin, loop, optim
+from qkv.train import loop, optim
 from qkv.train import trainer as trainer_module
 from qkv.train.average import average, average_last
 from qkv.train.card import parameters
@@ -53,20 +53,9 @@ def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
     """A model before its first step, of the tests' config with some options changed."""
 
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
-        spec = settings(small, **train).replace(model=model or {})
-        run, prepared = begin._begin(tmp_path / str(len(list(tmp_path.iterdir()))), spec, None, [], "")
-        return Trainer(run.config, prepared)
+        return Trainer(*begun(tmp_path, settings(small, **train).replace(model=model or {})))
 
     return make
-
-
-def updates(trainer: Trainer, count: int) -> list[Step]:
-    steps = trainer.updates.starting(trainer.progress.position)
-    return [next(steps) for _ in range(count)]
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def entries(run: Path, event: str) -> list[dict[str, Any]]:
