@@ -51,7 +51,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
         asked.append(made.train.r_drop)
         return 3.0 if made.train.r_drop else 1.0
 
-    monkeypatch.setattr(ablation.auto, "seconds_a_token", seconds)
+    monkeypatch.setattr(ablation.auto, "seconds_a_pass", seconds)
     monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu"}
     for _ in range(2):

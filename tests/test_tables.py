@@ -445,7 +445,7 @@ def test_costs_are_equal(
     base = small_config(*text)
     models = {"RNN": config.Recurrent(d_model=16), "ConvS2S": config.Convolutional(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
-    monkeypatch.setattr(table2.auto, "seconds_a_token", lambda spec, prepared: pace[spec.model.kind])
+    monkeypatch.setattr(table2.auto, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
     table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="auto")
     table.settle(equal, 1000)
     if equal == "steps":

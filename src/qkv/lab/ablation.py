@@ -125,8 +125,7 @@ def _at_equal_time(
 
 
 def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
-    tokens = auto.tokens_a_pass(prepared.train) / auto.updates_a_pass(config, prepared)
-    return auto.seconds_a_token(config, prepared) * tokens
+    return auto.seconds_a_pass(config, prepared) / auto.updates_a_pass(config, prepared)
 
 
 def _lasting(config: configs.Config, share: float) -> configs.Config:

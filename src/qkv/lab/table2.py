@@ -182,12 +182,12 @@ class Competition:
             say(self.shapes[-1])
 
     def _cost(self, name: str, equal: str) -> float:
-        """Of a target token, in operations or seconds."""
+        """Of the same text, in operations or seconds."""
         if equal == "flops":
             return trials.flops_per_token(self.config(name), self.prepared)
         if equal == "time":
             trial = Trial(name, self.config(name), self.prepared)
-            return trials.measured_once(trial, self.folder, auto.seconds_a_token)
+            return trials.measured_once(trial, self.folder, auto.seconds_a_pass)
         return 1.0
 
     def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:

@@ -246,7 +246,7 @@ def key_of(trial: Trial) -> str:
 
 
 def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, Prepared], float]) -> float:
-    """How long a trial's training takes on this device, for a token or an update.
+    """How long a trial's training takes on this device, for a pass or an update.
 
     The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
     """
