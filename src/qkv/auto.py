@@ -26,6 +26,9 @@ FEWEST = 100  # steps
 GIVEN = 30  # passes, for kinds of model whose size is left as it is
 TOKENS_A_PARAMETER = 1.0  # to read, at least: with fewer a smaller model learns as much or more (NOTES.md)
 
+ADAPTING = 10.0  # passes over other text that are worth while for a trained model
+ADAPTING_RATE = 0.3  # of the rate that suits a new one
+
 R_DROP = 5.0  # its weight
 TWICE = 15  # passes from which R-Drop, which takes each of them twice, is worth more than further ones
 
@@ -63,15 +66,22 @@ TOKENS = [
 
 
 def choose(
-    config: Config, prepared: Prepared, minutes: float = 0.0, *, fixed: Collection[str] = (), ranks: int = 1
+    config: Config,
+    prepared: Prepared,
+    minutes: float = 0.0,
+    *,
+    fixed: Collection[str] = (),
+    ranks: int = 1,
+    trained: bool = False,
 ) -> tuple[Config, list[str]]:
     """A model and a length of training for this text on this device, and the reasons, a line each.
 
     The options named in `fixed` (`model.d_model`) are the user's and stay as they are; everything else is chosen to go
     with them. The length follows from `minutes` (0: a default for the device) unless `train.steps` is fixed, and model
-    and R-Drop from how much of the text that reads, on so many ranks.
+    and R-Drop from how much of the text that reads, on so many ranks. A model that is `trained` already is adapted: it
+    stays what it is, and learns with a lower rate.
     """
-    chooser = Chooser(config, prepared, minutes, fixed, ranks)
+    chooser = Chooser(config, prepared, minutes, fixed, ranks, trained)
     return chooser.choose(), chooser.reasons
 
 
@@ -89,8 +99,10 @@ class Plan:
 class Chooser:
     """Chooses a recipe around what the user has fixed, and gives its reasons."""
 
-    def __init__(self, config: Config, prepared: Prepared, minutes: float, fixed: Collection[str], ranks: int) -> None:
-        self.config, self.prepared, self.fixed, self.ranks = config, prepared, fixed, ranks
+    def __init__(
+        self, config: Config, prepared: Prepared, minutes: float, fixed: Collection[str], ranks: int, trained: bool
+    ) -> None:
+        self.config, self.prepared, self.fixed, self.ranks, self.trained = config, prepared, fixed, ranks, trained
         device = choose_device(config.train.device)
         self.device = device.type
         self.tokens = tokens_a_pass(prepared.train)
@@ -105,7 +117,10 @@ class Chooser:
         sizes, amount = _sizes(self.config, self.prepared, self.tokens)
         row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
         text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
-        plan = self._largest_that_fits(sizes[: row + 1], text.model.dropout)
+        smaller = sizes[: row + 1]
+        if self.trained:
+            smaller = [dataclasses.replace(text, model=self.config.model, passes=ADAPTING, r_drop=False)]
+        plan = self._largest_that_fits(smaller, text.model.dropout)
         plan = self._twice(plan)
         return self._settle(plan, text)
 
@@ -184,12 +199,8 @@ class Chooser:
 
     def _suited(self, model: Model) -> Config:
         """A config of this model, with the optimisation that suits it."""
-        if isinstance(model, Translating) and not self.config.tokenizer.shared:
-            model = dataclasses.replace(model, tie="output")
-        if isinstance(model, Attentive):
-            model = dataclasses.replace(model, norm="pre")
-        if isinstance(model, DecoderOnly):
-            model = dataclasses.replace(model, positions="rotary")
+        if not self.trained:
+            model = _shaped(model, shared=self.config.tokenizer.shared)
         train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0}
         train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
         # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
@@ -198,7 +209,8 @@ class Chooser:
         if not isinstance(model, Translating):
             train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
         config = self._set(self.config, model=vars(model), train=train)
-        return self._set(config, train={"learning_rate": _rate(config)})
+        lower = ADAPTING_RATE if self.trained else 1.0
+        return self._set(config, train={"learning_rate": round(lower * _rate(config), 5)})
 
     def _set(self, config: Config, **sections: Mapping[str, Any]) -> Config:
         """The config with these options, but for those that the user has fixed."""
@@ -250,6 +262,17 @@ def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
     return statistics.median(times) * len(trainer.updates.plan(0)) / ranks
 
 
+def _shaped(model: Model, *, shared: bool) -> Model:
+    """The model with what goes with any size of it."""
+    if isinstance(model, Translating) and not shared:
+        model = dataclasses.replace(model, tie="output")
+    if isinstance(model, Attentive):
+        model = dataclasses.replace(model, norm="pre")
+    if isinstance(model, DecoderOnly):
+        model = dataclasses.replace(model, positions="rotary")
+    return model
+
+
 def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
     """The models to choose from, and how much text there is to choose by; those of other kinds are as they are."""
     if isinstance(config.model, Transformer):
@@ -277,7 +300,7 @@ def _rate(config: Config) -> float:
     if config.train.schedule == "paper":
         return 1.0
     rate, width = (4e-3, 256) if config.train.optimizer == "muon" else (1e-3, 512)
-    return round(rate * math.sqrt(width / config.model.d_model), 5)
+    return rate * math.sqrt(width / config.model.d_model)
 
 
 def _duration(seconds: float) -> str:

@@ -4,7 +4,7 @@
 run.json          format, versions, when and how it was made
 config.toml       every option, resolved
 tokenizer.json    text ↔ ids
-weights/          best, average and step-N .safetensors
+weights/          best, average and step-N .safetensors; start, of a run that began with another's
 state/step-N/     what training continues from
 log.jsonl         one line for each logged step and each validation
 tensorboard/      the same as TensorBoard events
@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,11 +57,18 @@ class Run:
 
     @classmethod
     def create(
-        cls, path: Path, config: configs.Config, tokenizers: Tokenizers, store: Path | None = None, command: str = ""
+        cls,
+        path: Path,
+        config: configs.Config,
+        tokenizers: Tokenizers,
+        store: Path | None = None,
+        command: str = "",
+        start: Run | None = None,
     ) -> Run:
         """A new run folder, in which what will be trained is settled; `run.json` comes last and makes it one.
 
-        `store` is where the tokenised text lies, if not in the folder itself.
+        `store` is where the tokenised text lies, if not in the folder itself; `start` is a run whose weights it begins
+        with, which are copied: that run may go its own way.
         """
         import torch
 
@@ -79,6 +87,10 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
         run.write_config(config)
+        if start is not None:
+            made["start"] = str(start.path.resolve())
+            run.start.parent.mkdir(exist_ok=True)
+            shutil.copyfile(start.weights(), run.start)
         files.write_text(run.marker, json.dumps(made, indent=2) + "\n")
         return run
 
@@ -156,6 +168,11 @@ class Run:
         self.__dict__.pop("scores", None)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> Path:
+        """The weights that training begins with, where it does not begin with random ones."""
+        return self.path / "weights" / "start.safetensors"
 
     def checkpoints(self) -> list[Path]:
         """The weights kept from single steps, oldest first."""

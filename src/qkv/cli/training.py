@@ -39,6 +39,10 @@ def train(
     valid_text: Annotated[
         str | None, typer.Option(help="Validation text; by default the end of it is held out.")
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Begin with this run's weights, e.g. to adapt it to other text."),
+    ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
@@ -51,21 +55,29 @@ def train(
 ) -> None:
     """Train a model: from a preset, a config file, or text files and nothing else.
 
-    Two files (--src, --tgt) make a model that translates, one (--text) a language model.
+    Two files (--src, --tgt) make a model that translates, one (--text) a language model. With --from a trained model
+    goes on learning, from other text.
     """
     from qkv import auto
-    from qkv.run import find_config
+    from qkv.config import Train
+    from qkv.run import Run, find_config
+    from qkv.terminal import say
     from qkv.train.begin import train as begin
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
-        if what or src or tgt or also or valid_src or valid_tgt or text or valid_text or minutes:
+        if what or src or tgt or also or valid_src or valid_tgt or text or valid_text or minutes or start:
             raise UsageError("--resume takes what the run folder holds: give --run, and --set if need be, alone")
         begin(run=run, resume=True, settings=changed)
         return
     if what and minutes:
         raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
     config = find_config(what) if what else None
+    if what and Path(what).is_dir() and not start:
+        say(f"{what}: its config, and new weights: to go on with those it has, give --from {what}")
+    source = Run.open(start) if start else None
+    if config is None and source is not None:
+        config = dataclasses.replace(source.config, train=Train())
     if text or valid_text:
         if src or tgt or also or valid_src or valid_tgt:
             raise UsageError("--text is for models without a source, --src and --tgt for those with one: give either")
@@ -77,9 +89,9 @@ def train(
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
     def recipe(config: Config, prepared: Prepared, ranks: int) -> tuple[Config, list[str]]:
-        return auto.choose(config, prepared, minutes, fixed=fixed, ranks=ranks)
+        return auto.choose(config, prepared, minutes, fixed=fixed, ranks=ranks, trained=source is not None)
 
-    begin(config, run, recipe=None if what else recipe, settings=changed, command=command_line())
+    begin(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
 
 
 def with_corpora(

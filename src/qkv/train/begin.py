@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -33,7 +34,7 @@ SETTLED = (
     "train.tokens_per_step",
     "train.micro_tokens",
 )
-FREE = ("data.workers",)
+FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
 
 
 def train(
@@ -43,13 +44,15 @@ def train(
     resume: bool = False,
     recipe: Recipe | None = None,
     settings: list[str] | None = None,
+    start: str | Path | Run | None = None,
     command: str = "",
 ) -> Run:
     """Train a model and return its run folder; by default `runs/NAME` with the config's `train.name`.
 
     `recipe` completes the config once the text is known (see `qkv.auto`); `settings` are `section.key=value` strings
-    that have the last word. With `resume`, training goes on from the newest state in the folder, from the beginning if
-    there is none yet; config and text are then the folder's own.
+    that have the last word. Training begins with the weights of the run `start`, if given, and with its model, subwords
+    and languages, whatever the config says of these. With `resume`, training goes on from the newest state in the
+    folder, from the beginning if there is none yet; config and text are then the folder's own.
     """
     with joined() as world, ExitStack() as held:
         if world.first:
@@ -59,7 +62,8 @@ def train(
             if config is None:
                 opened, prepared = _reopen(folder, settings or [])
             else:
-                opened, prepared = _begin(folder, config, recipe, settings or [], command, world.size)
+                source = start if isinstance(start, Run) or start is None else Run.open(start)
+                opened, prepared = _begin(folder, config, recipe, settings or [], command, world.size, source)
             world.tell(str(opened.path.resolve()))
             say(_headline(opened.config, prepared, world))
         else:
@@ -108,7 +112,13 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
 
 
 def _begin(
-    folder: Path, config: configs.Config, recipe: Recipe | None, settings: list[str], command: str, ranks: int = 1
+    folder: Path,
+    config: configs.Config,
+    recipe: Recipe | None,
+    settings: list[str],
+    command: str,
+    ranks: int = 1,
+    start: Run | None = None,
 ) -> tuple[Run, Prepared]:
     """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
     if Run(folder).exists():
@@ -119,10 +129,10 @@ def _begin(
         raise UsageError(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
-    config = configs.assign(config, settings)
+    config = configs.assign(config, settings) if start is None else _as_in(start, config, settings)
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
-    prepared = _prepare(folder, config)
+    prepared = _prepare(folder, config, start)
     say(str(prepared.report))
     if recipe is not None:
         config, reasons = recipe(config, prepared, ranks)
@@ -130,7 +140,21 @@ def _begin(
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
-    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command), prepared
+    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start), prepared
+
+
+def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.Config:
+    """The config with the settings, and with everything that the weights of a run depend on as it is there."""
+    there = start.config
+    start.weights()  # refuses a run that has none yet
+    languages = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
+    data = dataclasses.replace(config.data, **languages)
+    config = dataclasses.replace(config, data=data, tokenizer=there.tokenizer, model=there.model)
+    changed = configs.assign(config, settings)
+    own = [path for path, _, _ in configs.difference(config, changed) if path.startswith(("model.", "tokenizer."))]
+    if settled := [path for path in own if path not in (*configs.DROPPING, "tokenizer.dropout")]:
+        raise UsageError(f"{start.path}: its weights depend on {', '.join(settled)}: leave that as it is there")
+    return changed
 
 
 def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
@@ -140,11 +164,12 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
     paths = [path for path, _, _ in configs.difference(run.config, changed)]
     if settled := [path for path in paths if path.startswith(SETTLED) and path not in FREE]:
         raise UsageError(
-            f"--resume cannot change {', '.join(settled)}: the weights depend on it; begin a new run instead"
+            f"--resume cannot change {', '.join(settled)}: the training depends on it; begin a new run instead, "
+            f"with --from {folder} if it is to go on from these weights"
         )
     choose_device(changed.train.device)
     stored = (run.store / "manifest.json").exists()
-    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed)
+    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
         raise QkvError(
             f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
@@ -166,7 +191,8 @@ def _check_text(config: configs.Config) -> None:
         raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
 
 
-def _prepare(folder: Path, config: configs.Config) -> Prepared:
+def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> Prepared:
+    """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
     stream = isinstance(config.model, configs.DecoderOnly)  # a language model reads on where a line ends
     try:
         with bars() as report:
@@ -174,6 +200,7 @@ def _prepare(folder: Path, config: configs.Config) -> Prepared:
                 config.data,
                 config.tokenizer,
                 Run(folder).store,
+                tokenizers=None if start is None else start.tokenizers,
                 progress=report,
                 seed=config.train.seed,
                 stream=stream,

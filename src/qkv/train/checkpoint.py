@@ -114,6 +114,13 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, em
         raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
 
 
+def begin_with(weights: Path, model: nn.Module, ema: Ema | None) -> None:
+    """Load the weights of another training, and nothing else of it."""
+    load_weights(model, _parts(files.read_tensors(weights), model), weights)
+    if ema is not None:
+        ema.load(_parts(files.read_tensors(weights), model))
+
+
 def clear_away(run: Run, progress: Progress) -> None:
     """Remove what a killed run left behind: unfinished files, and weights of steps that will come again."""
     for folder in (run.path, run.path / "weights"):

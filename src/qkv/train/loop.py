@@ -44,6 +44,8 @@ def fit(run: Run, prepared: Prepared, world: World = ALONE) -> bool:
     state = world.tell(str(checkpoint.latest(run) or ""))
     if state:
         trainer.go_on_from(checkpoint.restore(Path(state), trainer.model, trainer.optimizer, trainer.ema))
+    elif run.start.exists():
+        checkpoint.begin_with(run.start, trainer.model, trainer.ema)
     progress = trainer.progress
     if world.tell("finished" if trainer.done() and run.scores.get("finished") == progress.step else ""):
         if world.first:
@@ -57,6 +59,11 @@ def fit(run: Run, prepared: Prepared, world: World = ALONE) -> bool:
             log.say(trainer.updates.describe(progress.epoch))
             if state:
                 log.say(f"going on from step {progress.step:,}")
+        if not state and run.start.exists():
+            with trainer.averaged() as model:
+                if log is not None:
+                    result = validate(model, prepared, trainer.config, trainer.device)
+                    log.say(f"as it comes from {run.about['start']}: {result}")
         if trainer.device.type == "cuda" and not trainer.sharded:
             trainer.probe()
         _loop(run, trainer, log, asked_to_stop)
