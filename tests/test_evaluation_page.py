@@ -155,13 +155,29 @@ def test_wrong_calls_are_refused(tmp_path: Path, call: Call) -> None:
     assert (done.code, "written as .html" in done.error) == (2, True)
 
 
+DOCS = Path(__file__).parents[1] / "docs" / "evaluating.md"
+
+
 def test_the_documentation_defines_every_flag() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    text = DOCS.read_text(encoding="utf-8")
     (table,) = re.findall(r"\| flag \|.*?\n\n", text, re.DOTALL)
     named = [flag for row in table.strip().splitlines()[2:] for flag in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert named == list(ONE.diagnosis.definitions)
     for number in (diagnosis.TOLD, diagnosis.HIGHEST, diagnosis.FEW, loops.TIMES, loops.TOKENS, LISTED, FLAGGED):
         assert re.search(rf"\b{number:.0f}\b", text)
+
+
+def test_the_python_of_the_documentation_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(tiny)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"sources": SOURCES[:4], "references": REFERENCES[:4], "hypotheses": spoilt(1)[:4]}
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(code, str(DOCS), "exec"), names)
+    assert names["found"].lines == names["theirs"].lines == 4
+    # What runs is in the block: a dotted name in a sentence is seen by nobody, and may be one that cannot be reached.
+    assert not re.findall(r"`qkv\.[^`]*`", text)
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
