@@ -15,7 +15,7 @@ import torch
 
 from qkv import config
 from qkv.errors import UsageError
-from qkv.explain import heads, record
+from qkv.explain import heads, plot, record
 from qkv.explain.heads import measure, rarest
 from qkv.explain.record import AttentionMap, attention_map, words
 from qkv.models import build
@@ -220,6 +220,18 @@ def test_pictures_show_every_cross_attention_head(found: AttentionMap, tmp_path:
     assert first.decode().count("<image") == 2  # one layer, two heads
     found.save(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 20])
+@pytest.mark.parametrize("across", [1, 3])
+def test_nothing_is_cut_at_the_edge_of_a_picture(tmp_path: Path, tokens: int, across: int) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    label = [f"word{i}" for i in range(tokens)]
+    weights = {"decoder.10.cross": np.zeros((across, tokens, tokens))}
+    title = " ".join(label * 3)
+    plot.draw(weights, {"decoder.10.cross": (label, label)}, tmp_path / "map.png", title=title)
+    pixels = image.imread(tmp_path / "map.png")
+    assert all(np.all(edge == 1.0) for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
 
 
 def test_a_picture_of_signs_the_font_lacks_is_drawn_and_says_so(

@@ -42,7 +42,9 @@ def drawn(path: str | Path, size: tuple[float, float], *, font: float = 9.0) -> 
             warnings.simplefilter("always")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+                # "tight" is as large as all that is drawn: the layout does not look at how wide captions are.
+                dated = {"Date": None} if path.suffix == ".svg" else None
+                figure.savefig(path, dpi=150, bbox_inches="tight", metadata=dated)
             except OSError as error:
                 raise QkvError(f"{path}: cannot be written: {error.strerror or error}") from None
     if noted:  # most likely a script that the font does not have

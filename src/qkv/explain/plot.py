@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CELL, MARGIN = 0.2, 1.1  # inches: of a token, and of the tokens' names
+CAPTION = 2.2  # inches: of "decoder layer 11 cross, head 15", below the few tokens of a short sentence too
 WIDEST = 60.0  # inches; a larger picture is drawn smaller
 Labels = tuple[list[str], list[str]]
 
@@ -23,7 +24,7 @@ def draw(weights: Mapping[str, NDArray[Any]], labels: Mapping[str, Labels], path
     names = list(weights)
     across = max(len(layer) for layer in weights.values())
     rows, columns = (max(len(pair[side]) for pair in labels.values()) for side in (0, 1))
-    width, height = across * (columns * CELL + MARGIN), len(names) * (rows * CELL + MARGIN) + 0.5
+    width, height = across * max(columns * CELL + MARGIN, CAPTION), len(names) * (rows * CELL + MARGIN) + 0.5
     shrink = min(1.0, WIDEST / max(width, height))
     with picture.drawn(path, (max(width * shrink, 4), height * shrink), font=9 * shrink) as figure:
         grid = figure.subplots(len(names), across, squeeze=False)
@@ -33,7 +34,7 @@ def draw(weights: Mapping[str, NDArray[Any]], labels: Mapping[str, Labels], path
                     _heat_map(axes, weights[name][number], labels[name], f"{_spoken(name)}, head {number}")
                 else:
                     axes.set_axis_off()
-        figure.suptitle(title.replace("$", r"\$"), fontsize=10 * shrink)
+        figure.suptitle(title.replace("$", r"\$"), fontsize=10 * shrink, wrap=True)
 
 
 def _heat_map(axes: Axes, head: NDArray[Any], labels: Labels, title: str) -> None:
