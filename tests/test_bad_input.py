@@ -6,7 +6,9 @@ Exit code 1 means that the work failed, 2 that the call was wrong.
 from __future__ import annotations
 
 import errno
+import io
 import json
+import os
 import resource
 import shutil
 import signal
@@ -456,6 +458,54 @@ def test_other_writes_to_a_full_disk_are_told_in_one_line(
         done = train()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     expect(done, 1, "File too large")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evaluate", "RUN", "IN", "IN", "--report", "ro/new/page.html"],
+        ["evaluate", "RUN", "IN", "IN", "-o", "ro/out.txt"],
+        ["explain", "RUN", "One cat.", "-o", "ro/map.html"],
+        ["explain", "RUN", "One cat.", "-o", "ro/map.svg"],
+        ["heads", "RUN", "IN", "IN", "--plot", "ro/heads.svg"],
+        ["align", "RUN", "IN", "IN", "-o", "ro/links.txt"],
+        ["align", "ro", "IN", "IN", "--find", "IN"],
+    ],
+    ids=lambda arguments: " ".join(arguments[::4]),
+)
+def test_what_cannot_be_written_is_refused_before_the_work(
+    tiny: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    (tmp_path / "in.txt").write_text("One cat.\n")
+    shutil.copytree(tiny, tmp_path / "ro")
+    monkeypatch.chdir(tmp_path)
+    lock(tmp_path / "ro", monkeypatch)
+
+    def work(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the model was asked")
+
+    monkeypatch.setattr("qkv.api.Translator._translate", work)
+    monkeypatch.setattr("qkv.models.transformer.Transformer.encode", work)
+    places: dict[str, object] = {"RUN": tiny, "IN": tmp_path / "in.txt"}
+    expect(call(*(places.get(each, each) for each in arguments)), 2, "ro/", "cannot be written")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.txt", "ro"]
+
+
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody write into a folder, root neither, whom its mode does not stop."""
+    folder.chmod(0o555)
+    access, open_ = os.access, io.open
+
+    def asked(path: Any, mode: int) -> bool:
+        return access(path, mode) and not (mode & os.W_OK and Path(path).absolute().is_relative_to(folder))
+
+    def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if mode != "r" and isinstance(path, Path) and path.absolute().is_relative_to(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(os, "access", asked)
+    monkeypatch.setattr(io, "open", opened)
 
 
 # ---- debug -----------------------------------------------------------------------------------------------------------

@@ -94,7 +94,12 @@ def writer(output: str) -> Iterator[Callable[[str], object]]:
         out = part.open("w", encoding="utf-8", newline="\n")
     except OSError as error:
         raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
-    with out:
-        yield lambda line: print(line, file=out)
-    if not special:
-        part.replace(path)
+    try:
+        with out:
+            yield lambda line: print(line, file=out)
+        if not special:
+            part.replace(path)
+    except BaseException:
+        if not special:
+            part.unlink()
+        raise

@@ -32,8 +32,10 @@ def explain(
 ) -> None:
     """Show what every head attends to while a sentence is translated, and how the search went."""
     from qkv.api import Translator
+    from qkv.explain.record import check
     from qkv.terminal import say
 
+    check(output)
     found = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
     found.save(output)
     say(f"{found.translation or '(the translation is empty)'}\n{output}")
@@ -90,14 +92,17 @@ def align(
     device: Device = "auto",
 ) -> None:
     """Word alignment of given translations, in Pharaoh format: source-target, counted from 0."""
+    from qkv import files
     from qkv.api import Translator
     from qkv.data.lines import read_lines
-    from qkv.explain.align import agreement, keep_head, rank_heads
+    from qkv.explain.align import KEPT, agreement, keep_head, rank_heads
     from qkv.terminal import counter, say, writer
 
     if find and (gold or output != "-"):
         raise UsageError("--find only finds a head: leave --gold and --output out, and give them in a second command")
     translator = Translator(run, weights=weights, device=device)
+    if find:
+        files.check_place(run / KEPT)
     sources, targets = read_lines(source), read_lines(target)
     same_length(source, sources, target, targets)
     wanted = find or gold
@@ -111,7 +116,7 @@ def align(
         for head, found in ranked[:10]:
             print(f"{found.aer:.4f}\t{head}")
         keep_head(translator.run, ranked[0][0])
-        say(f"kept the first for `qkv align {run}`, in {run / 'alignment.json'}")
+        say(f"kept the first for `qkv align {run}`, in {run / KEPT}")
         return
     with writer(output) as write, counter("aligning", len(sources)) as advance:
         links = translator.align(sources, targets, rule=words, tag=tag, progress=advance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,22 +96,22 @@ def evaluate(
     ours = loaded
     sources, references = held_out(run, source, reference)
     theirs = api.Translator(against, device=device) if against else None
-    with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
-        options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, tag=tag, progress=advance)
-        if theirs is None:
-            results, comparison = [api.evaluate(ours, sources, references, **options)], None
-        else:
-            first, second, comparison = api.compare(ours, theirs, sources, references, **options)
-            results = [first, second]
+    # The file is opened before the work, so that one that cannot be written does not cost it.
+    with writer(output) if output else nullcontext(lambda line: None) as write:
+        with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
+            options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, tag=tag, progress=advance)
+            if theirs is None:
+                results, comparison = [api.evaluate(ours, sources, references, **options)], None
+            else:
+                first, second, comparison = api.compare(ours, theirs, sources, references, **options)
+                results = [first, second]
+        for each in results[0][1]:
+            write(each.text)
     language = ours.config.data.tgt_lang
     systems = [
         evaluation.System(str(path), scores, api.diagnose(sources, found, references, tgt_lang=language))
         for path, (scores, found) in zip((run, against), results, strict=False)
     ]
-    if output:
-        with writer(output) as write:
-            for each in results[0][1]:
-                write(each.text)
     _tell(systems, comparison, as_json)
     if report:
         evaluation.report(systems, report, comparison)

@@ -52,6 +52,7 @@ def check(path: str | Path) -> None:
     """Refuse a page that could not be written, before minutes are spent on translating."""
     if Path(path).suffix != ".html":
         raise UsageError(f"{path}: a report is written as .html: choose such a name")
+    files.check_place(Path(path))
 
 
 def report(systems: Sequence[System], path: str | Path, comparison: Comparison | None = None) -> None:

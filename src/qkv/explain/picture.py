@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qkv import files
 from qkv.errors import QkvError, UsageError
 from qkv.terminal import say
 
@@ -24,6 +25,7 @@ def check(path: str | Path) -> None:
         raise UsageError(f"{path}: a picture is written as {' or '.join(FORMATS)}: end its name so")
     if find_spec("matplotlib") is None:
         raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
+    files.check_place(Path(path))
 
 
 @contextmanager

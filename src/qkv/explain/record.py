@@ -34,6 +34,15 @@ UNITS = 10_000  # the page holds weights as whole ten-thousandths, 16 bits each
 Span = tuple[int, int]
 
 
+def check(path: Path) -> None:
+    """Refuse a map that could not be written, before a model is loaded for it."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose such a name")
+    if path.suffix in picture.FORMATS:
+        picture.check(path)
+    files.check_place(path)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
     """Weights by name (`encoder.0.self`, `decoder.1.cross` …), each (heads, queries, keys), and the tokens they join.
@@ -90,9 +99,7 @@ class AttentionMap:
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html) that opens anywhere, data (.json), or heat-maps of the cross-attention (.png, .svg)."""
-        path = Path(path)
-        if path.suffix not in SUFFIXES:
-            raise UsageError(f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose such a name")
+        check(path := Path(path))
         if path.suffix == ".html":
             files.write_text(path, self.page())
         elif path.suffix == ".json":
