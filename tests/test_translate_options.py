@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import qkv
-from conftest import sentences
+from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
 from qkv.api.asking import Asked
 from qkv.data.store import Prepared
@@ -313,6 +315,7 @@ def test_a_shortlist_is_learned_kept_and_used(tiny: Path, tmp_path: Path) -> Non
     moved = shutil.copytree(tiny, tmp_path / "run")
     translator = Translator(moved)
     path = translator.learn_shortlist(likeliest=6, frequent=8)
+    assert path is not None
     assert path.parent == moved
     plain = translator.translate(TEXTS, n_best=2)
     opened = Translator(moved)
@@ -324,6 +327,20 @@ def test_a_shortlist_is_learned_kept_and_used(tiny: Path, tmp_path: Path) -> Non
             assert_own_logprob(short, source, each)
     alone = [opened.translate(text, shortlist=True).text for text in TEXTS]
     assert alone == [each.text for each in opened.translate(TEXTS, shortlist=True)]
+
+
+def test_a_shortlist_that_cannot_be_kept_is_used_all_the_same(
+    tiny: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, *_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", read_only)  # how a file is begun; a folder's mode would not stop root
+    done = call("translate", tiny, "--shortlist", input=b"The cat sees one dog.\n")
+    assert (done.code, done.out) == (0, "Il gatto vede uno cane.\n")
+    assert f"{tiny}/shortlist.safetensors: cannot be written: Read-only file system" in done.err
+    assert "in memory, for this time only" in done.err
+    assert not (tiny / "shortlist.safetensors").exists()
 
 
 def test_only_words_of_the_shortlist_are_written(translator: Translator) -> None:

@@ -35,6 +35,7 @@ from qkv.explain.record import words
 from qkv.models.base import Model
 from qkv.models.state import StepModel
 from qkv.run import Run
+from qkv.terminal import say
 from qkv.text.split import Pieces, split
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
@@ -256,16 +257,21 @@ class Translator(Explained):
             found.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
         return found
 
-    def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path:
+    def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path | None:
         """Learn from the training pairs which target tokens each source token can need, and keep it in the run folder.
 
-        From then on `translate(…, shortlist=True)` looks only at these, and at the `frequent` most frequent.
+        From then on `translate(…, shortlist=True)` looks only at these, and at the `frequent` most frequent. Where the
+        folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
         """
         learned = Shortlist.learn(
             Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
-        learned.save(self._shortlist_path(), self.tokenizers)
         self._use(learned)
+        try:
+            learned.save(self._shortlist_path(), self.tokenizers)
+        except QkvError as error:
+            say(f"{error}; the shortlist is in memory, for this time only")
+            return None
         return self._shortlist_path()
 
     def _use(self, shortlist: Shortlist) -> None:
