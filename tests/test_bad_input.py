@@ -335,6 +335,17 @@ def test_weights_of_another_model(copy: Path, call: Call) -> None:
     expect(translated(call, copy), 1, f"{first} is (3, 3) in the file and")
 
 
+@pytest.mark.parametrize("weights", [(), ("--weights", "last")])
+def test_a_run_without_weights_says_when_they_come(copy: Path, call: Call, weights: tuple[str, ...]) -> None:
+    shutil.rmtree(copy / "weights")
+    expect(call("translate", copy, *weights), 2, f"{copy}: no weights: restore them from a copy")
+    (copy / "scores.json").unlink()
+    words = "no weights yet: the first come with the first validation, at step 100: "
+    expect(call("translate", copy, *weights), 2, f"{words}go on with `qkv train --resume --run {copy}`")
+    with Run.open(copy).lock():  # as a training holds it
+        expect(call("translate", copy, *weights), 2, f"{words}wait for it")
+
+
 def test_a_missing_or_damaged_part(copy: Path, call: Call) -> None:
     for name, text, code, words in [
         ("tokenizer.json", "{", 1, "not a tokenizer, or cut off"),

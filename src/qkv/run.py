@@ -141,6 +141,14 @@ class Run:
         finally:
             os.close(folder)
 
+    def in_training(self) -> bool:
+        """Whether a process is training in this folder now."""
+        try:
+            with self.lock():
+                return False
+        except UsageError:
+            return True
+
     @property
     def log(self) -> Path:
         return self.path / "log.jsonl"
@@ -189,13 +197,17 @@ class Run:
         path = self.path / "weights" / f"{name}.safetensors"
         if not path.exists():
             there = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))
-            hint = (
-                f"there are {there}"
-                if there
-                else f"none are there yet: go on with `qkv train --resume --run {self.path}`"
-            )
-            raise UsageError(f"{self.path}: no weights named {name}: {hint}")
+            raise UsageError(f"{self.path}: {f'no weights named {name}: there are {there}' if there else self._none()}")
         return path
+
+    def _none(self) -> str:
+        """Why there are no weights at all, and what to do."""
+        if self.scores:  # so there were some
+            return "no weights: restore them from a copy, or train again"
+        spec = self.config.train
+        first = min(spec.validate_every, spec.steps)
+        remedy = "wait for it" if self.in_training() else f"go on with `qkv train --resume --run {self.path}`"
+        return f"no weights yet: the first come with the first validation, at step {first:,}: {remedy}"
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """The trained model, ready for use."""
