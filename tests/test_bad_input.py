@@ -207,6 +207,7 @@ def test_a_call_that_is_wrong(
     ("arguments", "code", "words"),
     [
         (["translate", "RUN", "missing.txt"], 2, "missing.txt: no such file"),
+        (["translate", "RUN", "god.txt"], 2, "god.txt: no such file: did you mean good.txt?"),
         (["translate", "RUN", "bad.txt"], 1, "bad.txt, line 2: not UTF-8"),
         (["translate", "RUN", "good.txt", "--beam", "0"], 2, "decode.beam = 0: must be at least 1"),
         (["translate", "RUN", "good.txt", "--n-best", "0"], 2, "n_best = 0"),
@@ -230,7 +231,8 @@ def test_a_call_that_is_wrong(
         (["evaluate", "RUN", "good.txt", "one.txt"], 1, "good.txt has 2 lines but one.txt has 1"),
         (["score", "RUN", "long.txt", "good.txt"], 2, "line 2: "),
         (["evaluate", "RUN", "good.txt"], 2, "give REF too"),
-        (["evaluate", "RUN", "empty.txt", "empty.txt"], 1, "no references"),
+        (["evaluate", "RUN", "empty.txt", "empty.txt"], 1, "empty.txt: the file is empty"),
+        (["heads", "RUN", "empty.txt", "empty.txt"], 1, "empty.txt: the file is empty"),
         (["evaluate", "RUN", "good.txt", "good.txt", "--against", "nowhere"], 2, "nowhere: no such run folder"),
     ],
     ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else "",

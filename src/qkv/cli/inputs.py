@@ -10,7 +10,6 @@ from qkv.errors import QkvError, UsageError
 
 def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
     """The lines of both files, or the pairs that the run held out."""
-    from qkv.data.lines import read_lines
     from qkv.run import Run
 
     if source and not reference:
@@ -20,9 +19,19 @@ def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list
         source, reference = str(store / "valid.src.txt"), str(store / "valid.tgt.txt")
         if not Path(source).exists():
             raise UsageError(f"{run} keeps no held-out pairs (no {source}): give SRC and REF")
-    sources, references = read_lines(source), read_lines(reference)
+    sources, references = some_lines(source), some_lines(reference)
     same_length(source, sources, reference, references)
     return sources, references
+
+
+def some_lines(name: str) -> list[str]:
+    """The lines of a file, which must have one at least: there is nothing to measure on none."""
+    from qkv.data.lines import read_lines
+
+    lines = read_lines(name)
+    if not lines:
+        raise QkvError(f"{name}: the file is empty")
+    return lines
 
 
 def same_length(name: str, lines: Sequence[object], other: str, others: Sequence[object]) -> None:

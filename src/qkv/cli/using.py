@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qkv.cli.inputs import held_out, same_length
+from qkv.cli.inputs import held_out, same_length, some_lines
 from qkv.cli.options import Alpha, AsJson, Beam, Device, Penalty, RunArgument, Tag, Weights
 from qkv.errors import UsageError
 
@@ -134,12 +134,11 @@ def _tell(systems: Sequence[System], comparison: Comparison | None, as_json: boo
 def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -> None:
     """Perplexity and bits per byte of a text, or how many of its tokens are filled in; by default the held-out text."""
     from qkv.api import Completer
-    from qkv.data.lines import read_lines
 
     if isinstance(model, Completer):
-        text = "".join(line + "\n" for line in read_lines(file)) if file else ""
+        text = "".join(line + "\n" for line in some_lines(file)) if file else ""
         found = model.evaluate(text) if file else model.evaluate_held_out()
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity}) if as_json else found)
     else:
-        filled = model.evaluate(read_lines(file or str(model.run.store / "valid.tgt.txt")))
+        filled = model.evaluate(some_lines(file or str(model.run.store / "valid.tgt.txt")))
         print(json.dumps(filled.to_dict()) if as_json else filled)

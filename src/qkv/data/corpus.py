@@ -7,6 +7,7 @@ are dropped. Files are unpacked once, then cut into blocks that any process can 
 from __future__ import annotations
 
 import bz2
+import difflib
 import gzip
 import hashlib
 import importlib
@@ -15,7 +16,7 @@ import lzma
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import zip_longest
@@ -137,8 +138,17 @@ def find(name: str, root: str) -> Path:
     if len(found) > 1:
         raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in found)}: name one of them")
     if not found:
-        raise UsageError(f"{path}: no such file")
+        near = _nearest(path)
+        raise UsageError(f"{path}: no such file{f': did you mean {near}?' if near else ''}")
     return found[0]
+
+
+def _nearest(path: Path) -> Path | None:
+    """The file beside this one whose name is most like its own, if any is."""
+    with suppress(OSError):  # no such folder either, or one that may not be read
+        names = [each.name for each in path.parent.iterdir() if each.is_file()]
+        return next((path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)), None)
+    return None
 
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------
