@@ -79,6 +79,15 @@ def test_nothing_of_running_text_is_dropped(tmp_path: Path) -> None:
     assert "read" in str(prepared.report)
 
 
+@pytest.mark.parametrize(("lines", "wanted", "remedy"), [(3, 0, 1), (1, 0, 0), (10, 6, 5)])
+def test_too_little_running_text_to_hold_some_out(tmp_path: Path, lines: int, wanted: int, remedy: int) -> None:
+    with pytest.raises(UsageError, match=rf"^{lines} lines.* --valid-text \(data\.valid\)$") as told:
+        running_text(tmp_path, "a line\n" * lines, valid_size=wanted)
+    assert (f"set data.valid_size={remedy}," in str(told.value)) == (remedy > 0)
+    if remedy:
+        running_text(tmp_path, "a line\n" * lines, valid_size=remedy)
+
+
 def test_documents_end(tmp_path: Path) -> None:
     documents = ["first\nof two lines", "second", "third"] * 5
     text = "".join(json.dumps({"text": each}) + "\n" for each in documents)

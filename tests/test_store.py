@@ -233,8 +233,10 @@ def test_a_frequent_source_does_not_swallow_the_held_out_part() -> None:
 
 
 def test_too_little_to_split(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"9 usable pairs are too few.*data\.valid"):
-        prepare(config.Data(train=(write(tmp_path, sentences(9)),)), CHARS, tmp_path / "store")
+    for wanted in (0, 3):
+        data = config.Data(train=(write(tmp_path, sentences(9)),), valid_size=wanted)
+        with pytest.raises(UsageError, match=r"9 usable pairs are too few.*--valid-src.*--valid-text \(data\.valid\)"):
+            prepare(data, CHARS, tmp_path / "store")
     same = [("the same source", f"target {n}") for n in range(100)]
     with pytest.raises(UsageError, match="too few"):
         prepare(config.Data(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")

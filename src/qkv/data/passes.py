@@ -77,6 +77,10 @@ def mark_duplicates(pairs: Hashes, fates: Fates) -> None:
         fates[rows[order[1:][repeated]]] = Fate.DUPLICATE
 
 
+# How a validation set is given: on the command line, or in a config.
+GIVEN = "--valid-src and --valid-tgt, or --valid-text (data.valid)"
+
+
 def hold_out(sources: Hashes, fates: Fates, wanted: int, seed: int) -> None:
     """Turn about `wanted` pairs (0: 2 %, at least 50, at most 2000) to validation, all pairs of a source together.
 
@@ -84,18 +88,18 @@ def hold_out(sources: Hashes, fates: Fates, wanted: int, seed: int) -> None:
     """
     usable = sum(int(np.count_nonzero(fates[start:stop] == Fate.TRAIN)) for start, stop in _slices(len(fates)))
     most = usable // 10
-    if wanted > most:
+    if wanted > most > 0:
         raise UsageError(
             f"data.valid_size = {wanted}: at most a tenth of the {usable} usable pairs can be held out: "
-            f"set it to {most} or less, or give a validation set (data.valid)"
+            f"set it to {most} or less, or give a validation set: {GIVEN}"
         )
-    goal = wanted or min(2000, max(50, usable // 50), most)
+    goal = min(wanted or min(2000, max(50, usable // 50)), most)
     share = min(1.0, 8 * goal / max(usable, 1))
     chosen = _choose(sources, fates, goal, most, share, seed)
     if not len(chosen):
         raise UsageError(
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
-            f"sources: give a validation set (data.valid)"
+            f"sources: give a validation set: {GIVEN}"
         )
     for start, stop in _slices(len(fates)):
         part = fates[start:stop]
@@ -170,11 +174,12 @@ LINKS = np.dtype("<u2")  # of positions of tokens in a sentence
 def hold_out_ends(counts: list[int], fates: Fates, wanted: int) -> None:
     """Turn the last lines of running text to validation, of each corpus its share: a tenth of all, at most 5000."""
     total = sum(counts)
-    goal = wanted or min(total // 10, 5000)
-    if not 0 < goal <= total // 2:
+    goal, most = wanted or min(total // 10, 5000), total // 2
+    if not 0 < goal <= most:
+        fewer = f"set data.valid_size={most}, or " if most else ""
         raise UsageError(
-            f"{total} lines of running text: at most half of them can be held out for validation, and at least one: "
-            f"set data.valid_size, or give validation text (data.valid)"
+            f"{total} lines of running text, {goal} of them held out for validation: it must be one at least and half "
+            f"of them at most: {fewer}give validation text: --valid-text (data.valid)"
         )
     for count, stop in zip(counts, np.cumsum(counts).tolist(), strict=True):
         last = fates[stop - min(count - 1, -(-goal * count // total)) : stop]  # something is left to train on
