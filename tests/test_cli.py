@@ -399,7 +399,8 @@ def test_the_command_is_kept(corpus: tuple[str, str], call: Call, tmp_path: Path
     run = tmp_path / "a run"
     sets = ["train.steps=1", "model.d_model=8", "model.d_ff=8", "model.heads=2", "train.device=cpu"]
     arguments = ["--src", corpus[0], "--tgt", corpus[1], "--run", run, *(x for s in sets for x in ("--set", s))]
-    assert call("train", *arguments, "--minutes", "1").code == 0
+    assert "both say how long to train" in call("train", *arguments, "--minutes", "1").error
+    assert call("train", *arguments).code == 0
     command = Run.open(run).about["command"]
     assert command.startswith(f"qkv train --src {corpus[0]} --tgt {corpus[1]} --run '{run}' --set train.steps=1")
     assert f"`{command}`" in (run / "card.md").read_text(encoding="utf-8")
