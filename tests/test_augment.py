@@ -672,15 +672,15 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
 def test_also_is_read(
     given: str, expected: tuple[str, float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.cli.training import _also
+    from qkv.cli.corpora import with_more
 
     monkeypatch.chdir(tmp_path)
     for name in ("pairs.tsv", "a:2.tsv"):
         (tmp_path / name).touch()
     data = {"train": [{"src": "x", "tgt": "y"}], "valid": [{"src": "v", "tgt": "w"}]}
-    first, also = _also(config.Config().replace(data=data), [given]).data.train
+    first, also = with_more(config.Config().replace(data=data), [given]).data.train
     assert (first.src, (also.src, also.weight, also.tag)) == ("x", expected)
-    _, rooted = _also(config.Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
+    _, rooted = with_more(config.Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
     assert rooted.src == ("-" if expected[0] == "-" else str(tmp_path / expected[0]))
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from qkv.cli.corpora import with_pairs
 from qkv.cli.options import Device, Settings, command_line
-from qkv.cli.training import with_corpora
 
 Output = Annotated[
     list[str] | None,
@@ -193,7 +193,7 @@ def ablate(
     from qkv.run import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
-    config = with_corpora(find_config(what), sources, targets, valid_src or None, valid_tgt or None)
+    config = with_pairs(find_config(what), sources, targets, valid_src or None, valid_tgt or None)
     measure(
         assign(config, settings or []),
         changes,

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qkv.cli.corpora import with_more, with_pairs, with_text
 from qkv.cli.options import RunArgument, Settings, command_line
 from qkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.config import Config, Corpus
+    from qkv.config import Config
     from qkv.data.store import Prepared
+    from qkv.run import Run
 
 
 def train(
@@ -59,9 +61,7 @@ def train(
     goes on learning, from other text.
     """
     from qkv import auto
-    from qkv.config import Train
-    from qkv.run import Run, find_config
-    from qkv.terminal import say
+    from qkv.run import Run
     from qkv.train.begin import train as begin
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
@@ -72,18 +72,14 @@ def train(
         return
     if what and minutes:
         raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
-    config = find_config(what) if what else None
-    if what and Path(what).is_dir() and not start:
-        say(f"{what}: its config, and new weights: to go on with those it has, give --from {what}")
     source = Run.open(start) if start else None
-    if config is None and source is not None:
-        config = dataclasses.replace(source.config, train=Train())
+    config = _given(what, source)
     if text or valid_text:
         if src or tgt or also or valid_src or valid_tgt:
             raise UsageError("--text is for models without a source, --src and --tgt for those with one: give either")
-        config = _with_text(config, text or [], valid_text)
+        config = with_text(config, text or [], valid_text)
     else:
-        config = _also(with_corpora(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
+        config = with_more(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
     fixed = {setting.partition("=")[0].strip() for setting in changed}
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
@@ -94,69 +90,17 @@ def train(
     begin(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
 
 
-def with_corpora(
-    config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
-) -> Config:
-    """The config with the corpora that the command line names."""
-    from qkv import config as configs
+def _given(what: str | None, start: Run | None) -> Config | None:
+    """What the command line names to train: a config, or that of the run to begin with, whose length was its own."""
+    from qkv.config import Train
+    from qkv.run import find_config
+    from qkv.terminal import say
 
-    if config is None and not src:
-        raise UsageError("nothing to train on: give a preset, a config file, --src and --tgt, or --text")
-    if tgt and len(tgt) != len(src):
-        raise UsageError(f"{len(src)} --src but {len(tgt)} --tgt: give one for each")
-    if valid_tgt and not valid_src:
-        raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
-    config = config or configs.Config()
-    data = config.data
-    if src:
-        corpora = tuple(configs.Corpus(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
-        data = dataclasses.replace(data, train=corpora, valid=(), root="")
-    if valid_src:
-        data = dataclasses.replace(data, valid=(configs.Corpus(src=valid_src, tgt=valid_tgt or ""),))
-    return dataclasses.replace(config, data=data)
-
-
-def _also(config: Config, also: list[str]) -> Config:
-    """The config with more corpora beside those that it has."""
-    if also and not config.data.valid:
-        # What is held out is a part of everything: the best checkpoint would be the one most like a machine's text.
-        raise UsageError(
-            f"--also {also[0]}: what was made by a model is no text to validate on: give --valid-src and --valid-tgt"
-        )
-    more = tuple(_corpus(each, config.data.root) for each in also)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
-
-
-def _corpus(given: str, root: str) -> Corpus:
-    """A corpus as --also has it: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
-    from qkv import config as configs
-
-    # A name may hold colons of its own: the longest that is a file is one.
-    ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
-    end = next((end for end in reversed(ends) if Path(given[:end]).exists()), ends[0])
-    name, (weight, _, tag) = given[:end], given[end + 1 :].partition(":")
-    try:
-        value = float(weight or "1")
-    except ValueError:
-        raise UsageError(f'--also {given}: "{weight}" is no weight: write FILE:WEIGHT, e.g. {name}:0.5') from None
-    # On the command line a path starts from here, in a config from its root.
-    path = str(Path(name).absolute()) if root and name != "-" else name
-    return configs.Corpus(src=path, weight=value, tag=tag)
-
-
-def _with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
-    """The config with the plain text that the command line names; without any, it is of a language model."""
-    from qkv import config as configs
-
-    if config is None and not text:
-        raise UsageError(f"--valid-text {valid_text}: give --text too")
-    config = config or configs.Config(model=configs.DecoderOnly())
-    data = config.data
-    if text:
-        data = dataclasses.replace(data, train=tuple(configs.Corpus(text=t) for t in text), valid=(), root="")
-    if valid_text:
-        data = dataclasses.replace(data, valid=(configs.Corpus(text=valid_text),))
-    return dataclasses.replace(config, data=data)
+    if what is None:
+        return None if start is None else dataclasses.replace(start.config, train=Train())
+    if Path(what).is_dir() and start is None:
+        say(f"{what}: its config, and new weights: to go on with those it has, give --from {what}")
+    return find_config(what)
 
 
 def average(

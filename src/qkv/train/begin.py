@@ -57,7 +57,8 @@ def train(
     with joined() as world, ExitStack() as held:
         if world.first:
             folder = _folder(config, run, resume=resume)
-            held.callback(_leave, folder)
+            held.callback(_leave, [each for each in (folder, *folder.parents) if not each.exists()])
+            folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(Run(folder).lock())
             if config is None:
                 opened, prepared = _reopen(folder, settings or [])
@@ -75,7 +76,7 @@ def train(
 
 
 def _folder(config: configs.Config | None, run: str | Path | None, *, resume: bool) -> Path:
-    """The folder to train in, which is there: a new one, or that of a run to go on with."""
+    """The folder to train in: a new one, or that of a run to go on with."""
     if resume:
         if config is not None:
             raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
@@ -89,15 +90,14 @@ def _folder(config: configs.Config | None, run: str | Path | None, *, resume: bo
         return Run.open(run).path
     if config is None or not config.data.train:
         raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
-    folder = Path(run) if run is not None else Path("runs") / config.train.name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Path(run) if run is not None else Path("runs") / config.train.name
 
 
-def _leave(folder: Path) -> None:
-    """A folder in which nothing came to be is needed by nobody."""
-    with suppress(OSError):  # it is not empty
-        folder.rmdir()
+def _leave(made: list[Path]) -> None:
+    """Of folders made for a run, those in which nothing came to be are needed by nobody."""
+    with suppress(OSError):  # one is not empty
+        for folder in made:
+            folder.rmdir()
 
 
 def _follow(folder: Path) -> tuple[Run, Prepared]:
