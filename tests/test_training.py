@@ -562,7 +562,7 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
     assert twice.model.dropout == pytest.approx(auto.PAIRS[0].model.dropout * 2 / 3)
     assert twice.train.steps < once.train.steps  # each of them takes twice the time
     assert any("R-Drop" in reason for reason in reasons)
-    assert (once.train.optimizer, once.train.schedule) == ("adam", "wsd")
+    assert (once.train.optimizer, once.train.schedule, once.train.average) == ("adam", "wsd", 0)
 
 
 @pytest.mark.parametrize(("parallel", "optimizer"), [("data", "muon"), ("sharded", "adam")])

@@ -201,7 +201,8 @@ class Chooser:
         """A config of this model, with the optimisation that suits it."""
         if not self.trained:
             model = _shaped(model, shared=self.config.tokenizer.shared)
-        train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0}
+        # Where the rate falls to nothing, an average of the last weights is worse than the last ones alone.
+        train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0, "average": 0}
         train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
         # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
         if isinstance(model, Transformer) and self.device != "cpu" and self.config.train.parallel != "sharded":
