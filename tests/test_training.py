@@ -660,6 +660,16 @@ def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, mo
     assert auto.seconds_a_pass(given, prepared) == 0.5 * auto.updates_a_pass(given, prepared)
 
 
+def test_languages_are_read_from_the_names_of_the_files(corpus: tuple[str, str], tmp_path: Path) -> None:
+    named = tmp_path / "text.en", tmp_path / "text.de"
+    for path, given in zip(named, corpus, strict=True):
+        path.write_bytes(Path(given).read_bytes())
+    made = tiny_config(*map(str, named), steps=1, validate_every=1).replace(data={"src_lang": "", "tgt_lang": ""})
+    run = qkv.train(made, tmp_path / "run")
+    assert (Run.open(run.path).config.data.src_lang, Run.open(run.path).config.data.tgt_lang) == ("en", "de")
+    assert "en → de" in (run.path / "card.md").read_text(encoding="utf-8")
+
+
 def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -> None:
     """With `train.epochs`, the last step is the one that ends the last pass, for the schedule and the bar too."""
     made = trainer(epochs=2.0, steps=10_000, schedule="linear", warmup=0)

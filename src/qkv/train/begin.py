@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qkv import config as configs
 from qkv import files
+from qkv.data.languages import languages
 from qkv.data.store import Prepared, prepare
 from qkv.device import choose_device, describe
 from qkv.errors import QkvError, UsageError
@@ -130,6 +131,7 @@ def _begin(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
     config = configs.assign(config, settings) if start is None else _as_in(start, config, settings)
+    config = dataclasses.replace(config, data=languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
     prepared = _prepare(folder, config, start)
@@ -147,8 +149,8 @@ def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.C
     """The config with the settings, and with everything that the weights of a run depend on as it is there."""
     there = start.config
     start.weights()  # refuses a run that has none yet
-    languages = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
-    data = dataclasses.replace(config.data, **languages)
+    named = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
+    data = dataclasses.replace(config.data, **named)
     config = dataclasses.replace(config, data=data, tokenizer=there.tokenizer, model=there.model)
     changed = configs.assign(config, settings)
     own = [path for path, _, _ in configs.difference(config, changed) if path.startswith(("model.", "tokenizer."))]
