@@ -308,7 +308,7 @@ def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: flo
         server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
         with ThreadPoolExecutor(1) as pool:
             large = pool.submit(server.ask, "/translate", {"q": LINES * 2, **PAIR})
-            server.until(lambda: server.ask("/health").json["waiting"] > 50)
+            server.until(lambda: server.ask("/health").json["waiting"] > len(LINES))  # more than the document
             for _ in range(times):
                 os.kill(server.process.pid, signal.SIGINT)
                 server.until(lambda: "stopping" in server.log.read_text())
