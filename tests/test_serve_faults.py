@@ -286,7 +286,7 @@ def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
         document = server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
         with ThreadPoolExecutor(1) as pool:
             large = pool.submit(server.translate, LINES)
-            server.until(lambda: server.ask("/health").json["waiting"] > 50)
+            server.until(lambda: server.ask("/health").json["waiting"] > len(LINES))  # more than the document
             os.kill(server.process.pid, signal.SIGTERM)
             server.until(lambda: server.ask("/health").json["status"] == "draining")
             said = r"stopping: waiting for \d requests? and 1 document, at most 60 s; Ctrl-C again ends at once"

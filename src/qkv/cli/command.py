@@ -26,9 +26,9 @@ app.add_typer(lab, name="lab")
 
 INTERRUPTED = 128 + signal.SIGINT
 
-# Read once, when torch is loaded. Threads that wait for each other by turning in circles take the processor from those
-# they wait for as soon as anything else runs beside them: training with a busy neighbour was three times slower.
-THREADS = {"OMP_WAIT_POLICY": "passive"}
+# Read once, when torch is loaded. A thread that waits for others first turns in circles, and takes the processor from
+# those it waits for as soon as anything else runs beside them; so it does for a moment only.
+THREADS = {"GOMP_SPINCOUNT": "2000"}
 
 
 def main() -> None:
