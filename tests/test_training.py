@@ -488,7 +488,7 @@ def around(
     given: config.Config, prepared: Prepared, *settings: str, minutes: float = 0.0
 ) -> tuple[config.Config, list[str]]:
     """What is chosen around a user's settings."""
-    fixed = {setting.partition("=")[0] for setting in settings}
+    fixed = set(map(config.path_of, settings))
     return auto.choose(config.assign(given, list(settings)), prepared, minutes, fixed=fixed)
 
 

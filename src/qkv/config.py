@@ -340,11 +340,16 @@ def dumps(config: Config) -> str:
     return "\n".join(lines)
 
 
+def path_of(setting: str) -> str:
+    """The option that a setting, `section.key=value`, is of."""
+    return setting.partition("=")[0].strip()
+
+
 def assign(config: Config, assignments: list[str]) -> Config:
     """Apply `section.key=value` settings, as `--set` gives them; the value is TOML, or a bare string."""
     tree = to_dict(config)
     # A model of another kind has other options: it begins with their defaults.
-    for setting in sorted(assignments, key=lambda setting: setting.partition("=")[0].strip() != "model.kind"):
+    for setting in sorted(assignments, key=lambda setting: path_of(setting) != "model.kind"):
         path, equals, text = setting.partition("=")
         section, dot, key = path.strip().partition(".")
         if not (equals and dot and key):

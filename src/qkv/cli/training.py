@@ -57,10 +57,10 @@ def train(
 ) -> None:
     """Train a model: from a preset, a config file, or text files and nothing else.
 
-    Two files (--src, --tgt) make a model that translates, one (--text) a language model. With --from a trained model
-    goes on learning, from other text.
+    Two files (--src, --tgt) make a model that translates, one (--text) a language model. --from adapts a trained one.
     """
     from qkv import auto
+    from qkv.config import path_of
     from qkv.run import Run
     from qkv.train.begin import train as begin
 
@@ -80,7 +80,7 @@ def train(
         config = with_text(config, text or [], valid_text)
     else:
         config = with_more(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
-    fixed = {setting.partition("=")[0].strip() for setting in changed}
+    fixed = set(map(path_of, changed))
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 

@@ -91,7 +91,7 @@ def measure(
 
 def _changed(base: configs.Config, change: str) -> configs.Config:
     settings = shlex.split(change)
-    for path in (setting.partition("=")[0].strip() for setting in settings):
+    for path in map(configs.path_of, settings):
         if path in DECIDED:
             raise UsageError(f"--try {change}: {path} is not for a row to change, because {DECIDED[path]}")
     return configs.assign(base, settings)

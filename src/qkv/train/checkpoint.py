@@ -116,9 +116,10 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, em
 
 def begin_with(weights: Path, model: nn.Module, ema: Ema | None) -> None:
     """Load the weights of another training, and nothing else of it."""
-    load_weights(model, _parts(files.read_tensors(weights), model), weights)
+    tensors = _parts(files.read_tensors(weights), model)
+    load_weights(model, tensors, weights)
     if ema is not None:
-        ema.load(_parts(files.read_tensors(weights), model))
+        ema.load(tensors)
 
 
 def clear_away(run: Run, progress: Progress) -> None:
