@@ -61,6 +61,7 @@ def small(**options: object) -> Transformer:
         {"rms_norm": True, "attention": "dot", "heads": 4},
         {"activation": "gelu", "bias": True},
         {"activation": "swiglu", "norm": "pre", "bias": True},
+        {"positions": "rotary", "d_k": 8, "d_v": 24, "bias": True},
     ],
     ids=str,
 )
@@ -197,7 +198,7 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
 
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
-    for options in ({"window": 3}, {"positions": "rotary"}, {"heads": 1}, {"attention": "additive"}):
+    for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
         assert not can_pass(config.Transformer(**options))  # type: ignore[arg-type]
     assert not can_pass(config.DecoderOnly())
     assert can_pass(config.Transformer())
@@ -205,7 +206,7 @@ def test_what_the_pass_does_not_know_is_refused() -> None:
 
 KERNELS = """
 import torch
-from qkv.models.fused import attention, embedding, feed_forward, loss, norm
+from qkv.models.fused import attention, embedding, feed_forward, loss, norm, rotary
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, Sums
 from qkv.models.fused.tiles import Heads, Rows
@@ -251,6 +252,13 @@ for rate in (0.0, 0.3):
     feed_forward.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
     close(*found)
 
+    a, b = torch.randn(2, 33, 300).unbind()
+    close([feed_forward.swiglu_kernel(a, b, noise)], [feed_forward.swiglu_plain(a, b, noise)])
+    found = [(a.clone(), b.clone()) for _ in range(2)]
+    feed_forward.swiglu_backward_kernel(d, *found[0], noise)
+    feed_forward.swiglu_backward_plain(d, *found[1], noise)
+    close(*found)
+
     # rows of several lengths, of them one without a query, one without a key, two that take several blocks
     queries = torch.tensor([0, 3, 3, 16, 40, 90, 92, 192, 342]).int()
     keys = torch.tensor([0, 9, 10, 24, 40, 60, 60, 130, 150]).int()
@@ -267,6 +275,14 @@ for rate in (0.0, 0.3):
             attention.attend_backward_kernel(d, qkv, found[0], rows, heads, noise)
             attention.attend_backward_plain(d, qkv, found[1], rows, heads, noise)
             close(found[0], found[1])
+
+angles, places = torch.randn(7, 6), torch.randint(0, 7, (30,)).int()
+for back in (False, True):
+    wide = torch.randn(30, 40)
+    twin = wide.clone()
+    rotary.turn_kernel(wide[:, :24], places, angles, back)
+    rotary.turn_plain(twin[:, :24], places, angles, back)
+    close([wide], [twin])
 
 for vocab in (30, 8192 + 40):
     logits, labels = torch.randn(7, vocab) * 3, torch.randint(0, 30, (7,)).int()

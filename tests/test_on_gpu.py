@@ -74,7 +74,7 @@ def trainer(folder: Path, kind: type[Trainer] | None, world: World = ALONE, **tr
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
     values = {"device": "cuda", "metric": "loss", "average": 0, "clip": 1.0} | train
     values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the fast trainer mixes more lengths
-    model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)}
+    model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)} | values.pop("model", {})
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
     return (kind or make_trainer)(*begun(folder, made), world)
@@ -88,7 +88,17 @@ def losses(trained: Trainer, count: int = 60) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("more", [{}, {"r_drop": 3.0, "dropout": 1e-9}, {"ema": 0.9}, {"optimizer": "soap"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"model": {"norm": "pre", "activation": "swiglu", "positions": "rotary"}},
+        {"r_drop": 3.0, "dropout": 1e-9},
+        {"ema": 0.9},
+        {"optimizer": "soap"},
+    ],
+    ids=str,
+)
 def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more: dict[str, Any]) -> None:
     fast = trainer(tmp_path, None, precision=precision, **more)
     assert isinstance(fast, FastTrainer)

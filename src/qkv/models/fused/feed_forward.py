@@ -1,6 +1,6 @@
-"""What the feed-forward layers do between their matrices: max(0, x) with its dropout, and the way back.
+"""What the feed-forward layers do between their matrices: max(0, x) or SwiGLU with its dropout, and the way back.
 
-GELU and SwiGLU are written with PyTorch's own operations.
+GELU is written with PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if triton is not None:
 
 PROGRAMS = 128  # that share the rows for each block of columns
 ROWS, COLUMNS = 16, 256
+BLOCK = 1024  # numbers of a program that takes them as they lie
 
 
 def rectify(x: Tensor, noise: Noise) -> Tensor:
@@ -32,9 +33,8 @@ def rectify_plain(x: Tensor, noise: Noise) -> Tensor:
 
 
 def rectify_kernel(x: Tensor, noise: Noise) -> Tensor:
-    block = 1024
-    _rectify[(triton.cdiv(x.numel(), block),)](
-        x, noise.seed, noise.salt, x.numel(), noise.scale, block=block, threshold=noise.threshold
+    _rectify[(triton.cdiv(x.numel(), BLOCK),)](
+        x, noise.seed, noise.salt, x.numel(), noise.scale, block=BLOCK, threshold=noise.threshold
     )
     return x
 
@@ -72,16 +72,42 @@ def gelu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return drop(F.gelu(x), noise), back
 
 
-def swiglu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """dropout(silu(a) ⊙ b) of the halves a, b of x (rows, 2 · d_ff), and the way back."""
-    a, b = x.chunk(2, dim=1)
-    gate = F.silu(a)
+def swiglu(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+    """dropout(silu(a) ⊙ b), of (rows, d_ff) each."""
+    chosen = swiglu_kernel if triton is not None and a.is_cuda else swiglu_plain
+    return chosen(a, b, noise)
 
-    def back(gradient: Tensor) -> Tensor:
-        given = drop(gradient, noise)
-        return torch.cat([torch.ops.aten.silu_backward(given * b, a), given * gate], dim=1)
 
-    return drop(gate * b, noise), back
+def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+    """The gradients of a and b in place of them."""
+    chosen = swiglu_backward_kernel if triton is not None and a.is_cuda else swiglu_backward_plain
+    chosen(d_hidden, a, b, noise)
+
+
+def swiglu_plain(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+    return drop(F.silu(a) * b, noise)
+
+
+def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+    given = drop(d_hidden, noise)
+    d_a = torch.ops.aten.silu_backward(given * b, a)
+    torch.mul(given, F.silu(a), out=b)
+    a.copy_(d_a)
+
+
+def swiglu_kernel(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+    hidden, count = torch.empty_like(a), a.numel()
+    _swiglu[(triton.cdiv(count, BLOCK),)](
+        hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
+    )
+    return hidden
+
+
+def swiglu_backward_kernel(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+    count = a.numel()
+    _swiglu_backward[(triton.cdiv(count, BLOCK),)](
+        d_hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
+    )
 
 
 if triton is not None:
@@ -92,6 +118,30 @@ if triton is not None:
         value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
         stays = _keep(place, seed, salt, threshold) & (value > 0)
         tl.store(x + place, tl.where(stays, value * factor, 0.0).to(x.dtype.element_ty), mask=place < count)
+
+    @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
+    def _swiglu(hidden, a, b, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0) * block + tl.arange(0, block)
+        real = place < count
+        value = tl.load(a + place, mask=real, other=0.0).to(tl.float32)
+        value = value * tl.sigmoid(value) * tl.load(b + place, mask=real, other=0.0).to(tl.float32)
+        if threshold > 0:
+            value = tl.where(_keep(place, seed, salt, threshold), value * factor, 0.0)
+        tl.store(hidden + place, value.to(hidden.dtype.element_ty), mask=real)
+
+    @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
+    def _swiglu_backward(d_hidden, a, b, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
+        place = tl.program_id(0) * block + tl.arange(0, block)
+        real = place < count
+        given = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
+        if threshold > 0:
+            given = tl.where(_keep(place, seed, salt, threshold), given * factor, 0.0)
+        value = tl.load(a + place, mask=real, other=0.0).to(tl.float32)
+        beside = tl.load(b + place, mask=real, other=0.0).to(tl.float32)
+        open = tl.sigmoid(value)
+        tl.store(b + place, (given * value * open).to(b.dtype.element_ty), mask=real)
+        slope = open * (1 + value * (1 - open))
+        tl.store(a + place, (given * beside * slope).to(a.dtype.element_ty), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _rectify_backward(  # type: ignore[no-untyped-def]

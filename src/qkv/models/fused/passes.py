@@ -18,10 +18,11 @@ from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.fused.attention import attend, attend_backward
 from qkv.models.fused.embedding import Tokens, embed, embed_backward
-from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu
+from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu, swiglu_backward
 from qkv.models.fused.loss import agreeing_loss_and_gradients, loss_and_gradient
 from qkv.models.fused.noise import Noise
 from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
+from qkv.models.fused.rotary import turn
 from qkv.models.fused.tiles import QKV, Heads, Rows
 from qkv.models.fused.weights import Weight, Weights, accumulate
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
@@ -50,7 +51,6 @@ def can_pass(spec: config.Model, dtype: torch.dtype = torch.bfloat16) -> bool:
         isinstance(spec, config.Transformer)
         and spec.attention in ("scaled", "dot")
         and not spec.window
-        and spec.positions != "rotary"
         and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
         and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
     )
@@ -66,9 +66,10 @@ class Passes:
         self.model, self.weights = model, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
-        for embedding in (model.source, model.target):  # tables of sinusoids grow, but not in the middle of a pass
-            if isinstance(embedding.positions, SinusoidalPositions):
-                embedding.positions(0, LONGEST)
+        # As they are now: a validation with longer sentences replaces them, and captured passes go on reading these.
+        self.sinusoids: dict[nn.Module | None, Tensor] = {
+            part: part(0, LONGEST) for part in model.modules() if isinstance(part, SinusoidalPositions)
+        }
         self.sites = {module: site for site, module in enumerate(model.modules())}
         self.first_site = 0
 
@@ -93,7 +94,7 @@ class Passes:
         target_rows = Rows(target.starts, target.starts, batch.first, most)
         encoder: list[Step] = []
         for layer in model.encoder:
-            encoder.append((layer.residuals[0], self._self_attention(layer.attention, source_rows, causal=False)))
+            encoder.append((layer.residuals[0], self._self_attention(layer.attention, source_rows, source.places)))
             encoder.append((layer.residuals[1], self._feed_forward(layer.feed_forward)))
         x, back_to_source = self._embed(model.source, source.ids, source.places)
         memory, back_through_encoder = self._stack(x, encoder, model.encoder_norm)
@@ -102,7 +103,9 @@ class Passes:
         for block in model.decoder:
             cross = block.cross_attention
             assert isinstance(cross, MultiHeadAttention)
-            decoder.append((block.residuals[0], self._self_attention(block.attention, target_rows, causal=True)))
+            decoder.append(
+                (block.residuals[0], self._self_attention(block.attention, target_rows, target.places, True))
+            )
             decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, remembered)))
             decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
         x, back_to_target = self._embed(model.target, target.ids, target.places)
@@ -183,7 +186,7 @@ class Passes:
         table = self.weights[embedding.tokens.weight]
         noise, unseen = self._noise(embedding, embedding.dropout.p), self._noise(embedding.tokens, embedding.unseen)
         learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
-        positions = None if embedding.positions is None else embedding.positions.table.detach()  # type: ignore[operator]
+        positions = self.sinusoids.get(embedding.positions) if learned is None else learned.table.detach()
         tokens = Tokens(ids, places, embedding.scale, noise, unseen)
         x = embed(tokens, table.value, positions)
 
@@ -193,10 +196,17 @@ class Passes:
 
         return x, back
 
-    def _self_attention(self, part: MultiHeadAttention, rows: Rows, *, causal: bool) -> Callable[[Tensor], Sublayer]:
+    def _self_attention(
+        self, part: MultiHeadAttention, rows: Rows, places: Tensor, causal: bool = False
+    ) -> Callable[[Tensor], Sublayer]:
+        turned = 2 * part.heads * part.d_k  # columns of queries and keys
+        table = None if part.rotary is None else self.sinusoids[part.rotary]
+
         def forward(x: Tensor) -> Sublayer:
             weight, bias = self._qkv(part)
             qkv = F.linear(x, weight.value, None if bias is None else bias.value)
+            if table is not None:
+                turn(qkv[:, :turned], places, table)
             heads, noise = _heads(part, causal), self._noise(part, part.dropout)
             parts = _three(qkv.split(_widths(part), dim=1))
             mixed = attend(parts, rows, heads, noise)
@@ -205,6 +215,8 @@ class Passes:
                 d_mixed = self._output_back(part, mixed, gradient)
                 d_qkv = torch.empty_like(qkv)
                 attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, noise)
+                if table is not None:
+                    turn(d_qkv[:, :turned], places, table, back=True)
                 if bias is not None:
                     bias.grad.add_(d_qkv.sum(0, dtype=torch.float))
                 return _linear_back(weight, x, d_qkv, into)
@@ -245,6 +257,8 @@ class Passes:
         return _linear_back(self.weights[part.output.weight], mixed, gradient, None)
 
     def _feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
+        if part.gate is not None:
+            return self._gated_feed_forward(part, part.gate)
         if part.activation is not F.relu:
             return self._smooth_feed_forward(part)
 
@@ -266,27 +280,35 @@ class Passes:
         return forward
 
     def _smooth_feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
-        """With GELU, or SwiGLU and its third matrix."""
+        """With GELU."""
 
         def forward(x: Tensor) -> Sublayer:
-            outer, noise = self.weights[part.outer.weight], self._noise(part, part.dropout)
-            inner = [self.weights[linear.weight] for linear in (part.inner, part.gate) if linear is not None]
-            bias = None if part.inner.bias is None else self.weights[part.inner.bias]
-            made = torch.cat([F.linear(x, w.value) for w in inner], dim=1)
-            if bias is not None:
-                made += bias.value
-            hidden, back_to_made = (gelu if part.gate is None else swiglu)(made, noise)
+            inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
+            bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
+            hidden, back_to_made = gelu(F.linear(x, inner.value, bias.value), noise)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_made = back_to_made(_linear_back(outer, hidden, gradient, None))
-                if bias is not None:
-                    bias.grad.add_(d_made.sum(0, dtype=torch.float))
-                for w, part_of_it in zip(inner, d_made.split(part.inner.out_features, dim=1), strict=True):
-                    into = _linear_back(w, x, part_of_it, into)
-                assert into is not None
-                return into
+                bias.grad.add_(d_made.sum(0, dtype=torch.float))
+                return _linear_back(inner, x, d_made, into)
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
+
+        return forward
+
+    def _gated_feed_forward(self, part: FeedForward, gate: nn.Linear) -> Callable[[Tensor], Sublayer]:
+        """SwiGLU, which has a third matrix and no biases."""
+
+        def forward(x: Tensor) -> Sublayer:
+            inner, beside, outer = (self.weights[linear.weight] for linear in (part.inner, gate, part.outer))
+            a, b, noise = F.linear(x, inner.value), F.linear(x, beside.value), self._noise(part, part.dropout)
+            hidden = swiglu(a, b, noise)
+
+            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
+                swiglu_backward(_linear_back(outer, hidden, gradient, None), a, b, noise)
+                return _linear_back(beside, x, b, _linear_back(inner, x, a, into))
+
+            return Sublayer(F.linear(hidden, outer.value), None, back)
 
         return forward
 
