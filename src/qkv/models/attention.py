@@ -283,10 +283,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     `table` is that of the sinusoids, (length, d_k), or one for each row, (rows, 1, length, d_k): sines and cosines of
     the same angles. The product of a query and a key then depends on the distance between them alone.
     """
-    sin, cos = table[..., 0::2], table[..., 1::2]  # (length, d_k / 2)
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.complex(table[..., 1::2], table[..., 0::2])
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 class MultiHeadAttention(nn.Module):
