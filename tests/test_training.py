@@ -565,6 +565,16 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
     assert (once.train.optimizer, once.train.schedule, once.train.average) == ("adam", "wsd", 0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [((), "rotary"), (("model.positions=learned",), "learned"), (("model.d_k=5", "model.d_v=5"), "sinusoidal")],
+)
+def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: tuple[str, ...], positions: str) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    chosen, _ = around(given, prepared, "train.steps=10", *settings)
+    assert chosen.model.positions == positions
+
+
 @pytest.mark.parametrize(("parallel", "optimizer"), [("data", "muon"), ("sharded", "adam")])
 def test_a_gpu_gets_muon_where_matrices_are_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str

@@ -67,6 +67,14 @@ def test_rotation_is_by_the_positions_angle() -> None:
         assert found == pytest.approx([number.real, number.imag], abs=1e-5)
 
 
+def test_rotation_in_bf16_is_that_in_fp32_rounded() -> None:
+    """As a GPU decodes: weights, and with them the table, in bf16."""
+    x, table = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(1)), sinusoids(5, 8)
+    turned = rotate(x.bfloat16(), table.bfloat16())
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned.float(), rotate(x, table), rtol=2e-2, atol=2e-2)
+
+
 @settings(max_examples=25)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 500), st.integers(0, 99))
 def test_rotary_scores_depend_on_distance_alone(i: int, j: int, shift: int, seed: int) -> None:

@@ -284,7 +284,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     the same angles. The product of a query and a key then depends on the distance between them alone.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.complex(table[..., 1::2], table[..., 0::2])
+    turned = pairs * torch.complex(table[..., 1::2].float(), table[..., 0::2].float())
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
