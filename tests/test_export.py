@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import qkv
+from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config
 from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.errors import UsageError
 from qkv.export import to_ctranslate2, to_huggingface
-from qkv.export.ctranslate2 import vocabulary
+from qkv.export.folder import write_folder
 from qkv.models import Transformer
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
@@ -31,7 +35,7 @@ WORDS = 40  # learned tokens; the vocabulary has the bytes too
 EXTRA = 30  # tokens by which a translation may be longer than its source: the taught models seldom need so many
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
 TOKENIZERS = Tokenizers(TOKENIZER, TOKENIZER)
-NAMES = vocabulary(TOKENIZER)
+NAMES = TOKENIZER.names
 SMALL: dict[str, Any] = {
     "d_model": 32,
     "d_ff": 48,
@@ -183,17 +187,76 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
             assert float(rows.sequences_scores[i]) == pytest.approx(found[i].logprob, abs=1e-4)
 
 
-def test_a_folder_for_ctranslate2_has_our_tokenizer(tmp_path: Path) -> None:
-    to_ctranslate2(some_model(), TOKENIZERS, tmp_path / "new" / "folder")
-    loaded = Tokenizers.load(tmp_path / "new" / "folder" / "tokenizer.json")
-    assert loaded.fingerprint == TOKENIZERS.fingerprint
-
-
 def test_every_token_has_a_name_of_its_own() -> None:
     tokenizer = Tokenizer("word", ["<s>", "<2it>", "Ġ<s>", "ab"], tags=("it",))
-    names = vocabulary(tokenizer)
+    names = tokenizer.names
     assert len(set(names)) == len(names) == tokenizer.size
     assert names[:4] == ["<pad>", "<s>", "</s>", "<2it>"]
+
+
+# ---- a folder for those who do not have qkv --------------------------------------------------------------------------
+
+
+TEXTS = ["Two cat runs and the dog sees.", "One."]
+
+
+def said_by(folder: Path) -> list[str]:
+    """What the program in its README.md prints, with other texts, where there is no qkv."""
+    program = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    program = program.replace('"First sentence.", "And another."', ", ".join(map(repr, TEXTS)))
+    shut = "import sys; sys.modules['qkv'] = None\n"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", shut + program], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("to", ["ctranslate2", "huggingface"])
+def test_the_readme_of_an_exported_run_translates(tiny: Path, to: str, tmp_path: Path, call: Call) -> None:
+    done = call("export", tiny, "--to", to, "-o", tmp_path / "new" / to)
+    assert (done.code, done.err) == (0, "")
+    assert str(tmp_path / "new" / to / "README.md") in done.out
+    assert said_by(tmp_path / "new" / to) == [found.text for found in qkv.load(tiny).translate(TEXTS)]
+    card = (tmp_path / "new" / to / "README.md").read_text(encoding="utf-8")
+    assert "language: [en, it]" in card
+    assert "parameters, d_model 64" in card
+    assert not [path for path in (tmp_path / "new").iterdir() if path.name != to]
+
+
+@pytest.mark.parametrize("to", ["ctranslate2", "huggingface"])
+def test_tags_and_two_vocabularies_are_exported(to: str, tmp_path: Path) -> None:
+    source, target = write_pairs(tmp_path, sentences(1500))
+    spec = tiny_config(source, target, metric="loss", average=0).replace(
+        data={"train": [{"src": source, "tgt": target, "tag": "it"}]},
+        tokenizer={"shared": False},
+        model={"tie": "output", "norm": "post"},
+        decode={"beam": 1},
+    )
+    run = qkv.train(spec, tmp_path / "run")
+    with pytest.raises(UsageError, match="one of them as tag"):
+        qkv.export(run, to=to, output=tmp_path / "out")
+    qkv.export(run, to=to, output=tmp_path / "out", tag="it")
+    assert said_by(tmp_path / "out") == [found.text for found in qkv.load(run).translate(TEXTS, tag="it")]
+    assert (tmp_path / "out" / "target" / "tokenizer.json").exists()
+
+
+def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Path, call: Call) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine", encoding="utf-8")
+    done = call("export", tiny, "--to", "ctranslate2", "-o", full)
+    assert done.code == 2
+    assert f"{full}: is there already: name another folder, or remove it" in done.err
+    assert call("export", tiny, "--to", "onnx", "-o", tmp_path / "out").code == 2
+    assert call("export", tiny, "--to", "ctranslate2", "-o", tmp_path / "out", "--weights", "nonesuch").code == 2
+    with pytest.raises(UsageError, match="not a Transformer that translates"):
+        write_folder(
+            "ctranslate2", nn.Linear(1, 1), TOKENIZERS, config.Config(), tmp_path / "out", tag="", card="# a\n"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.name for path in full.iterdir()] == ["mine.txt"]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

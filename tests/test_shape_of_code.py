@@ -30,7 +30,8 @@ STAGES = """
 LIGHT = "errors processes terminal kinds config presets files text data evaluate cli".split()
 HEAVY = ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
 VERBS = """
-    train translate augment complete fill score evaluate explain align heads report serve config doctor average lab
+    train translate augment complete fill score evaluate explain align heads report serve export config doctor average
+    lab
 """.split()
 
 

@@ -122,6 +122,23 @@ def pipeline(kind: str) -> library.Tokenizer:
     return whole
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.one_of(st.text(), st.text(alphabet=" a\u0301é<s>▁Ġ日.1\n"), st.sampled_from(AWKWARD)))
+def test_the_librarys_own_file_gives_the_same_ids_and_text(kind: str, text: str) -> None:
+    ours, theirs = learned(kind).src, saved(kind)
+    ids = ours.encode(text)
+    assert theirs.encode(text).ids == [*ids, ours.eos]
+    assert theirs.encode(text).tokens == [ours.names[i] for i in (*ids, ours.eos)]
+    assert saved(kind, "fr").encode(text).ids == [ours.tag("fr"), *ids, ours.eos]
+    assert theirs.decode(ids) == nfc(text)
+
+
+@cache
+def saved(kind: str, tag: str = "") -> library.Tokenizer:
+    """As somebody else would open it."""
+    return library.Tokenizer.from_str(learned(kind).src.to_library(tag).to_str())
+
+
 def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = learned("bpe").src
     expected = [plain.encode(text) for text in (*ENGLISH, *GERMAN)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import config, models, presets
-    from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, load, train
+    from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
     from qkv.config import Config
     from qkv.errors import QkvError, UsageError
     from qkv.run import Run
@@ -32,6 +32,7 @@ _HOME = {
     "compare": "qkv.api",
     "config": "",
     "evaluate": "qkv.api",
+    "export": "qkv.api",
     "load": "qkv.api",
     "models": "",
     "presets": "",
@@ -51,6 +52,7 @@ __all__ = [
     "compare",
     "config",
     "evaluate",
+    "export",
     "load",
     "models",
     "presets",

@@ -10,6 +10,7 @@ from qkv import config as configs
 from qkv.api.asking import Options
 from qkv.api.augmenting import Augmented, Augmenter, augment
 from qkv.api.completing import Completer, Completion
+from qkv.api.exporting import export
 from qkv.api.filling import Filler, Filling
 from qkv.api.results import OtherWord, Scored, Translation
 from qkv.api.translating import CHUNK, Translator
@@ -37,6 +38,7 @@ __all__ = [
     "compare",
     "diagnose",
     "evaluate",
+    "export",
     "load",
     "train",
 ]

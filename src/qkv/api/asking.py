@@ -13,7 +13,7 @@ from qkv.decode.rerank import UTILITIES
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling
 from qkv.errors import UsageError
-from qkv.text import Tokenizer
+from qkv.text import Tokenizer, Tokenizers
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
 SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
@@ -167,6 +167,16 @@ def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
     if candidates is not None and candidates < n_best:
         raise UsageError(f"candidates = {candidates}: must be at least n_best, {n_best}")
     return max(n_best, CANDIDATES) if candidates is None else candidates
+
+
+def tag_before(tag: str, tokenizers: Tokenizers, config: configs.Config) -> list[int]:
+    """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
+    if tag:
+        return [tokenizers.src.tag(tag)]
+    if tokenizers.src.tags and all(corpus.tag for corpus in config.data.train):
+        known = ", ".join(tokenizers.src.tags)
+        raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
+    return []
 
 
 def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
+from qkv.api.asking import tag_before
 from qkv.api.loading import Loaded
 from qkv.errors import UsageError
 from qkv.explain.align import Alignment, align_pairs, alignment_head
@@ -108,10 +109,4 @@ class Explained(Loaded[TranslationModel]):
         return ids
 
     def _prefix(self, tag: str) -> list[int]:
-        """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
-        if tag:
-            return [self.tokenizers.src.tag(tag)]
-        if self.tokenizers.src.tags and all(corpus.tag for corpus in self.config.data.train):
-            known = ", ".join(self.tokenizers.src.tags)
-            raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
-        return []
+        return tag_before(tag, self.tokenizers, self.config)

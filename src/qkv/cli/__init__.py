@@ -8,6 +8,7 @@ from __future__ import annotations
 from qkv.cli.augmenting import augment
 from qkv.cli.command import app, lab, main
 from qkv.cli.explaining import align, explain, heads, report
+from qkv.cli.exporting import export
 from qkv.cli.measuring import ablate, doctor, speed, table1, table2, table3
 from qkv.cli.serving import serve
 from qkv.cli.training import average, config, train
@@ -30,6 +31,7 @@ for verb in (
     heads,
     report,
     serve,
+    export,
     average,
     config,
     doctor,

@@ -1,7 +1,7 @@
-"""Our Transformer as a model folder of CTranslate2: model.bin, config.json, vocabularies, and our tokenizer.json.
+"""Our Transformer as a model folder of CTranslate2: model.bin, config.json and vocabularies.
 
-CTranslate2 is given tokens, not text: `vocabulary(tokenizer)[i]` is its name for our token i. It does not end a source
-by itself, so the caller puts </s> behind each, as we do.
+CTranslate2 is given tokens, not text: `tokenizer.names[i]` is its name for our token i. It does not end a source by
+itself, so the caller puts </s> behind each, as we do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.text import Tokenizers
-from qkv.text.tokenizer import PRINTABLE, SPECIALS, Tokenizer
+from qkv.text.tokenizer import SPECIALS
 
 POSITIONS = 4096  # sinusoids written to the file: its own are others
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
@@ -42,18 +42,11 @@ def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Pat
         if spec.norm == "pre":
             _set_norm(stack.layer_norm, getattr(model, f"{side}_norm"))
         register = theirs.register_source_vocabulary if side == "encoder" else theirs.register_target_vocabulary
-        register(vocabulary(tokenizer))
+        register(tokenizer.names)
     theirs.decoder.projection.weight = model.output.weight.detach().cpu()
     theirs.config.layer_norm_epsilon = 1e-5
     theirs.config.unk_token = SPECIALS[0]  # there are no unknown tokens, but it wants one
-    _save(theirs, Path(folder), tokenizers)
-
-
-def vocabulary(tokenizer: Tokenizer) -> list[str]:
-    """A name for each token that no other has: its bytes as printable characters, or that of a special token."""
-    special = tokenizer.tokens(range(tokenizer.offset))
-    pieces = ("".join(PRINTABLE[b] for b in tokenizer.bytes_of(i)) for i in range(tokenizer.offset, tokenizer.size))
-    return [*special, *(f"{piece} " if piece in special else piece for piece in pieces)]  # a text may say <s> too
+    _save(theirs, Path(folder))
 
 
 def _spec(spec: config.Transformer) -> Any:
@@ -123,7 +116,7 @@ def _set_norm(into: Any, norm: Any) -> None:
         into.beta = norm.bias.detach().cpu()
 
 
-def _save(theirs: Any, folder: Path, tokenizers: Tokenizers) -> None:
+def _save(theirs: Any, folder: Path) -> None:
     theirs.validate()
     theirs.optimize()
     try:
@@ -131,4 +124,3 @@ def _save(theirs: Any, folder: Path, tokenizers: Tokenizers) -> None:
         theirs.save(str(folder))
     except OSError as error:
         raise QkvError(f"{folder}: cannot be written: {error.strerror}") from None
-    tokenizers.save(folder / "tokenizer.json")

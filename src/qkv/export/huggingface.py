@@ -6,7 +6,9 @@ so everything that touches the residual stream changes its order. Their attentio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 
 from qkv import config
 from qkv.errors import UsageError
-from qkv.export.parts import Linear, check, engine, projections
+from qkv.export.parts import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
-from qkv.text.tokenizer import BOS, EOS, PAD
+from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
 
 CAN: dict[str, tuple[Any, ...]] = {
     "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
@@ -45,6 +47,37 @@ def to_huggingface(model: Transformer, *, max_positions: int = 1024) -> Any:
     theirs.load_state_dict(kept | ours)
     theirs.generation_config.update(suppress_tokens=[PAD, BOS], forced_eos_token_id=EOS)
     return theirs.eval()
+
+
+def write_huggingface(model: Transformer, folder: Path, search: config.Decode, longest: int) -> None:
+    """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
+    theirs = to_huggingface(model)
+    several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
+    theirs.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **several)
+    bars = engine("transformers").utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    theirs.save_pretrained(folder)
+    if shown:
+        bars.enable_progress_bar()
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, tag: str = "") -> None:
+    """Write one side's tokenizer as AutoTokenizer reads it; a special token's name in a text is text to it too."""
+    pad, bos, eos = SPECIALS
+    theirs = engine("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.to_library(tag),
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    theirs.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which version 4 and 5 both know
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _empty(spec: config.Transformer, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:

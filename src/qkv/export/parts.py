@@ -28,8 +28,19 @@ def check(spec: config.Transformer, engine: str, can: Mapping[str, tuple[Any, ..
     for option, values in can.items():
         value = getattr(spec, option)
         if value not in values:
-            known = " or ".join(repr(each) for each in values)
-            raise UsageError(f"model.{option} = {value!r}: {engine} cannot express it, only {known}")
+            known, other = " or ".join(map(repr, values)), str(values[0]).lower()
+            raise UsageError(
+                f"model.{option} = {value!r}: {engine} cannot express it, only {known}: "
+                f"choose another engine, or train with --set model.{option}={other}"
+            )
+
+
+def penalty(search: config.Decode) -> float:
+    """Our length penalty in terms of engines that divide a score by length**penalty.
+
+    The paper's ((5 + length) / 6)**alpha is near to length**alpha, and not the same.
+    """
+    return {"none": 0.0, "average": 1.0, "gnmt": search.alpha}[search.length_penalty]
 
 
 class Linear(NamedTuple):

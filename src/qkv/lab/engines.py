@@ -23,7 +23,6 @@ from qkv.decode.slots import MOST, Pool
 from qkv.decode.workers import Workers, open_run, search_in
 from qkv.errors import UsageError
 from qkv.export import to_ctranslate2, to_huggingface
-from qkv.export.ctranslate2 import vocabulary
 from qkv.export.parts import engine
 from qkv.lab.peers import TorchTransformer
 from qkv.models.packed import pack
@@ -221,8 +220,8 @@ def _ctranslate2(subject: Subject, dtype: str, replicas: int, threads: int) -> D
         raise UsageError(f"ctranslate2 cannot use this {device}: {error}") from None
     finally:
         torch.set_num_threads(ours)  # both have the same OpenMP, and it sets the number for this thread too
-    names = vocabulary(subject.run.tokenizers.src)
-    ids = {name: token for token, name in enumerate(vocabulary(subject.run.tokenizers.tgt))}
+    names = subject.run.tokenizers.src.names
+    ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
 
     def decode(sources: Sources, task: Task) -> Outputs:
         found = translator.translate_batch(

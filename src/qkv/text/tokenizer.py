@@ -30,6 +30,7 @@ FORMAT, VERSION = "qkv-tokenizer", 1
 
 # Letters with their marks, digits, and everything else do not share a piece; each may have one space before it.
 PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
+NEVER = -1e6  # the score of a piece that no text is cut into
 CACHED = 1 << 17  # chunks remembered, and as many again that were remembered before
 CACHED_LENGTH = 64  # longer chunks are rare and not worth remembering
 
@@ -53,9 +54,9 @@ def spell(text: str) -> str:
     return "".join(map(PRINTABLE.__getitem__, text.encode()))
 
 
-def pre_tokenizer() -> tokenizers.pre_tokenizers.PreTokenizer:
+def pre_tokenizer(pieces: str = PIECES) -> tokenizers.pre_tokenizers.PreTokenizer:
     """The library's form of our rule: cut into pieces, then spell them in printable bytes."""
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), "isolated")
     spelled = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return tokenizers.pre_tokenizers.Sequence([split, spelled])
 
@@ -170,6 +171,39 @@ class Tokenizer:
         """The pairs of ids that merge: how early that was learned, and the id that they become."""
         ids = {piece: self.offset + number for piece, number in self._index.items()}
         return {(ids[a], ids[b]): (rank, ids[a + b]) for rank, (a, b) in enumerate(self._merges)}
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each token that no other has: that of a special token, or its bytes as printable characters."""
+        pieces = (f"{piece} " if piece in self._names else piece for piece in self._index)  # a text may say <s> too
+        return [*self._names, *pieces]
+
+    def to_library(self, tag: str = "") -> tokenizers.Tokenizer:
+        """The same rule in the form that the library keeps in a file, for those who have it and not this project.
+
+        It gives the same ids, with a language tag before them if one is named and </s> behind them, and the same text.
+        """
+        model: tokenizers.models.Model
+        if self.kind == "unigram":
+            never = [(name, NEVER) for name in self._names]
+            model = tokenizers.models.Unigram([*never, *zip(self._index, self._scores, strict=True)])
+        else:  # where there are no merges, what is no piece as a whole is spelled in bytes
+            ids = {name: number for number, name in enumerate(self.names)}
+            model = tokenizers.models.BPE(ids, list(self._merges), ignore_merges=self.kind != "bpe")
+        library = tokenizers.Tokenizer(model)
+        library.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.NFC(), tokenizers.normalizers.Prepend(" ")]
+        )
+        library.pre_tokenizer = pre_tokenizer(r"[\s\S]" if self.kind == "char" else PIECES)
+        library.decoder = tokenizers.decoders.Sequence(
+            [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)]
+        )
+        before = [self._names[self.tag(tag)]] if tag else []
+        around = [(name, self._names.index(name)) for name in (*before, SPECIALS[EOS])]
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=" ".join([*before, "$A", SPECIALS[EOS]]), special_tokens=around
+        )
+        return library
 
     def pieces(self, text: str) -> list[str]:
         """The parts of a text that no token crosses, spelled."""
