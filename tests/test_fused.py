@@ -85,13 +85,20 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
 
 
 @pytest.mark.parametrize(
-    ("norm", "activation", "r_drop"),
-    [("post", "relu", 0.0), ("pre", "relu", 0.0), ("pre", "gelu", 0.0), ("post", "swiglu", 0.0), ("pre", "relu", 5.0)],
+    ("options", "r_drop"),
+    [
+        ({"norm": "post", "activation": "relu"}, 0.0),
+        ({"norm": "pre", "activation": "relu"}, 5.0),
+        ({"norm": "pre", "activation": "gelu"}, 0.0),
+        ({"norm": "post", "activation": "swiglu"}, 0.0),
+        ({"norm": "pre", "activation": "swiglu", "positions": "rotary"}, 5.0),
+    ],
+    ids=str,
 )
-def test_gradients_with_dropout_are_the_slope_of_the_loss(norm: str, activation: str, r_drop: float) -> None:
+def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, object], r_drop: float) -> None:
     """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
     dropout = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2, "token_dropout": 0.1}
-    model = small(norm=norm, activation=activation, **dropout)
+    model = small(**dropout, **options)
     weights = Weights(model, torch.float32)
     passes = Passes(model, weights, smoothing=0.1, pad=0, r_drop=r_drop)
     passes.seed.copy_(torch.tensor([7, -3]))

@@ -565,6 +565,14 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
     assert (once.train.optimizer, once.train.schedule, once.train.average) == ("adam", "wsd", 0)
 
 
+@pytest.mark.parametrize("steps", [7, 101, 451, 2381, 10_001])
+def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None:
+    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    every = lasting(given, prepared, steps)[0].train.validate_every
+    assert 2 * (steps % every or every) > every  # the last comes at the end, and not just after another
+    assert steps / 12 <= every or every >= 900
+
+
 @pytest.mark.parametrize(
     ("settings", "positions"),
     [((), "rotary"), (("model.positions=learned",), "learned"), (("model.d_k=5", "model.d_v=5"), "sinusoidal")],

@@ -173,7 +173,8 @@ class Chooser:
         made = min(steps / plan.updates, config.train.epochs or math.inf)
         if not config.train.r_drop:  # what is read a few times only is not learned by heart
             config = self._set(config, model={"dropout": round(text.model.dropout * min(1.0, made / text.passes), 2)})
-        often = {"validate_every": max(50, min(1000, math.ceil(steps / 10))), "log_every": max(1, min(50, steps // 20))}
+        parts = max(1, round(steps / max(50, min(1000, steps / 10))))  # alike, so that none comes just before the end
+        often = {"validate_every": math.ceil(steps / parts), "log_every": max(1, min(50, steps // 20))}
         config = self._set(config, train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
         suits = "as you say" if "model.dropout" in self.fixed else "for so many passes over a text of this size"
         length = f"{steps:,} steps of {config.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why})"
@@ -210,6 +211,7 @@ class Chooser:
         if not isinstance(model, Translating):
             train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
         config = self._set(self.config, model=vars(model), train=train)
+        # They turn pairs of numbers, and the width of a head may be the user's.
         if isinstance(config.model, Transformer | DecoderOnly) and not self.trained and not config.model.key_width % 2:
             config = self._set(config, model={"positions": "rotary"})
         lower = ADAPTING_RATE if self.trained else 1.0

@@ -49,7 +49,7 @@ class Captured:
         self.outcome = number(4)  # loss and −log p for each token, norm of the gradient, tokens
         self.average = None if ema is None else self._flatten(ema)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self.graphs: dict[Sizes, tuple[Tensor, torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        self.graphs: dict[Sizes, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
         self.most = list(most) or [0] * len(TILES)  # rows of each tile that the graphs have room for
         self._prepare_optimizer()
@@ -88,7 +88,7 @@ class Captured:
             return
         self._make_room(batch)
         if batch.sizes in self.graphs:
-            static, graph, _ = self.graphs[batch.sizes]
+            static, graph = self.graphs[batch.sizes]
             static.copy_(batch.whole)
             graph.replay()
             return
@@ -98,8 +98,7 @@ class Captured:
         def work() -> None:
             self.totals[:2] += self.passes.run(held, tuple(self.most))
 
-        # A graph holds addresses, not tensors: a table of positions that grows later must not free this one.
-        self.graphs[batch.sizes] = held.whole, self._capture(work), list(self.passes.model.buffers())
+        self.graphs[batch.sizes] = held.whole, self._capture(work)
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:

@@ -66,7 +66,8 @@ class Passes:
         self.model, self.weights = model, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
-        # As they are now: a validation with longer sentences replaces them, and captured passes go on reading these.
+        # As they are now: longer sentences in a validation replace them, and a captured pass goes on reading these, of
+        # which it holds the addresses alone.
         self.sinusoids: dict[nn.Module | None, Tensor] = {
             part: part(0, LONGEST) for part in model.modules() if isinstance(part, SinusoidalPositions)
         }
@@ -104,7 +105,7 @@ class Passes:
             cross = block.cross_attention
             assert isinstance(cross, MultiHeadAttention)
             decoder.append(
-                (block.residuals[0], self._self_attention(block.attention, target_rows, target.places, True))
+                (block.residuals[0], self._self_attention(block.attention, target_rows, target.places, causal=True))
             )
             decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, remembered)))
             decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
@@ -197,7 +198,7 @@ class Passes:
         return x, back
 
     def _self_attention(
-        self, part: MultiHeadAttention, rows: Rows, places: Tensor, causal: bool = False
+        self, part: MultiHeadAttention, rows: Rows, places: Tensor, *, causal: bool = False
     ) -> Callable[[Tensor], Sublayer]:
         turned = 2 * part.heads * part.d_k  # columns of queries and keys
         table = None if part.rotary is None else self.sinusoids[part.rotary]
@@ -260,7 +261,7 @@ class Passes:
         if part.gate is not None:
             return self._gated_feed_forward(part, part.gate)
         if part.activation is not F.relu:
-            return self._smooth_feed_forward(part)
+            return self._gelu_feed_forward(part)
 
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
@@ -279,9 +280,7 @@ class Passes:
 
         return forward
 
-    def _smooth_feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
-        """With GELU."""
-
+    def _gelu_feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
             bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
