@@ -126,6 +126,21 @@ def test_control_characters(server: Server, tiny: Path) -> None:
     assert server.ask("/translate", {"q": every, **PAIR, "format": "html"}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("q", "status", "pointer", "said"),
+    [
+        (["a"] * 10_001, 413, "/q", "at most 10000"),
+        (["a", 5], 422, "/q/1", "valid string"),
+        (5, 422, "/q", "valid string"),
+    ],
+    ids=["too many", "one of them no text", "no text"],
+)
+def test_what_is_wrong_with_texts_is_told(server: Server, q: object, status: int, pointer: str, said: str) -> None:
+    found = server.ask("/translate", {"q": q, **PAIR})
+    assert (found.status, found.json["pointer"]) == (status, pointer)
+    assert said in text(found)
+
+
 def test_ten_thousand_alternatives(server: Server) -> None:
     found = server.ask("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
     assert found.status == 422

@@ -71,8 +71,9 @@ def _gathered(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def malformed(errors: Any) -> NoReturn:
-    """Refuse with the first thing that is wrong, and where it is."""
-    first = errors[0]
+    """Refuse with the first thing that is wrong, and where it is; of a union, with what its nearest branch says."""
+    alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(alike, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     place = [part for part in first["loc"] if part not in ("body", "query", "path") and not _is_branch(part)]
     pointer = "".join(f"/{part}" for part in place)
     status = 413 if first["type"] in ("string_too_long", "too_long") else 422
@@ -82,7 +83,7 @@ def malformed(errors: Any) -> NoReturn:
 
 def _is_branch(part: Any) -> bool:
     """Whether a part of a place names a branch of a union (`str`, `list[str]`), and nothing in the body."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "constrained-str", "int", "float", "bool") or "[" in part)
 
 
 def schema(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
