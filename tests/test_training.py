@@ -579,8 +579,9 @@ def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None
 )
 def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: tuple[str, ...], positions: str) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    chosen, _ = around(given, prepared, "train.steps=10", *settings)
+    chosen, reasons = around(given, prepared, "train.steps=10", *settings)
     assert chosen.model.positions == positions
+    assert any(f"{positions} positions" in reason for reason in reasons) == (positions != "sinusoidal")
 
 
 @pytest.mark.parametrize(("parallel", "optimizer"), [("data", "muon"), ("sharded", "adam")])

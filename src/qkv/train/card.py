@@ -45,12 +45,14 @@ def parameters(spec: configs.Model, tokenizers: Tokenizers) -> int:
 
 
 def shape(spec: configs.Model) -> str:
-    """The size of a model in words."""
+    """The size of a model in words, and where its positions are not the paper's."""
     layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.Translating) else spec.layers
-    heads = ""
+    heads = positions = ""
     if isinstance(spec, configs.Attentive):
         heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
-    return f"d_model {spec.d_model}, {layers} layers{heads}"
+        if spec.positions != "sinusoidal":
+            positions = f", {'no' if spec.positions == 'none' else spec.positions} positions"
+    return f"d_model {spec.d_model}, {layers} layers{heads}{positions}"
 
 
 def unit(config: configs.Config) -> str:
