@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -23,8 +24,8 @@ from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.errors import UsageError
 from qkv.export import to_ctranslate2, to_huggingface
-from qkv.export.folder import write_folder
 from qkv.models import Transformer
+from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
 
@@ -220,9 +221,10 @@ def test_the_readme_of_an_exported_run_translates(tiny: Path, to: str, tmp_path:
     assert str(tmp_path / "new" / to / "README.md") in done.out
     assert said_by(tmp_path / "new" / to) == [found.text for found in qkv.load(tiny).translate(TEXTS)]
     card = (tmp_path / "new" / to / "README.md").read_text(encoding="utf-8")
-    assert "language: [en, it]" in card
-    assert "parameters, d_model 64" in card
+    for said in ("language: [en, it]", "# tiny: en → it", f"pip install {to[:4]}", "Weights: ", "d_model 64"):
+        assert said.replace("hugg", "transformers") in card
     assert not [path for path in (tmp_path / "new").iterdir() if path.name != to]
+    assert len({path.stat().st_mode for path in (tmp_path / "new" / to).iterdir()}) == 1  # others may read all of it
 
 
 @pytest.mark.parametrize("to", ["ctranslate2", "huggingface"])
@@ -246,17 +248,44 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Pat
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine", encoding="utf-8")
-    done = call("export", tiny, "--to", "ctranslate2", "-o", full)
-    assert done.code == 2
-    assert f"{full}: is there already: name another folder, or remove it" in done.err
+    for output, said in ((full, "there is something in it: name another folder"), (full / "mine.txt", "is a file")):
+        done = call("export", tiny, "--to", "ctranslate2", "-o", output)
+        assert done.code == 2
+        assert f"{output}: {said}" in done.err
+    nowhere = call("export", tiny, "--to", "ctranslate2", "-o", full / "mine.txt" / "out")
+    assert nowhere.code == 1
+    assert f"{full / 'mine.txt' / 'out'}: cannot be written: Not a directory" in nowhere.err
     assert call("export", tiny, "--to", "onnx", "-o", tmp_path / "out").code == 2
     assert call("export", tiny, "--to", "ctranslate2", "-o", tmp_path / "out", "--weights", "nonesuch").code == 2
-    with pytest.raises(UsageError, match="not a Transformer that translates"):
-        write_folder(
-            "ctranslate2", nn.Linear(1, 1), TOKENIZERS, config.Config(), tmp_path / "out", tag="", card="# a\n"
-        )
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
     assert [path.name for path in full.iterdir()] == ["mine.txt"]
+
+
+def test_only_what_translates_is_exported(tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("The cat sees the dog.\n" * 50, encoding="utf-8")
+    model = config.DecoderOnly(d_model=16, d_ff=16, heads=2, layers=1)
+    spec = tiny_config("", "", steps=1, metric="loss", average=0, validate_every=1)
+    spec = dataclasses.replace(spec.replace(data={"train": [{"text": str(text)}]}), model=model)
+    run = qkv.train(spec, tmp_path / "run")
+    with pytest.raises(UsageError, match='of the kind "decoder": only Transformers that translate'):
+        qkv.export(run, to="ctranslate2", output=tmp_path / "out")
+    with pytest.raises(UsageError, match="no format to export to: choose ctranslate2 or huggingface"):
+        qkv.export(run, to="onnx", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_an_empty_folder_is_a_place(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    qkv.export(tiny, to="ctranslate2", output=tmp_path / "link")
+    assert (tmp_path / "empty" / "model.bin").exists()
+
+
+def test_a_run_in_training_is_exported_as_it_is(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Run.open(tiny).lock():
+        qkv.export(tiny, to="ctranslate2", output=tmp_path / "out")
+    assert f"{tiny} is in training: these are its" in capsys.readouterr().err
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -279,6 +308,12 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Pat
 def test_transformers_refuses_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* cannot express it, only"):
         to_huggingface(some_model(**options))
+
+
+def test_all_that_is_lacking_is_told_at_once() -> None:
+    remedy = "train with --set model.positions=sinusoidal --set model.activation=relu --set model.rms_norm=false"
+    with pytest.raises(UsageError, match=remedy):
+        to_huggingface(some_model(positions="rotary", activation="swiglu", rms_norm=True))
 
 
 @pytest.mark.parametrize(

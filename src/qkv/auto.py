@@ -109,7 +109,7 @@ class Chooser:
         self.budget = 60 * (minutes or MINUTES.get(self.device, 30.0))
         self.steps = config.train.steps if "train.steps" in fixed else 0
         self.of = "target tokens" if isinstance(config.model, Translating) else "tokens"
-        amount = f"{len(prepared.train):,} {unit(config)}, {self.tokens / 1e6:.2f} million {self.of}"
+        amount = f"{len(prepared.train):,} {unit(config)}, {_many(self.tokens)} {self.of}"
         together = f", with {ranks - 1} more" if ranks > 1 else ""
         self.reasons = [f"auto: {amount}, on {describe(device)}{together}"]
 
@@ -131,10 +131,10 @@ class Chooser:
             read, held = plan.passes * self.tokens, parameters(plan.config.model, self.prepared.tokenizers)
             if read >= TOKENS_A_PARAMETER * held or size is sizes[0]:
                 break
-            limit = f"{self.steps:,} steps read" if self.steps else f"{self.budget / 60:g} min allow"
+            limit = f"{self.steps:,} steps" if self.steps else f"{self.budget / 60:g} min"
             self.reasons.append(
-                f"auto: {shape(plan.config.model)} has {held / 1e6:.1f} million parameters, for which "
-                f"{read / 1e6:.1f} million {self.of}, all that {limit}, are too few: something smaller"
+                f"auto: {shape(plan.config.model)} has {_many(held)} parameters, too many for {_many(read)} {self.of}, "
+                f"all that it could read in {limit}: something smaller"
             )
         return plan
 
@@ -176,7 +176,7 @@ class Chooser:
         parts = max(1, round(steps / max(50, min(1000, steps / 10))))  # alike, so that none comes just before the end
         often = {"validate_every": math.ceil(steps / parts), "log_every": max(1, min(50, steps // 20))}
         config = self._set(config, train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
-        suits = "as you say" if "model.dropout" in self.fixed else "for so many passes over a text of this size"
+        suits = "as you say" if "model.dropout" in self.fixed else f"for {made:.1f} passes over a text of this size"
         length = f"{steps:,} steps of {config.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why})"
         lasting = f"about {_duration(made * plan.seconds)} by the first steps' speed"
         self.reasons += [
@@ -304,6 +304,10 @@ def _rate(config: Config) -> float:
         return 1.0
     rate, width = (4e-3, 256) if config.train.optimizer == "muon" else (1e-3, 512)
     return rate * math.sqrt(width / config.model.d_model)
+
+
+def _many(count: float) -> str:
+    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,.0f}"
 
 
 def _duration(seconds: float) -> str:

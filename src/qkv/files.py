@@ -73,13 +73,13 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise QkvError(f"{path}: cannot be written: {_reason(error)}; what was there before is untouched") from None
+        raise QkvError(f"{path}: cannot be written: {reason(error)}; what was there before is untouched") from None
     finally:
         with suppress(OSError):  # where nothing can be written, nothing can be removed either
             temporary.unlink()
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     # safetensors tells the system's error only in its text: "… (os error 28) …".
     number = re.search(r"os error (\d+)", str(error))
     return os.strerror(int(number[1])) if number else str(getattr(error, "strerror", None) or error)

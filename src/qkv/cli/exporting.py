@@ -20,7 +20,7 @@ class Format(StrEnum):
 
 def export(
     run: RunArgument,
-    to: Annotated[Format, typer.Option(help="Whose format.", show_default=False)],
+    to: Annotated[Format, typer.Option(help="Whose format.", show_default=False, case_sensitive=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.", show_default=False)],
     tag: Tag = "",
     weights: Weights = "",

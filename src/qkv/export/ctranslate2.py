@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.errors import QkvError, UsageError
+from qkv.errors import UsageError
 from qkv.export.parts import Linear, check, engine, projections
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
@@ -119,8 +119,5 @@ def _set_norm(into: Any, norm: Any) -> None:
 def _save(theirs: Any, folder: Path) -> None:
     theirs.validate()
     theirs.optimize()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        theirs.save(str(folder))
-    except OSError as error:
-        raise QkvError(f"{folder}: cannot be written: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    theirs.save(str(folder))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from qkv import config as configs
 from qkv import files
-from qkv.errors import UsageError
 from qkv.export.ctranslate2 import to_ctranslate2
 from qkv.export.huggingface import write_huggingface, write_tokenizer
 from qkv.export.parts import penalty
@@ -21,10 +20,10 @@ CTRANSLATE2 = """\
 import ctranslate2
 import tokenizers
 
-folder = "."
+folder = "."  # where this file is
 source = tokenizers.Tokenizer.from_file(f"{{folder}}/tokenizer.json")
 target = {target}
-translator = ctranslate2.Translator(folder)  # compute_type="int8" is faster on a CPU
+translator = ctranslate2.Translator(folder)  # compute_type="int8" is faster on a CPU, and a little less exact
 texts = [source.encode(text).tokens for text in ("First sentence.", "And another.")]
 search = {{"beam_size": {beam}, "length_penalty": {penalty}, "max_decoding_length": {longest}}}
 for found in translator.translate_batch(texts, **search):
@@ -34,7 +33,7 @@ for found in translator.translate_batch(texts, **search):
 HUGGINGFACE = """\
 import transformers
 
-folder = "."
+folder = "."  # where this file is
 source = transformers.AutoTokenizer.from_pretrained(folder)
 target = {target}
 model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
@@ -60,36 +59,33 @@ def for_ctranslate2(model: Transformer, tokenizers: Tokenizers, config: configs.
 def for_huggingface(model: Transformer, tokenizers: Tokenizers, config: configs.Config, folder: Path, tag: str) -> str:
     """Write model and tokenizers; returns the program that uses them."""
     write_huggingface(model, folder, config.decode, _longest(config))
-    write_tokenizer(tokenizers.src, folder, tag)
+    write_tokenizer(tokenizers.src, folder, _longest(config), tag)
     target = "source"
     if not tokenizers.shared:
-        write_tokenizer(tokenizers.tgt, folder / "target")
+        write_tokenizer(tokenizers.tgt, folder / "target", _longest(config))
         target = 'transformers.AutoTokenizer.from_pretrained(folder, subfolder="target")'
     return HUGGINGFACE.format(target=target)
 
 
 FORMATS: dict[str, Writer] = {"ctranslate2": for_ctranslate2, "huggingface": for_huggingface}
-LIBRARIES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
+NEEDED = {"ctranslate2": "ctranslate2 tokenizers", "huggingface": "transformers torch"}  # the first reads the folder
 
 
 def write_folder(
-    to: str, model: object, tokenizers: Tokenizers, config: configs.Config, folder: Path, *, tag: str, card: str
+    to: str, model: Transformer, tokenizers: Tokenizers, config: configs.Config, folder: Path, *, tag: str, about: str
 ) -> None:
-    """Write all of it; `card` is what there is to say of the model."""
-    if to not in FORMATS:
-        raise UsageError(f'"{to}" is no format to export to: choose {" or ".join(FORMATS)}')
-    if not isinstance(model, Transformer):
-        raise UsageError("not a Transformer that translates: the other engines have no such model of ours")
+    """Write all of it; `about` is what there is to say of the model, with a title."""
     program = FORMATS[to](model, tokenizers, config, folder, tag)
-    title, _, rest = card.partition("\n")
-    files.write_text(folder / "README.md", f"{_matter(to, config)}{title}\n\n```python\n{program}```\n{rest}")
+    title, _, rest = about.partition("\n")
+    use = f"`pip install {NEEDED[to]}`, then:\n\n```python\n{program}```\n"
+    files.write_text(folder / "README.md", f"{_matter(to, config)}{title}\n\n{use}{rest}")
 
 
 def _matter(to: str, config: configs.Config) -> str:
     """What a hub of models reads at the top of a README.md."""
     languages = [language for language in (config.data.src_lang, config.data.tgt_lang) if language]
     lines = [f"language: [{', '.join(languages)}]"] if languages else []
-    lines += ["pipeline_tag: translation", f"library_name: {LIBRARIES[to]}"]
+    lines += ["pipeline_tag: translation", f"library_name: {NEEDED[to].split()[0]}"]
     return "\n".join(["---", *lines, "---", ""])
 
 

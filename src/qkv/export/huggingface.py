@@ -20,6 +20,7 @@ from qkv.export.parts import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
 
+POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
 CAN: dict[str, tuple[Any, ...]] = {
     "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
     "activation": ("relu", "gelu"),
@@ -29,13 +30,13 @@ CAN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def to_huggingface(model: Transformer, *, max_positions: int = 1024) -> Any:
+def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any:
     """A transformers model with a copy of these weights, on the CPU: `.generate`, `.save_pretrained` and all.
 
     Our search's rules are in its generation config: never <pad> or <s>, and </s> at the longest length allowed.
     """
     spec = model.spec
-    check(spec, "transformers", CAN)
+    check(spec, "transformers", CAN | ({"tie": ("all",)} if spec.norm == "pre" else {}))  # Pegasus has one matrix
     for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
         if width * spec.heads != spec.d_model:
             raise UsageError(f"model.{name} = {width}: transformers cannot express it, only d_model / heads")
@@ -51,7 +52,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = 1024) -> Any:
 
 def write_huggingface(model: Transformer, folder: Path, search: config.Decode, longest: int) -> None:
     """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
-    theirs = to_huggingface(model)
+    theirs = to_huggingface(model, max_positions=reach(longest))
     several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
     theirs.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **several)
     bars = engine("transformers").utils.logging
@@ -62,7 +63,12 @@ def write_huggingface(model: Transformer, folder: Path, search: config.Decode, l
         bars.enable_progress_bar()
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, tag: str = "") -> None:
+def reach(longest: int) -> int:
+    """How many positions the model is given, where translations have up to `longest` tokens; a source has no more."""
+    return max(POSITIONS, longest + 1)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str = "") -> None:
     """Write one side's tokenizer as AutoTokenizer reads it; a special token's name in a text is text to it too."""
     pad, bos, eos = SPECIALS
     theirs = engine("transformers").PreTrainedTokenizerFast(
@@ -70,6 +76,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, tag: str = "") -> None:
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
+        model_max_length=reach(longest),
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
@@ -103,7 +110,6 @@ def _empty(spec: config.Transformer, src_vocab: int, tgt_vocab: int, max_positio
         "forced_eos_token_id": EOS,
     }
     if spec.norm == "pre":
-        check(spec, "transformers' Pegasus", {"tie": ("all",)})
         return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**shape))
     apart = {"share_encoder_decoder_embeddings": spec.tie == "all", "decoder_vocab_size": tgt_vocab}
     return transformers.MarianMTModel(transformers.MarianConfig(**shape, **apart))

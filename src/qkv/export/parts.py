@@ -24,15 +24,15 @@ def engine(name: str) -> Any:
 
 
 def check(spec: config.Transformer, engine: str, can: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse a model with an option that the engine has not; `can` holds the values that it has."""
-    for option, values in can.items():
-        value = getattr(spec, option)
-        if value not in values:
-            known, other = " or ".join(map(repr, values)), str(values[0]).lower()
-            raise UsageError(
-                f"model.{option} = {value!r}: {engine} cannot express it, only {known}: "
-                f"choose another engine, or train with --set model.{option}={other}"
-            )
+    """Refuse a model with options that the engine has not, all at once; `can` holds the values that it has."""
+    lacking = {option: values for option, values in can.items() if getattr(spec, option) not in values}
+    if lacking:
+        what = " and ".join(f"model.{option} = {getattr(spec, option)!r}" for option in lacking)
+        known = " and ".join(" or ".join(map(repr, values)) for values in lacking.values())
+        others = " ".join(f"--set model.{option}={str(values[0]).lower()}" for option, values in lacking.items())
+        raise UsageError(
+            f"{what}: {engine} cannot express it, only {known}: choose another engine, or train with {others}"
+        )
 
 
 def penalty(search: config.Decode) -> float:
