@@ -221,7 +221,7 @@ def test_the_readme_of_an_exported_run_translates(tiny: Path, to: str, tmp_path:
     assert str(tmp_path / "new" / to / "README.md") in done.out
     assert said_by(tmp_path / "new" / to) == [found.text for found in qkv.load(tiny).translate(TEXTS)]
     card = (tmp_path / "new" / to / "README.md").read_text(encoding="utf-8")
-    for said in ("language: [en, it]", "# tiny: en → it", f"pip install {to[:4]}", "Weights: ", "d_model 64"):
+    for said in ('language: ["en", "it"]', "# tiny: en → it", f"pip install {to[:4]}", "Weights: ", "d_model 64"):
         assert said.replace("hugg", "transformers") in card
     assert not [path for path in (tmp_path / "new").iterdir() if path.name != to]
     assert len({path.stat().st_mode for path in (tmp_path / "new" / to).iterdir()}) == 1  # others may read all of it

@@ -728,4 +728,4 @@ def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch:
     assert (large.model.d_model, large.train.r_drop) == (256, auto.R_DROP)
     small, reasons = lasting(given, prepared, 5)
     assert (small.model.d_model, small.train.r_drop) == (128, 0.0)
-    assert "all that it could read in 5 steps" in " ".join(reasons)
+    assert "all that could be read in 5 steps" in " ".join(reasons)

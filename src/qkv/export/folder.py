@@ -5,6 +5,7 @@ Where the two sides have vocabularies of their own, the target's tokenizer is in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def write_folder(
 def _matter(to: str, config: configs.Config) -> str:
     """What a hub of models reads at the top of a README.md."""
     languages = [language for language in (config.data.src_lang, config.data.tgt_lang) if language]
-    lines = [f"language: [{', '.join(languages)}]"] if languages else []
+    lines = [f"language: {json.dumps(languages)}"] if languages else []  # quoted: "no" would be false in YAML
     lines += ["pipeline_tag: translation", f"library_name: {NEEDED[to].split()[0]}"]
     return "\n".join(["---", *lines, "---", ""])
 
