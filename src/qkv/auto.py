@@ -133,8 +133,8 @@ class Chooser:
                 break
             limit = f"{self.steps:,} steps" if self.steps else f"{self.budget / 60:g} min"
             self.reasons.append(
-                f"auto: {_many(held)} parameters ({shape(plan.config.model)}) are too many for {_many(read)} {self.of}, "
-                f"all that could be read in {limit}: something smaller"
+                f"auto: {_many(held)} parameters ({shape(plan.config.model)}) are too many for {_many(read)} "
+                f"{self.of}, all that could be read in {limit}: something smaller"
             )
         return plan
 
