@@ -35,7 +35,9 @@ def export(run: str | Path | Run, *, to: str, output: str | Path, weights: str =
     model = opened.model(torch.device("cpu"), weights)
     if not isinstance(model, Transformer):
         kind = opened.config.model.kind
-        raise UsageError(f'{opened.path}: its model is of the kind "{kind}": only Transformers that translate go there')
+        raise UsageError(
+            f'{opened.path}: its model is of the kind "{kind}": only Transformers that translate are exported'
+        )
     place = folder.resolve()
     draft = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:

@@ -138,9 +138,9 @@ if triton is not None:
             given = tl.where(_keep(place, seed, salt, threshold), given * factor, 0.0)
         value = tl.load(a + place, mask=real, other=0.0).to(tl.float32)
         beside = tl.load(b + place, mask=real, other=0.0).to(tl.float32)
-        open = tl.sigmoid(value)
-        tl.store(b + place, (given * value * open).to(b.dtype.element_ty), mask=real)
-        slope = open * (1 + value * (1 - open))
+        sigmoid = tl.sigmoid(value)
+        tl.store(b + place, (given * value * sigmoid).to(b.dtype.element_ty), mask=real)
+        slope = sigmoid * (1 + value * (1 - sigmoid))
         tl.store(a + place, (given * beside * slope).to(a.dtype.element_ty), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
