@@ -22,8 +22,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # The way through the house: a module imports only from its own stage and from stages before it. Validation searches and
 # scores, so training comes after both.
 STAGES = """
-    errors processes terminal kinds config presets files device text data models run decode evaluate train auto
-    explain export api serve lab cli __main__
+    errors files core device kinds config options processes terminal console worker_pool presets text data models run
+    decode evaluation evaluate decoding segmentation training engines train auto assembly explain interop export
+    documents api scale server serve lab cli __main__
 """.split()
 
 # Stages that load without waiting for torch, but for the module that makes batches of tensors.
