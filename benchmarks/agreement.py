@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qkv
-from qkv.config import Config, Corpus, Data, Tokenizer
+from qkv.config import Config, CorpusConfig, DataConfig, TokenizerConfig
 
 PATHS: dict[str, dict[str, Any]] = {
     "fast path, bf16": {"precision": "auto"},
@@ -28,9 +28,9 @@ def curves(files: list[str], steps: int, small: bool) -> dict[str, list[float]]:
     train_src, train_tgt, valid_src, valid_tgt = files
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = Data(
-            train=(Corpus(src=train_src, tgt=train_tgt),),
-            valid=(Corpus(src=valid_src, tgt=valid_tgt),),
+        data = DataConfig(
+            train=(CorpusConfig(src=train_src, tgt=train_tgt),),
+            valid=(CorpusConfig(src=valid_src, tgt=valid_tgt),),
             store=f"{folder}/store",
             max_length=100,
         )
@@ -45,7 +45,7 @@ def curves(files: list[str], steps: int, small: bool) -> dict[str, list[float]]:
         }
         recipe |= {"schedule": "cosine", "learning_rate": 1e-3, "warmup": steps // 6, "clip": 1.0}
         recipe |= {"metric": "loss", "average": 0, "tensorboard": False}
-        settings = Config(data=data, tokenizer=Tokenizer(), model=model).replace(
+        settings = Config(data=data, tokenizer=TokenizerConfig(), model=model).replace(
             model={"dropout": 0.0, "norm": "pre"} | sizes,
             train=recipe,
         )

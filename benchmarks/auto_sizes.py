@@ -37,8 +37,11 @@ def text(files: list[str], pairs: int, folder: Path) -> tuple[configs.Config, Pr
     cut = [folder / f"{pairs}.src", folder / f"{pairs}.tgt"]
     for name, path in zip(files, cut, strict=False):
         path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
-    train, valid = configs.Corpus(src=str(cut[0]), tgt=str(cut[1])), configs.Corpus(src=files[2], tgt=files[3])
-    config = configs.Config(data=configs.Data(train=(train,), valid=(valid,)))
+    train, valid = (
+        configs.CorpusConfig(src=str(cut[0]), tgt=str(cut[1])),
+        configs.CorpusConfig(src=files[2], tgt=files[3]),
+    )
+    config = configs.Config(data=configs.DataConfig(train=(train,), valid=(valid,)))
     return config, trials.prepare_text(config, folder)
 
 

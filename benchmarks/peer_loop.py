@@ -30,7 +30,7 @@ from sacrebleu import corpus_bleu, corpus_chrf
 from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
-from qkv.config import Corpus, Data, Tokenizer
+from qkv.config import CorpusConfig, DataConfig, TokenizerConfig
 from qkv.data.lines import read_lines
 from qkv.data.store import prepare
 from qkv.text import Tokenizers
@@ -40,10 +40,10 @@ Pair = tuple[list[int], list[int]]
 
 def learn(files: list[str], vocab: int, store: str = "") -> tuple[Tokenizers, list[Pair]]:
     """Subwords, and the training text in their ids."""
-    train, valid = Corpus(src=files[0], tgt=files[1]), Corpus(src=files[2], tgt=files[3])
+    train, valid = CorpusConfig(src=files[0], tgt=files[1]), CorpusConfig(src=files[2], tgt=files[3])
     with tempfile.TemporaryDirectory() as folder:
-        data = Data(train=(train,), valid=(valid,), store=store)
-        made = prepare(data, Tokenizer(vocab=vocab), Path(folder))
+        data = DataConfig(train=(train,), valid=(valid,), store=store)
+        made = prepare(data, TokenizerConfig(vocab=vocab), Path(folder))
         return made.tokenizers, [
             (made.train.src(i).tolist(), made.train.tgt(i).tolist()) for i in range(len(made.train))
         ]

@@ -50,11 +50,11 @@ def main() -> None:
 
 def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
     stages: dict[str, float] = {}
-    data = config.Data(train=(config.Corpus(src=src, tgt=tgt),))
+    data = config.DataConfig(train=(config.CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
     prepared = prepare(
         data,
-        config.Tokenizer(vocab=vocab),
+        config.TokenizerConfig(vocab=vocab),
         store,
         progress=lambda stage, done, total: stages.__setitem__(stage, stages.get(stage, time.perf_counter())),
     )

@@ -33,7 +33,7 @@ def page() -> str:
         else:
             sections.append((f"[{spec.name}]", spec.default_factory))
         if spec.name == "data":
-            sections.append(("[[data.train]], [[data.valid]]", config.Corpus))
+            sections.append(("[[data.train]], [[data.valid]]", config.CorpusConfig))
     return "\n".join([INTRODUCTION, *(section(title, cls) for title, cls in sections)])
 
 

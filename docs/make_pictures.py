@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.api import Translator
-from qkv.config import Train
+from qkv.config import TrainConfig
 from qkv.data import demo
 from qkv.models.layers import sinusoids
 from qkv.train.optim import learning_rate
@@ -112,7 +112,8 @@ def learning_rates(steps: int = 20_000) -> str:
     left, top, width, height = 70, 36, 620, 260
     at = np.unique(np.concatenate([np.linspace(1, steps, 240).round(), [4000, 8000]])).astype(int)
     curves = {
-        spec: [learning_rate(int(step), Train(warmup=spec[1]), d_model=spec[0]) for step in at] for spec in SCHEDULES
+        spec: [learning_rate(int(step), TrainConfig(warmup=spec[1]), d_model=spec[0]) for step in at]
+        for spec in SCHEDULES
     }
     highest = 0.0012
     place = lambda step, rate: f"{left + step * width / steps:.1f} {top + height - rate * height / highest:.1f}"  # noqa: E731

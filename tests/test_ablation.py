@@ -10,8 +10,8 @@ import pytest
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.errors import UsageError
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
 from qkv.run import Run
@@ -85,7 +85,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     assert [each["steps"] for each in shorter] == [3]
 
 
-def fake(name: str, spec: config.Train, key: str, bleu: float) -> Result:
+def fake(name: str, spec: config.TrainConfig, key: str, bleu: float) -> Result:
     assert not spec.epochs
     assert not spec.patience
     return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
@@ -93,7 +93,7 @@ def fake(name: str, spec: config.Train, key: str, bleu: float) -> Result:
 
 def test_a_gain_is_told_from_chance() -> None:
     def three(name: str, *values: float) -> list[Result]:
-        return [fake(name, config.Train(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
+        return [fake(name, config.TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
 
     found = {
         ablation.AS_IT_IS: three(ablation.AS_IT_IS, 30.0, 30.2, 29.8),
@@ -116,7 +116,7 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
     with pytest.raises(UsageError, match=r'which model\.kind = "decoder" has not'):
-        ablation.measure(config.Config(model=config.DecoderOnly()), [], out=tmp_path)
+        ablation.measure(config.Config(model=config.DecoderOnlyConfig()), [], out=tmp_path)
     with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.data import demo, links
-from qkv.errors import UsageError
 from qkv.explain.align import (
     Agreement,
     Alignment,
@@ -86,7 +86,10 @@ TRAINING = ["the cat is at home.", "il gatto è a casa.", *AWKWARD[:4], "Anna's 
 @pytest.fixture(scope="module", params=["bpe", "unigram", "word", "char"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return learn(
-        TRAINING, TRAINING, config.Tokenizer(kind=request.param, vocab=0 if request.param == "char" else 300), ("it",)
+        TRAINING,
+        TRAINING,
+        config.TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
+        ("it",),
     ).src
 
 

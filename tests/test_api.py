@@ -16,8 +16,8 @@ import qkv
 from conftest import WORDS, sentences, tiny_config, write_pairs
 from qkv import api
 from qkv.api import Translation, Translator
+from qkv.core.errors import UsageError
 from qkv.decode.board import Hypothesis
-from qkv.errors import UsageError
 from qkv.text.split import split
 
 

@@ -33,9 +33,9 @@ from qkv.api import Augmenter, Translation, Translator, augmenting, files, sifti
 from qkv.api.files import Crew
 from qkv.api.results import Alternative
 from qkv.api.sifting import FATES, OPTIONAL, Filters, Seen, Settled, settle
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.corpus import blocks, read, resolve
 from qkv.data.noise import BLANK, EDUNOV, Noise
-from qkv.errors import QkvError, UsageError
 
 DOCS = Path(__file__).parents[1] / "docs" / "augmenting.md"
 
@@ -338,7 +338,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
-    (corpus,) = resolve([config.Corpus(src=str(path))], config.Data())
+    (corpus,) = resolve([config.CorpusConfig(src=str(path))], config.DataConfig())
     return [pair for block in blocks(corpus, corpus.paths) for pair in read(block) if pair]
 
 

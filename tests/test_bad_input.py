@@ -23,7 +23,8 @@ from safetensors.numpy import save_file
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config, files
+from qkv import config
+from qkv.core import files
 from qkv.run import Run
 
 
@@ -392,7 +393,7 @@ def test_a_damaged_state(copy: Path, call: Call) -> None:
 # A process that may not write files larger than half of its next state: to it, the disk fills up in the middle of one.
 LIMITED = """
 import resource, sys
-from qkv import files
+from qkv.core import files
 from qkv.cli import main
 
 real = files.write_tensors

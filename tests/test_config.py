@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv import config
-from qkv.config import Config, Corpus
-from qkv.errors import UsageError
+from qkv.config import Config, CorpusConfig
+from qkv.core.errors import UsageError
 
 # Every option there is. Adding one is a decision: it needs a place here, and there is room for 72.
 OPTIONS = {
@@ -49,7 +49,7 @@ def test_the_options_are_these_and_few(kind: str) -> None:
     expected = [f"{section}.{name}" for section in OPTIONS for name in names[section].split()]
     assert [path for path, _, _ in config.options(of_kind(kind))] == expected
     assert list(config.MODEL_KINDS) == list(KINDS)
-    assert [spec.name for spec in dataclasses.fields(Corpus)] == CORPUS.split()
+    assert [spec.name for spec in dataclasses.fields(CorpusConfig)] == CORPUS.split()
     assert len(expected) <= 72
 
 
@@ -68,7 +68,7 @@ def values(cls: type[Any]) -> st.SearchStrategy[Any]:
     def value(spec: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
         low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
         if isinstance(spec.default, tuple):
-            return st.lists(values(Corpus), max_size=2).map(tuple)
+            return st.lists(values(CorpusConfig), max_size=2).map(tuple)
         if choices:
             return st.sampled_from(choices)
         if isinstance(spec.default, bool):
@@ -87,31 +87,32 @@ def configs(draw: st.DrawFn) -> Config:
     """Valid configs: drawn freely, then made to agree where options depend on each other."""
     kind = config.MODEL_KINDS[draw(st.sampled_from(list(KINDS)))]
     data, tokenizer, model, train, decode = (
-        draw(values(cls)) for cls in (config.Data, config.Tokenizer, kind, config.Train, config.Decode)
+        draw(values(cls))
+        for cls in (config.DataConfig, config.TokenizerConfig, kind, config.TrainConfig, config.DecodeConfig)
     )
     heads, width = draw(st.integers(1, 64)), draw(st.integers(1, 100))
     model = dataclasses.replace(model, d_model=2 * heads * width)
-    if isinstance(model, config.Attentive):
+    if isinstance(model, config.AttentionModelConfig):
         model = dataclasses.replace(model, heads=heads, d_k=2 * model.d_k)
-    if isinstance(model, config.Convolutional):
+    if isinstance(model, config.ConvS2SConfig):
         model = dataclasses.replace(model, kernel=2 * model.kernel + 1)
     if hasattr(model, "max_positions"):
         longest = model.max_positions + data.max_length + decode.extra_length + 2
         model = dataclasses.replace(model, max_positions=longest)
     if not tokenizer.shared:
         model = dataclasses.replace(model, tie="output")
-    if tokenizer.kind != "bpe" or not isinstance(model, config.Translating):
+    if tokenizer.kind != "bpe" or not isinstance(model, config.TranslationConfig):
         tokenizer = dataclasses.replace(tokenizer, dropout=0.0)
     train = dataclasses.replace(train, tokens_per_step=train.tokens_per_step + data.max_length, micro_tokens=0)
     train = dataclasses.replace(train, beta1=train.beta1 / 2, beta2=train.beta2 / 2, optimizer="adamw")
-    if not isinstance(model, config.Attentive):
+    if not isinstance(model, config.AttentionModelConfig):
         train = dataclasses.replace(train, checkpointing=False, parallel="data")
     elif model.attention in ("additive", "general"):
         train = dataclasses.replace(train, parallel="data")
     data = dataclasses.replace(data, valid=tuple(dataclasses.replace(corpus, align="") for corpus in data.valid))
     if data.max_length >= 1 << 16:
         data = dataclasses.replace(data, train=tuple(dataclasses.replace(corpus, align="") for corpus in data.train))
-    aligned = isinstance(model, config.Transformer) and any(corpus.align for corpus in data.train)
+    aligned = isinstance(model, config.TransformerConfig) and any(corpus.align for corpus in data.train)
     if tokenizer.dropout or not aligned:
         train = dataclasses.replace(train, guided_alignment=0.0)
     if train.guided_alignment or not model.dropout:
@@ -127,12 +128,14 @@ def test_toml_round_trip(original: Config) -> None:
 
 @given(st.text(st.characters(codec="utf-8")), st.text(st.sampled_from("\"'\\\n\r\t\0\x01\x1f\x7f\x80\u2028#=[]é𝄞")))
 def test_any_string_survives_a_file(name: str, awkward: str) -> None:
-    original = Config().replace(data={"root": awkward, "train": (Corpus(src=name, tgt=awkward),)})
+    original = Config().replace(data={"root": awkward, "train": (CorpusConfig(src=name, tgt=awkward),)})
     assert config.from_dict(tomllib.loads(config.dumps(original))) == original
 
 
 def test_a_file_gives_the_same_config(tmp_path: Path) -> None:
-    original = Config().replace(train={"eps": 1e-300, "learning_rate": 7e22}, data={"train": [Corpus("a\n", "ü")]})
+    original = Config().replace(
+        train={"eps": 1e-300, "learning_rate": 7e22}, data={"train": [CorpusConfig("a\n", "ü")]}
+    )
     path = tmp_path / "config.toml"
     path.write_text(config.dumps(original), encoding="utf-8")
     assert config.load(path) == original
@@ -212,7 +215,7 @@ def test_replace_and_the_constructor_check_too(section: str, key: str, value: An
     with pytest.raises(UsageError, match=key if section == "decode" else section):
         Config().replace(**{section: {key: value}})
     with pytest.raises(UsageError, match="expected a whole number"):
-        Config(train=config.Train(steps="10"))  # type: ignore[arg-type]
+        Config(train=config.TrainConfig(steps="10"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes | None, message: str
         ("data.root=2024", "data.root", "2024"),
         ("data.store=2024-01-01", "data.store", "2024-01-01"),
         ("data.src_lang=true", "data.src_lang", "true"),
-        ('data.train=[{src="a", tgt="b"}]', "data.train", (Corpus("a", "b"),)),
+        ('data.train=[{src="a", tgt="b"}]', "data.train", (CorpusConfig("a", "b"),)),
     ],
 )
 def test_assign(setting: str, path: str, expected: Any) -> None:
@@ -286,7 +289,7 @@ def test_settings_apply_in_order_and_together() -> None:
 
 def test_another_kind_of_model_begins_with_its_own_defaults() -> None:
     changed = config.assign(Config(), ["model.cell=lstm", "model.kind=rnn"])  # in any order
-    assert changed.model == config.Recurrent(cell="lstm")
+    assert changed.model == config.RnnConfig(cell="lstm")
     assert config.assign(changed, ["model.kind=rnn"]) == changed
     with pytest.raises(UsageError, match="choose one of transformer, decoder"):
         config.assign(Config(), ["model.kind=cnn"])

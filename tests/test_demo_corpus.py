@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from qkv.core.errors import QkvError, UsageError
 from qkv.data import demo
 from qkv.data.corpus import find
 from qkv.data.demo import grammar, lexicon, nouns, verbs
 from qkv.data.demo.phrase import render
-from qkv.errors import QkvError, UsageError
 
 Corpus = dict[str, list[demo.Example]]
 

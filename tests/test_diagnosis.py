@@ -14,7 +14,7 @@ import sacrebleu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.evaluate import metrics
 from qkv.evaluate.diagnosis import (
     BUCKETS,

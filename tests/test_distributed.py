@@ -20,7 +20,8 @@ import torch
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config, files
+from qkv import config
+from qkv.core import files
 from qkv.data import batches
 from qkv.data.store import Prepared
 from qkv.run import Run
@@ -348,6 +349,6 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     sharded = dataclasses.replace(base.train, parallel="sharded")
     assert dataclasses.replace(base, train=sharded).train.parallel == "sharded"
     with pytest.raises(qkv.UsageError, match="is for layers of attention"):
-        dataclasses.replace(base, train=sharded, model=config.Recurrent())
+        dataclasses.replace(base, train=sharded, model=config.RnnConfig())
     with pytest.raises(qkv.UsageError, match="needs whole matrices"):
         dataclasses.replace(base, train=dataclasses.replace(sharded, optimizer="muon"))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.serve.documents import FORMATS, Document
 from qkv.serve.documents import word as words
 

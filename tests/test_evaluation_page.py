@@ -12,8 +12,8 @@ import pytest
 
 from browsing import launched, needs_chromium
 from conftest import Call, sentences, write_pairs
+from qkv.core.errors import UsageError
 from qkv.decode import loops
-from qkv.errors import UsageError
 from qkv.evaluate import diagnosis, metrics
 from qkv.evaluate.diagnosis import diagnose
 from qkv.explain.evaluation import (

@@ -48,7 +48,7 @@ def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
 def small(**options: object) -> Transformer:
     torch.manual_seed(0)
     settings: dict[str, object] = {"d_model": 32, "d_ff": 48, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
-    return Transformer(config.Transformer(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
+    return Transformer(config.TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [1, 64])
@@ -206,9 +206,9 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
-        assert not can_pass(config.Transformer(**options))  # type: ignore[arg-type]
-    assert not can_pass(config.DecoderOnly())
-    assert can_pass(config.Transformer())
+        assert not can_pass(config.TransformerConfig(**options))  # type: ignore[arg-type]
+    assert not can_pass(config.DecoderOnlyConfig())
+    assert can_pass(config.TransformerConfig())
 
 
 KERNELS = """

@@ -13,11 +13,11 @@ import torch
 
 from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.data import links
 from qkv.data import store as store_module
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.errors import QkvError, UsageError
 from qkv.models.attention import record
 from qkv.train import checkpoint
 from qkv.train.begin import _begin
@@ -199,16 +199,16 @@ def test_the_store_keeps_links_between_tokens(tmp_path: Path, form: str, monkeyp
     gold[pairs[6][0]] = "0-0 0-0"
     (tmp_path / "a.align").write_text("".join(f"{gold[source]}\n" for source, _ in pairs), encoding="utf-8")
     src, tgt = write_pairs(tmp_path, pairs)
-    corpus = config.Corpus(src, tgt, align="a.align", tag="it")
+    corpus = config.CorpusConfig(src, tgt, align="a.align", tag="it")
     if form == "tsv":
         (tmp_path / "a.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
-        corpus = config.Corpus(src="a.tsv", align="a.align", tag="it")
+        corpus = config.CorpusConfig(src="a.tsv", align="a.align", tag="it")
     if form == "packed":  # and read by two processes
         (tmp_path / "a.align.gz").write_bytes(gzip.compress((tmp_path / "a.align").read_bytes()))
-        corpus = config.Corpus(src, tgt, align="a.align.gz", tag="it")
+        corpus = config.CorpusConfig(src, tgt, align="a.align.gz", tag="it")
         monkeypatch.setattr(store_module, "SMALL", 0)
-    data = config.Data(train=(corpus,), root=str(tmp_path), workers=2)
-    prepared = prepare(data, config.Tokenizer(vocab=290), tmp_path / "store")
+    data = config.DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
+    prepared = prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
     for part in ("train", "valid"):  # some are held out
         kept = getattr(prepared, part)
         expected = expected_links(prepared, part, gold, tag=1)
@@ -223,17 +223,19 @@ def test_a_corpus_without_alignments_has_no_links(tmp_path: Path) -> None:
     first, second = sentences(60, seed=1), sentences(60, seed=2)
     one, two = write_pairs(tmp_path, first, "one"), write_pairs(tmp_path, second, "two")
     (tmp_path / "one.align").write_text("0-0\n" * 60, encoding="utf-8")
-    plain, given_ = config.Corpus(*two), config.Corpus(*one, align=str(tmp_path / "one.align"))
-    data = config.Data(train=(given_, plain), valid=(plain,))
-    prepared = prepare(data, config.Tokenizer(vocab=290), tmp_path / "store")
+    plain, given_ = config.CorpusConfig(*two), config.CorpusConfig(*one, align=str(tmp_path / "one.align"))
+    data = config.DataConfig(train=(given_, plain), valid=(plain,))
+    prepared = prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
     counts = [len(prepared.train.links(n)) > 0 for n in range(len(prepared.train))]
     assert counts == (prepared.train.corpus == 0).tolist()
     assert not any(len(prepared.valid.links(n)) for n in range(len(prepared.valid)))
     # Other alignments make another store, and none another again.
     (tmp_path / "one.align").write_text("0-0 0-0\n" * 60, encoding="utf-8")
-    assert prepare(data, config.Tokenizer(vocab=290), tmp_path / "store").train.links(0).tolist()
+    assert prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store").train.links(0).tolist()
     bare = prepare(
-        config.Data(train=(config.Corpus(*one), plain), valid=(plain,)), config.Tokenizer(vocab=290), tmp_path / "b"
+        config.DataConfig(train=(config.CorpusConfig(*one), plain), valid=(plain,)),
+        config.TokenizerConfig(vocab=290),
+        tmp_path / "b",
     )
     assert not list((tmp_path / "b").glob("*links*"))
     with pytest.raises(UsageError, match="prepared without alignments"):
@@ -254,9 +256,11 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
     lines = words_links(pairs)
     lines[2] = line
     (tmp_path / "bad.align").write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
-    data = config.Data(train=(config.Corpus(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),))
+    data = config.DataConfig(
+        train=(config.CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),)
+    )
     with pytest.raises(QkvError, match=message):
-        prepare(data, config.Tokenizer(vocab=280), tmp_path / "store")
+        prepare(data, config.TokenizerConfig(vocab=280), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +287,6 @@ def test_what_cannot_be_guided_is_refused(changed: dict[str, Any], message: str)
 
 def test_plain_text_has_no_alignment(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n" * 30, encoding="utf-8")
-    data = config.Data(train=(config.Corpus(text=str(tmp_path / "a.txt"), align="a.align"),))
+    data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
     with pytest.raises(UsageError, match="aligns two sides, and plain text has one"):
-        prepare(data, config.Tokenizer(), tmp_path / "store")
+        prepare(data, config.TokenizerConfig(), tmp_path / "store")

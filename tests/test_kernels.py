@@ -153,7 +153,7 @@ for rows, n, capacity, vocab, penalty in (
         random.seed(seed)
         board = a_board(SENTENCES, rows, n, capacity, vocab)
         twin = copy.deepcopy(board)
-        run = kind(None, config.Decode(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
+        run = kind(None, config.DecodeConfig(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
         run.eager = False  # as on a GPU
         logits = some_logits(SENTENCES * rows, vocab, (torch.float, torch.bfloat16)[seed % 2])
         if seed % 2:
@@ -171,7 +171,7 @@ for rows, n, capacity, vocab, penalty in (
 beams.top = top
 torch.manual_seed(3)
 both = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
-spec = config.Transformer(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
+spec = config.TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
 model = Transformer(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
@@ -183,7 +183,7 @@ for beam, n_best in ((1, 1), (3, 2)):
         beams.serves = chains.serves = serves
         static.reorder = reorder
         options = {"n_best": n_best, "max_length": 5, "prefixes": prefixes, "pool": Pool(model)}
-        answers.append(search_all(model, lines, config.Decode(beam=beam), both, device=CPU, **options))
+        answers.append(search_all(model, lines, config.DecodeConfig(beam=beam), both, device=CPU, **options))
     assert answers[0] == answers[1]  # to the last bit
     assert len({tuple(hypothesis.tokens) for found in answers[0] for hypothesis in found}) > beam
 print("equal")

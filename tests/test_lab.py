@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import Batch
-from qkv.errors import QkvError, UsageError
 from qkv.lab import contenders, decoding, doctor, engines, speed, synthetic, training
 from qkv.models.transformer import Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD
@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing i
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model and rounds that take no time."""
-    model = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
+    model = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(training, "SIZES", {"small": (model, 300)})
     monkeypatch.setattr(training, "PEAK", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(training, "ROUND", 0.0)
@@ -90,14 +90,18 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     return other
 
 
-def subject_of(spec: config.Transformer, vocab: int) -> contenders.Subject:
+def subject_of(spec: config.TransformerConfig, vocab: int) -> contenders.Subject:
     torch.manual_seed(1)
-    return contenders.Subject(Transformer(spec, vocab, vocab), torch.device("cpu"), training.LONGEST, config.Train())
+    return contenders.Subject(
+        Transformer(spec, vocab, vocab), torch.device("cpu"), training.LONGEST, config.TrainConfig()
+    )
 
 
 def test_contenders_learn_the_same() -> None:
     """Without dropout, all that have our weights come to the same logits; they have biases, so ours has them too."""
-    spec = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True)
+    spec = config.TransformerConfig(
+        d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True
+    )
     subject = subject_of(spec, 50)
     batch = training.draw(50, 100, count=1)[0]
     real = batch.labels != PAD
@@ -120,7 +124,7 @@ def test_contenders_learn_the_same() -> None:
 
 
 def test_dropout_is_on_while_training_is_timed() -> None:
-    subject = subject_of(config.Transformer(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
+    subject = subject_of(config.TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training.draw(50, 100, count=1)[0]
     for contender in contenders.contenders(torch.device("cuda")):  # all of them: a CPU can take their steps too
         if isinstance(contender, contenders.Written) and contender.exact and not contender.compiled:
@@ -151,7 +155,7 @@ def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
 
 def test_operations_are_those_that_are_carried_out() -> None:
     """Counted by torch on sentences without padding, but for causal attention, of which it counts the whole."""
-    spec, vocab = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
+    spec, vocab = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
     subject = subject_of(spec, vocab)
     source, target = torch.randint(3, 50, (4, 7)), torch.randint(3, 50, (4, 9))
     batch = Batch((source, torch.full((4,), 7), target), target, 36)
@@ -234,7 +238,7 @@ def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], 
 
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = config.Transformer(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
+    model = config.TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(synthetic, "SIZES", {"small": (model, 400)})
     monkeypatch.setattr(decoding, "DRAWN", {"cpu": (12, 7)})
 

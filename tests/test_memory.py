@@ -13,9 +13,9 @@ from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.core.errors import QkvError
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.errors import QkvError
 from qkv.models.build import build
 from qkv.train import memory
 from qkv.train.loss import smoothed_loss
@@ -142,16 +142,16 @@ def test_a_room_cuts_into_parts_that_fit() -> None:
 # ---- activations computed twice --------------------------------------------------------------------------------------
 
 
-KINDS: list[config.Model] = [
-    config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=2, norm="pre"),
-    config.Transformer(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, positions="rotary"),
-    config.DecoderOnly(d_model=16, d_ff=32, heads=2, layers=2),
-    config.EncoderOnly(d_model=16, d_ff=32, heads=2, layers=2),
+KINDS: list[config.ModelConfig] = [
+    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=2, norm="pre"),
+    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, positions="rotary"),
+    config.DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
+    config.EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
 ]
 
 
 @pytest.mark.parametrize("spec", KINDS, ids=lambda spec: f"{spec.kind} {spec.positions}")
-def test_layers_computed_twice_give_the_same_gradient(spec: config.Attentive) -> None:
+def test_layers_computed_twice_give_the_same_gradient(spec: config.AttentionModelConfig) -> None:
     """Dropout included, which must fall alike both times."""
     spec = dataclasses.replace(spec, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     torch.manual_seed(1)

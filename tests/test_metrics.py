@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.evaluate import metrics
 
 SRC = Path(__file__).parents[1] / "src"

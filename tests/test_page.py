@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.complete(asked)
             else:
                 self.answer(200, getattr(self.stub, path[1:])(asked))
-        except qkv.errors.UsageError as error:
+        except qkv.core.errors.UsageError as error:
             self.answer(422, {"error": str(error)})
 
     def refused(self, path: str) -> bool:

@@ -81,10 +81,10 @@ def test_the_commands_run(folder: Path) -> None:
 
 def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = config.Config(
-        data=config.Data(train=(config.Corpus(src="train.en", tgt="train.de"),)),
-        tokenizer=config.Tokenizer(vocab=300),
-        model=config.Transformer(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1),
-        train=config.Train(steps=4, tokens_per_step=1024, tensorboard=False, name="demo"),
+        data=config.DataConfig(train=(config.CorpusConfig(src="train.en", tgt="train.de"),)),
+        tokenizer=config.TokenizerConfig(vocab=300),
+        model=config.TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1),
+        train=config.TrainConfig(steps=4, tokens_per_step=1024, tensorboard=False, name="demo"),
     )
     monkeypatch.setattr(qkv.presets, "demo", lambda: small)
     (code,) = blocks("python")

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
-from qkv.errors import UsageError
 from qkv.explain.report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
@@ -73,7 +73,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def tokenizers() -> Tokenizers:
-    return learn(TEXT, TEXT, config.Tokenizer(vocab=280), ())
+    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=280), ())
 
 
 def a_run(folder: Path, tokenizers: Tokenizers, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
@@ -413,7 +413,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
 
 def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
     """What is not a number cannot be written as JSON."""
-    model = build(config.Transformer(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

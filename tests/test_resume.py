@@ -18,9 +18,10 @@ import torch
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config, files
+from qkv import config
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import prepare
-from qkv.errors import QkvError, UsageError
 from qkv.run import Run
 from qkv.train import begin
 
@@ -31,7 +32,8 @@ STEPS, EVERY = 16, 4
 FORKER = """
 import json, os, signal, sys
 from pathlib import Path
-from qkv import cli, files
+from qkv import cli
+from qkv.core import files
 from qkv.data.job import Job
 from qkv.run import Run
 from qkv.train import begin, log, loop

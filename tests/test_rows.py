@@ -22,7 +22,7 @@ from qkv.train import memory
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import Trainer
 
-SPEC = config.Transformer(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
+SPEC = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm": "pre", "rms_norm": True},
@@ -139,7 +139,7 @@ def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
 
 
 def test_other_kinds_leave_padding_out_at_the_end() -> None:
-    spec = config.EncoderOnly(d_model=16, d_ff=24, heads=2, layers=1)
+    spec = config.EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
     model = build(spec, VOCAB, VOCAB).eval()
     real = BATCH.source > 9
     found = model.hidden_at(real, BATCH.source, BATCH.lengths)

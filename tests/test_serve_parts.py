@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.serve import html, languages, server
 from qkv.serve.bodies import _form, _json
 from qkv.serve.completing import Row

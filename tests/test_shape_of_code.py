@@ -22,14 +22,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # The way through the house: a module imports only from its own stage and from stages before it. Validation searches and
 # scores, so training comes after both.
 STAGES = """
-    errors files core device kinds config options processes terminal console worker_pool presets text data models run
+    core kinds config options processes terminal console worker_pool presets text data models run
     decode evaluation evaluate decoding segmentation training engines train auto assembly explain interop export
     documents api scale server serve lab cli __main__
 """.split()
 
-# Stages that load without waiting for torch, but for the module that makes batches of tensors.
-LIGHT = "errors processes terminal kinds config presets files text data evaluate cli".split()
-HEAVY = ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
+# Stages that load without waiting for torch, but for the modules that compute with tensors.
+LIGHT = "core processes terminal kinds config presets text data evaluate cli".split()
+HEAVY = ["qkv.core.device", "qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve export config doctor average
     lab

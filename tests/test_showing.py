@@ -10,7 +10,7 @@ import pytest
 
 import qkv
 from conftest import Call, sentences
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 from qkv.explain.align import Alignment, Head, alignment_head, keep_head
 from qkv.run import Run
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.text.split import Pieces, split
 
 

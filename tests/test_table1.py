@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 from qkv.explain import picture
 from qkv.lab import table1
 from qkv.lab.layer_types import (

@@ -21,7 +21,8 @@ import torch
 
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv import auto, config, files
+from qkv import auto, config
+from qkv.core import files
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
@@ -67,12 +68,12 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 # How each kind learns to copy and to reverse in half a minute; models of plain text are in test_plain_text.py.
-KINDS: dict[str, config.Model] = {
-    "transformer": config.Transformer(
+KINDS: dict[str, config.ModelConfig] = {
+    "transformer": config.TransformerConfig(
         d_model=64, d_ff=256, heads=4, encoder_layers=1, decoder_layers=1, norm="pre", dropout=0.0
     ),
-    "rnn": config.Recurrent(d_model=64, dropout=0.0),
-    "conv": config.Convolutional(d_model=64, encoder_layers=3, decoder_layers=3, kernel=3, dropout=0.0),
+    "rnn": config.RnnConfig(d_model=64, dropout=0.0),
+    "conv": config.ConvS2SConfig(d_model=64, encoder_layers=3, decoder_layers=3, kernel=3, dropout=0.0),
 }
 
 
@@ -670,10 +671,12 @@ def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its updates consist of: an encoder predicts few tokens of those it reads."""
     (tmp_path / "text").write_text("".join(f"{line}\n" for line, _ in sentences(400)), encoding="utf-8")
-    data = config.Data(train=(config.Corpus(text=str(tmp_path / "text")),), max_length=16)
-    model = {"decoder": config.DecoderOnly, "encoder": config.EncoderOnly}[kind](d_model=16, d_ff=16, heads=2, layers=1)
+    data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
+    model = {"decoder": config.DecoderOnlyConfig, "encoder": config.EncoderOnlyConfig}[kind](
+        d_model=16, d_ff=16, heads=2, layers=1
+    )
     given = config.Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
-    prepared = prepare(data, config.Tokenizer(vocab=300), tmp_path / "store", stream=kind == "decoder")
+    prepared = prepare(data, config.TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(auto.time, "perf_counter", lambda: next(clock))
     assert auto.seconds_a_pass(given, prepared) == 0.5 * auto.updates_a_pass(given, prepared)

@@ -29,7 +29,7 @@ from qkv import cli
 from qkv.api import Translation, files, journal
 from qkv.api.files import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
 from qkv.api.journal import Part
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 
 LINES = [f"line {number} {'ä' * (number % 7)}" for number in range(23)]
 SIZE = 4

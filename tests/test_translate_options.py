@@ -18,10 +18,10 @@ import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
 from qkv.api.asking import Asked
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import Prepared
 from qkv.decode.phrases import find
 from qkv.decode.shortlist import Shortlist, Shortlisted, translation_table
-from qkv.errors import QkvError, UsageError
 from qkv.models.base import TranslationModel
 from qkv.text import Tokenizer, Tokenizers
 from qkv.text.split import split

@@ -12,9 +12,9 @@ import torch
 
 import qkv
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
-from qkv.errors import QkvError, UsageError
 from qkv.explain.importance import HeadImportance, draw, importance, matrices
 from qkv.explain.what_if import WhatIf, edit, source_words, what_if
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record
@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
 SMALL = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 TRANSFORMERS = {
-    "paper": config.Transformer(**SMALL, d_ff=32, heads=4),
-    "d_k, d_v, bias": config.Transformer(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
-    "window, rotary": config.Transformer(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
-    "additive": config.Transformer(**SMALL, d_ff=32, heads=2, attention="additive"),
-    "general": config.Transformer(**SMALL, d_ff=32, heads=2, attention="general"),
+    "paper": config.TransformerConfig(**SMALL, d_ff=32, heads=4),
+    "d_k, d_v, bias": config.TransformerConfig(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
+    "window, rotary": config.TransformerConfig(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
+    "additive": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="additive"),
+    "general": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="general"),
 }
 
 
@@ -116,14 +116,14 @@ def test_a_muted_head_learns_nothing() -> None:
 @torch.inference_mode()
 def test_recurrent_and_convolutional_models_can_be_muted_too() -> None:
     batch = a_batch()
-    recurrent = made(config.Recurrent(**SMALL))
+    recurrent = made(config.RnnConfig(**SMALL))
     assert isinstance(recurrent, Recurrent)
     assert heads_of(recurrent, CPU) == {"decoder.1.cross": 1}
     cut = copy.deepcopy(recurrent)
     cut.combine.weight[:, :16] = 0.0  # W_c [c; s] without c
     with without([("decoder.1.cross", 0)], heads_of(recurrent, CPU)):
         torch.testing.assert_close(recurrent(*batch.inputs), cut(*batch.inputs))
-    convolutional = made(config.Convolutional(**SMALL))
+    convolutional = made(config.ConvS2SConfig(**SMALL))
     assert isinstance(convolutional, Convolutional)
     memory = convolutional.encode(batch.source, batch.lengths)
     blind = convolutional.start(ConvMemory(memory.keys, memory.values * 0, memory.mask))

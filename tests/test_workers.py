@@ -13,9 +13,9 @@ import pytest
 
 from conftest import sentences
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
 from qkv.decode.workers import CPU, Opened, Workers, open_run, search_in, worker_count
-from qkv.errors import QkvError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def ids(opened: Opened, count: int) -> list[list[int]]:
 def test_processes_give_what_one_gives_in_the_same_order(
     workers: Workers[Opened], opened: Opened, beam: int, n_best: int
 ) -> None:
-    spec = config.Decode(beam=beam, batch_tokens=60)
+    spec = config.DecodeConfig(beam=beam, batch_tokens=60)
     sources = [*ids(opened, 40), []]
     alone = search_all(opened[0], sources, spec, opened[1], n_best=n_best, device=CPU)
     heard: list[int] = []
@@ -50,7 +50,7 @@ def test_processes_give_what_one_gives_in_the_same_order(
 
 
 def test_nothing_to_do_is_done_at_once(workers: Workers[Opened]) -> None:
-    assert search_in(workers, [], config.Decode()) == []
+    assert search_in(workers, [], config.DecodeConfig()) == []
 
 
 def slower_first(opened: Opened, number: int, among: int) -> tuple[int, int]:
@@ -118,7 +118,7 @@ import sys
 from qkv import config
 from qkv.decode.workers import Workers, open_run, search_in
 workers = Workers(1, open_run, sys.argv[1])
-print(search_in(workers, [[5, 6]], config.Decode(beam=1))[0][0].tokens)
+print(search_in(workers, [[5, 6]], config.DecodeConfig(beam=1))[0][0].tokens)
 print(workers.crew[0].process.pid)
 """
 
@@ -126,7 +126,7 @@ print(workers.crew[0].process.pid)
 def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: Opened) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, tiny], capture_output=True, text=True, check=True)
     found, process = done.stdout.splitlines()
-    spec = config.Decode(beam=1)
+    spec = config.DecodeConfig(beam=1)
     assert found == str(search_all(opened[0], [[5, 6]], spec, opened[1], device=CPU)[0][0].tokens)
     with pytest.raises(ProcessLookupError):
         os.kill(int(process), 0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qkv import config, models, presets
     from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
     from qkv.config import Config
-    from qkv.errors import QkvError, UsageError
+    from qkv.core.errors import QkvError, UsageError
     from qkv.run import Run
 
 __version__ = "0.1.0"
@@ -23,11 +23,11 @@ _HOME = {
     "Completer": "qkv.api",
     "Config": "qkv.config",
     "Filler": "qkv.api",
-    "QkvError": "qkv.errors",
+    "QkvError": "qkv.core.errors",
     "Run": "qkv.run",
     "Translation": "qkv.api",
     "Translator": "qkv.api",
-    "UsageError": "qkv.errors",
+    "UsageError": "qkv.core.errors",
     "augment": "qkv.api",
     "compare": "qkv.api",
     "config": "",

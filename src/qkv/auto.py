@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from qkv.config import Attentive, Config, DecoderOnly, Model, Transformer, Translating
+from qkv.config import (
+    AttentionModelConfig,
+    Config,
+    DecoderOnlyConfig,
+    ModelConfig,
+    TransformerConfig,
+    TranslationConfig,
+)
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import UsageError
 from qkv.data.store import Prepared, Store
-from qkv.device import choose_device, describe
-from qkv.errors import UsageError
 from qkv.train.card import parameters, shape, unit
 from qkv.train.fast import make_trainer, trainer_for
 
@@ -38,7 +45,7 @@ class Size:
     """A model for texts of up to so many pairs or tokens."""
 
     limit: float
-    model: Model
+    model: ModelConfig
     passes: float  # over the text that are worth while; with fewer there is less dropout, in proportion
     r_drop: bool = False  # if there is time for it; dropout is a third less then
 
@@ -47,21 +54,29 @@ class Size:
 # multi30k, the last one is the paper's base. All pre-norm, which needs no tuning.
 PAIRS = [
     Size(
-        15_000, Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3), 80, True
+        15_000,
+        TransformerConfig(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3),
+        80,
+        True,
     ),
     Size(
-        80_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.3), 40, True
+        80_000,
+        TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.3),
+        40,
+        True,
     ),
-    Size(500_000, Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30),
-    Size(math.inf, Transformer(dropout=0.1), 15),
+    Size(
+        500_000, TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30
+    ),
+    Size(math.inf, TransformerConfig(dropout=0.1), 15),
 ]
 
 # The same for language models, by tokens of text; the second row is nanoGPT's model of a megabyte of Shakespeare.
 TOKENS = [
-    Size(300_000, DecoderOnly(d_model=128, d_ff=512, heads=4, layers=4, dropout=0.2), 40),
-    Size(3_000_000, DecoderOnly(d_model=384, d_ff=1536, heads=6, layers=6, dropout=0.2), 40),
-    Size(30_000_000, DecoderOnly(d_model=512, d_ff=2048, heads=8, layers=8, dropout=0.1), 15),
-    Size(math.inf, DecoderOnly(d_model=768, d_ff=3072, heads=12, layers=12, dropout=0.0), 5),
+    Size(300_000, DecoderOnlyConfig(d_model=128, d_ff=512, heads=4, layers=4, dropout=0.2), 40),
+    Size(3_000_000, DecoderOnlyConfig(d_model=384, d_ff=1536, heads=6, layers=6, dropout=0.2), 40),
+    Size(30_000_000, DecoderOnlyConfig(d_model=512, d_ff=2048, heads=8, layers=8, dropout=0.1), 15),
+    Size(math.inf, DecoderOnlyConfig(d_model=768, d_ff=3072, heads=12, layers=12, dropout=0.0), 5),
 ]
 
 
@@ -108,7 +123,7 @@ class Chooser:
         self.tokens = tokens_a_pass(prepared.train)
         self.budget = 60 * (minutes or MINUTES.get(self.device, 30.0))
         self.steps = config.train.steps if "train.steps" in fixed else 0
-        self.of = "target tokens" if isinstance(config.model, Translating) else "tokens"
+        self.of = "target tokens" if isinstance(config.model, TranslationConfig) else "tokens"
         amount = f"{len(prepared.train):,} {unit(config)}, {_many(self.tokens)} {self.of}"
         together = f", with {ranks - 1} more" if ranks > 1 else ""
         self.reasons = [f"auto: {amount}, on {describe(device)}{together}"]
@@ -198,21 +213,25 @@ class Chooser:
             why = "as you say" if plan.passes == epochs else f"all that {self.budget / 60:g} min allow"
         return max(1, steps), why
 
-    def _suited(self, model: Model) -> Config:
+    def _suited(self, model: ModelConfig) -> Config:
         """A config of this model, with the optimisation that suits it."""
         if not self.trained:
             model = _shaped(model, shared=self.config.tokenizer.shared)
         # Where the rate falls to nothing, an average of the last weights is worse than the last ones alone.
         train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0, "average": 0}
-        train["schedule"] = "wsd" if isinstance(model, Transformer) else "cosine"
+        train["schedule"] = "wsd" if isinstance(model, TransformerConfig) else "cosine"
         # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
-        if isinstance(model, Transformer) and self.device != "cpu" and self.config.train.parallel != "sharded":
+        if isinstance(model, TransformerConfig) and self.device != "cpu" and self.config.train.parallel != "sharded":
             train["optimizer"] = "muon"
-        if not isinstance(model, Translating):
+        if not isinstance(model, TranslationConfig):
             train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
         config = self._set(self.config, model=vars(model), train=train)
         # They turn pairs of numbers, and the width of a head may be the user's.
-        if isinstance(config.model, Transformer | DecoderOnly) and not self.trained and not config.model.key_width % 2:
+        if (
+            isinstance(config.model, TransformerConfig | DecoderOnlyConfig)
+            and not self.trained
+            and not config.model.key_width % 2
+        ):
             config = self._set(config, model={"positions": "rotary"})
         lower = ADAPTING_RATE if self.trained else 1.0
         return self._set(config, train={"learning_rate": round(lower * _rate(config), 5)})
@@ -267,20 +286,20 @@ def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
     return statistics.median(times) * len(trainer.updates.plan(0)) / ranks
 
 
-def _shaped(model: Model, *, shared: bool) -> Model:
+def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
     """The model with what goes with any size of it."""
-    if isinstance(model, Translating) and not shared:
+    if isinstance(model, TranslationConfig) and not shared:
         model = dataclasses.replace(model, tie="output")
-    if isinstance(model, Attentive):
+    if isinstance(model, AttentionModelConfig):
         model = dataclasses.replace(model, norm="pre")
     return model
 
 
 def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
     """The models to choose from, and how much text there is to choose by; those of other kinds are as they are."""
-    if isinstance(config.model, Transformer):
+    if isinstance(config.model, TransformerConfig):
         return PAIRS, len(prepared.train)
-    if isinstance(config.model, DecoderOnly):
+    if isinstance(config.model, DecoderOnlyConfig):
         return TOKENS, tokens
     return [Size(math.inf, config.model, GIVEN)], len(prepared.train)
 

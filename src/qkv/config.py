@@ -17,43 +17,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.kinds import (
     MODEL_KINDS,
-    Attentive,
-    Convolutional,
-    DecoderOnly,
-    EncoderOnly,
-    Model,
-    Recurrent,
-    Transformer,
-    Translating,
+    AttentionModelConfig,
+    ConvS2SConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TransformerConfig,
+    TranslationConfig,
     option,
 )
 
 __all__ = [
     "MODEL_KINDS",
-    "Attentive",
+    "AttentionModelConfig",
     "Config",
-    "Convolutional",
-    "Corpus",
-    "Data",
-    "Decode",
-    "DecoderOnly",
-    "EncoderOnly",
-    "Model",
-    "Recurrent",
-    "Tokenizer",
-    "Train",
-    "Transformer",
-    "Translating",
+    "ConvS2SConfig",
+    "CorpusConfig",
+    "DataConfig",
+    "DecodeConfig",
+    "DecoderOnlyConfig",
+    "EncoderOnlyConfig",
+    "ModelConfig",
+    "RnnConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "TransformerConfig",
+    "TranslationConfig",
 ]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Corpus:
+class CorpusConfig:
     """One source of text: two parallel files, one .tsv or .jsonl file with both sides, or plain text."""
 
     src: str = option("", "source side: a text file, or a .tsv/.jsonl file that holds both sides; - is standard input")
@@ -65,11 +65,11 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """Where the text comes from and which of it is kept."""
 
-    train: tuple[Corpus, ...] = option((), "training corpora")
-    valid: tuple[Corpus, ...] = option((), "validation corpora; when none is given, a part of train is held out")
+    train: tuple[CorpusConfig, ...] = option((), "training corpora")
+    valid: tuple[CorpusConfig, ...] = option((), "validation corpora; when none is given, a part of train is held out")
     root: str = option("", "folder that relative corpus paths start from")
     store: str = option("", "folder for tokenised text shared between runs; empty: inside the run folder")
     src_lang: str = option("", "source language code, e.g. en; empty: as the names of the files tell")
@@ -83,7 +83,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class TokenizerConfig:
     """How text becomes ids."""
 
     kind: str = option("bpe", "subword algorithm", choices=("bpe", "unigram", "word", "char"))
@@ -94,7 +94,7 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """The optimisation: how long, how large a step, what is kept."""
 
     steps: int = option(100_000, "optimiser updates", low=1)
@@ -147,7 +147,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeConfig:
     """How a translation is searched for."""
 
     beam: int = option(4, "hypotheses kept at each step; 1 is greedy", low=1)
@@ -161,11 +161,11 @@ class Decode:
 class Config:
     """Everything that decides a run."""
 
-    data: Data = field(default_factory=Data)
-    tokenizer: Tokenizer = field(default_factory=Tokenizer)
-    model: Model = field(default_factory=Transformer)
-    train: Train = field(default_factory=Train)
-    decode: Decode = field(default_factory=Decode)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    model: ModelConfig = field(default_factory=TransformerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
         check(self)
@@ -202,14 +202,14 @@ def _check_model(config: Config) -> None:
     model, data = config.model, config.data
     # A translation may grow past its source, with a tag or <s>, and </s>; a language model's context never grows.
     longest = data.max_length + config.decode.extra_length + 2
-    if not isinstance(model, Translating):
-        longest = data.max_length + isinstance(model, EncoderOnly)  # which reads </s> too
+    if not isinstance(model, TranslationConfig):
+        longest = data.max_length + isinstance(model, EncoderOnlyConfig)  # which reads </s> too
     model.check(longest)
-    if isinstance(model, Translating) and model.tie == "all" and not config.tokenizer.shared:
+    if isinstance(model, TranslationConfig) and model.tie == "all" and not config.tokenizer.shared:
         raise UsageError(
             'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
         )
-    if config.tokenizer.dropout and not isinstance(model, Translating):
+    if config.tokenizer.dropout and not isinstance(model, TranslationConfig):
         raise UsageError(f'tokenizer.dropout is for models that translate, not for model.kind = "{model.kind}"')
 
 
@@ -239,7 +239,7 @@ def _check_layers(config: Config) -> None:
     """What is done layer by layer, and what is not then to be had."""
     train, model = config.train, config.model
     sharded = train.parallel == "sharded"
-    if not isinstance(model, Attentive):
+    if not isinstance(model, AttentionModelConfig):
         if train.checkpointing or sharded:
             chosen = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
             raise UsageError(f"train.{chosen} is for layers of attention, not for {model.kind}: leave it out")
@@ -267,7 +267,7 @@ def _check_alignment(config: Config) -> None:
         raise UsageError("train.guided_alignment guides one pass, and train.r_drop takes two: set one to 0")
     if config.data.train and not any(corpus.align for corpus in config.data.train):
         raise UsageError("train.guided_alignment needs alignments: name their file as align in [[data.train]]")
-    if not isinstance(config.model, Transformer):
+    if not isinstance(config.model, TransformerConfig):
         raise UsageError(
             f'train.guided_alignment guides a head of model.kind = "transformer", not of "{config.model.kind}"'
         )

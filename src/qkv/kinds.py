@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 
 def option(
@@ -16,7 +16,7 @@ def option(
 
 
 @dataclass(frozen=True)
-class Attentive:
+class AttentionModelConfig:
     """What all models built from attention share (paper, sections 3.2 to 3.5)."""
 
     kind: str = option("", "which model this is")
@@ -79,7 +79,7 @@ TIE = "embeddings and output weights that are one matrix"
 
 
 @dataclass(frozen=True)
-class Transformer(Attentive):
+class TransformerConfig(AttentionModelConfig):
     """The paper's encoder-decoder."""
 
     kind: str = option("transformer", "which model this is", choices=("transformer",))
@@ -89,7 +89,7 @@ class Transformer(Attentive):
 
 
 @dataclass(frozen=True)
-class DecoderOnly(Attentive):
+class DecoderOnlyConfig(AttentionModelConfig):
     """A language model: the paper's decoder without a source, trained on plain text. Its context is data.max_length."""
 
     kind: str = option("decoder", "which model this is", choices=("decoder",))
@@ -98,7 +98,7 @@ class DecoderOnly(Attentive):
 
 
 @dataclass(frozen=True)
-class EncoderOnly(Attentive):
+class EncoderOnlyConfig(AttentionModelConfig):
     """The paper's encoder alone, trained on plain text to fill in tokens that are hidden from it."""
 
     kind: str = option("encoder", "which model this is", choices=("encoder",))
@@ -108,7 +108,7 @@ class EncoderOnly(Attentive):
 
 
 @dataclass(frozen=True)
-class Recurrent:
+class RnnConfig:
     """What the Transformer replaced: a recurrent encoder-decoder with attention (Bahdanau et al., Luong et al.)."""
 
     kind: str = option("rnn", "which model this is", choices=("rnn",))
@@ -132,7 +132,7 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
-class Convolutional:
+class ConvS2SConfig:
     """The other rival: ConvS2S (Gehring et al., 2017), gated convolutions with an attention in every decoder layer."""
 
     kind: str = option("conv", "which model this is", choices=("conv",))
@@ -159,12 +159,12 @@ class Convolutional:
             check_learned(self.max_positions, longest)
 
 
-Model = Transformer | DecoderOnly | EncoderOnly | Recurrent | Convolutional
-Translating = Transformer | Recurrent | Convolutional  # models of a target given a source
-MODEL_KINDS: dict[str, type[Model]] = {
-    "transformer": Transformer,
-    "decoder": DecoderOnly,
-    "encoder": EncoderOnly,
-    "rnn": Recurrent,
-    "conv": Convolutional,
+ModelConfig = TransformerConfig | DecoderOnlyConfig | EncoderOnlyConfig | RnnConfig | ConvS2SConfig
+TranslationConfig = TransformerConfig | RnnConfig | ConvS2SConfig  # models of a target given a source
+MODEL_KINDS: dict[str, type[ModelConfig]] = {
+    "transformer": TransformerConfig,
+    "decoder": DecoderOnlyConfig,
+    "encoder": EncoderOnlyConfig,
+    "rnn": RnnConfig,
+    "conv": ConvS2SConfig,
 }

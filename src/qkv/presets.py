@@ -8,17 +8,17 @@ from typing import Any
 
 from qkv.config import (
     Config,
-    Convolutional,
-    Corpus,
-    Data,
-    Decode,
-    DecoderOnly,
-    EncoderOnly,
-    Model,
-    Recurrent,
-    Tokenizer,
-    Train,
-    Transformer,
+    ConvS2SConfig,
+    CorpusConfig,
+    DataConfig,
+    DecodeConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TokenizerConfig,
+    TrainConfig,
+    TransformerConfig,
 )
 
 # ---- the paper -------------------------------------------------------------------------------------------------------
@@ -27,9 +27,9 @@ from qkv.config import (
 def paper_base() -> Config:
     """The base model of the paper, trained as in its section 5 (Table 3, first row); it wants --src and --tgt."""
     return Config(
-        tokenizer=Tokenizer(vocab=37_000),
-        model=Transformer(),
-        train=Train(steps=100_000, warmup=4000, tokens_per_step=25_000, average=5, name="paper_base"),
+        tokenizer=TokenizerConfig(vocab=37_000),
+        model=TransformerConfig(),
+        train=TrainConfig(steps=100_000, warmup=4000, tokens_per_step=25_000, average=5, name="paper_base"),
     )
 
 
@@ -39,9 +39,9 @@ def paper_big() -> Config:
     It wants --src and --tgt.
     """
     return Config(
-        tokenizer=Tokenizer(vocab=37_000),
-        model=Transformer(d_model=1024, d_ff=4096, heads=16, dropout=0.3),
-        train=Train(steps=300_000, warmup=4000, tokens_per_step=25_000, average=20, name="paper_big"),
+        tokenizer=TokenizerConfig(vocab=37_000),
+        model=TransformerConfig(d_model=1024, d_ff=4096, heads=16, dropout=0.3),
+        train=TrainConfig(steps=300_000, warmup=4000, tokens_per_step=25_000, average=20, name="paper_big"),
     )
 
 
@@ -87,13 +87,13 @@ def local() -> Config:
 
 def paper_rnn() -> Config:
     """A recurrent network with attention, of as many parameters as the base model; it wants --src and --tgt."""
-    model = Recurrent(cell="lstm", d_model=872, encoder_layers=2, decoder_layers=2)
+    model = RnnConfig(cell="lstm", d_model=872, encoder_layers=2, decoder_layers=2)
     return _with(paper_base(), model, "paper_rnn", clip=1.0)
 
 
 def paper_conv() -> Config:
     """ConvS2S, of as many parameters as the base model; it wants --src and --tgt."""
-    model = Convolutional(d_model=512, encoder_layers=13, decoder_layers=12)
+    model = ConvS2SConfig(d_model=512, encoder_layers=13, decoder_layers=12)
     return _with(paper_base(), model, "paper_conv", clip=1.0)
 
 
@@ -103,17 +103,17 @@ def paper_conv() -> Config:
 def demo() -> Config:
     """The paper's architecture, small, on the built-in English-Italian corpus: a few minutes on two cores."""
     return Config(
-        data=Data(
-            train=(Corpus(src="demo:train.en", tgt="demo:train.it"),),
-            valid=(Corpus(src="demo:valid.en", tgt="demo:valid.it"),),
+        data=DataConfig(
+            train=(CorpusConfig(src="demo:train.en", tgt="demo:train.it"),),
+            valid=(CorpusConfig(src="demo:valid.en", tgt="demo:valid.it"),),
             src_lang="en",
             tgt_lang="it",
         ),
-        tokenizer=Tokenizer(vocab=2000),
+        tokenizer=TokenizerConfig(vocab=2000),
         # Hardly a sentence is seen three times, so there is nothing to overfit and dropout would only slow learning.
-        model=Transformer(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
+        model=TransformerConfig(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
         # Many small updates learn more from the same tokens than a few large ones (benchmarks/NOTES.md).
-        train=Train(
+        train=TrainConfig(
             steps=2800,
             tokens_per_step=1024,
             schedule="wsd",
@@ -130,12 +130,12 @@ def demo() -> Config:
 def demo_rnn() -> Config:
     """A recurrent network of as many parameters as `demo`, on the same built-in corpus."""
     # It and ConvS2S learn faster with larger steps, which the post-norm Transformer does not bear.
-    return _with(demo(), Recurrent(d_model=204, dropout=0.0), "demo_rnn", learning_rate=4e-3)
+    return _with(demo(), RnnConfig(d_model=204, dropout=0.0), "demo_rnn", learning_rate=4e-3)
 
 
 def demo_conv() -> Config:
     """ConvS2S of as many parameters as `demo`, on the same built-in corpus."""
-    model = Convolutional(d_model=124, encoder_layers=4, decoder_layers=4, max_positions=512, dropout=0.0)
+    model = ConvS2SConfig(d_model=124, encoder_layers=4, decoder_layers=4, max_positions=512, dropout=0.0)
     return _with(demo(), model, "demo_conv", learning_rate=4e-3)
 
 
@@ -151,12 +151,12 @@ def multi30k() -> Config:
     """Multi30k, English to German: train.en, train.de, valid.en and valid.de in the folder that data.root names."""
     return Config(
         data=_parallel("de"),
-        tokenizer=Tokenizer(vocab=10_000),
+        tokenizer=TokenizerConfig(vocab=10_000),
         # 29,000 captions are soon known by heart: R-Drop does against it what more dropout cannot (see NOTES.md).
-        model=Transformer(
+        model=TransformerConfig(
             d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.2, **SHARED_MODEL
         ),
-        train=Train(
+        train=TrainConfig(
             steps=4000,
             tokens_per_step=4096,
             learning_rate=4e-3,
@@ -167,7 +167,7 @@ def multi30k() -> Config:
             name="multi30k",
             **SHARED_TRAIN,
         ),
-        decode=Decode(beam=5, alpha=1.0),
+        decode=DecodeConfig(beam=5, alpha=1.0),
     )
 
 
@@ -183,20 +183,20 @@ def europarl() -> Config:
     """
     return Config(
         data=_parallel("de"),
-        tokenizer=Tokenizer(vocab=32_000),
+        tokenizer=TokenizerConfig(vocab=32_000),
         # A gate and d_ff 1344 are as many parameters as the paper's 2048 without one.
-        model=Transformer(activation="swiglu", d_ff=1344, dropout=0.05, **SHARED_MODEL),
-        train=Train(
+        model=TransformerConfig(activation="swiglu", d_ff=1344, dropout=0.05, **SHARED_MODEL),
+        train=TrainConfig(
             steps=17_500, learning_rate=2.8e-3, warmup=1000, validate_every=3500, name="europarl", **SHARED_TRAIN
         ),
     )
 
 
-def _parallel(target: str) -> Data:
+def _parallel(target: str) -> DataConfig:
     """Files of the usual names in the folder that data.root will name."""
-    return Data(
-        train=(Corpus(src="train.en", tgt=f"train.{target}"),),
-        valid=(Corpus(src="valid.en", tgt=f"valid.{target}"),),
+    return DataConfig(
+        train=(CorpusConfig(src="train.en", tgt=f"train.{target}"),),
+        valid=(CorpusConfig(src="valid.en", tgt=f"valid.{target}"),),
         src_lang="en",
         tgt_lang=target,
     )
@@ -208,9 +208,9 @@ def _parallel(target: str) -> Data:
 def char_lm() -> Config:
     """A character language model the size of nanoGPT's of Shakespeare, about 10.7 million parameters; wants --text."""
     return Config(
-        data=Data(max_length=256),
-        tokenizer=Tokenizer(kind="char"),
-        model=DecoderOnly(
+        data=DataConfig(max_length=256),
+        tokenizer=TokenizerConfig(kind="char"),
+        model=DecoderOnlyConfig(
             d_model=384,
             d_ff=1536,
             heads=6,
@@ -222,7 +222,7 @@ def char_lm() -> Config:
             dropout=0.2,
             attention_dropout=0.2,
         ),
-        train=Train(
+        train=TrainConfig(
             steps=3000,
             tokens_per_step=64 * 256,
             optimizer="adamw",
@@ -246,8 +246,8 @@ def char_lm() -> Config:
 def masked_lm() -> Config:
     """The base model's encoder alone, learning to fill in hidden words of plain text; it wants --text."""
     return Config(
-        model=EncoderOnly(norm="pre", activation="gelu"),
-        train=Train(
+        model=EncoderOnlyConfig(norm="pre", activation="gelu"),
+        train=TrainConfig(
             steps=50_000,
             optimizer="adamw",
             weight_decay=0.01,
@@ -269,7 +269,7 @@ def _named(config: Config, name: str) -> Config:
     return config.replace(train={"name": name})
 
 
-def _with(config: Config, model: Model, name: str, **train: Any) -> Config:
+def _with(config: Config, model: ModelConfig, name: str, **train: Any) -> Config:
     """Another model on the same text, trained alike but for some options."""
     return _named(dataclasses.replace(config, model=model).replace(train=train), name)
 

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv import config as configs
-from qkv import files
-from qkv.errors import QkvError, UsageError
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 from qkv.presets import PRESETS
 from qkv.text import Tokenizers
 

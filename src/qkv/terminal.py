@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 Report = Callable[[str, int, int | None], None]
 

@@ -14,7 +14,7 @@ from qkv.api.exporting import export
 from qkv.api.filling import Filler, Filling
 from qkv.api.results import OtherWord, Scored, Translation
 from qkv.api.translating import CHUNK, Translator
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.evaluate import metrics
 from qkv.evaluate.diagnosis import Diagnosis
 from qkv.evaluate.diagnosis import diagnose as diagnose_texts
@@ -57,11 +57,11 @@ def load(
     if not runs:
         raise UsageError("no run folder given: name at least one")
     opened = runs[0] if isinstance(runs[0], Run) else Run.open(runs[0])
-    if isinstance(opened.config.model, configs.Translating):
+    if isinstance(opened.config.model, configs.TranslationConfig):
         return Translator(opened, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
     if len(runs) > 1 or dtype not in ("auto", "fp32") or workers is not None:
         raise UsageError(f"{opened.path}: does not translate: dtype, workers and other runs are not for it")
-    if isinstance(opened.config.model, configs.DecoderOnly):
+    if isinstance(opened.config.model, configs.DecoderOnlyConfig):
         return Completer(opened, weights=weights, device=device)
     return Filler(opened, weights=weights, device=device)
 

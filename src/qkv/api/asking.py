@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from qkv import config as configs
+from qkv.core.errors import UsageError
 from qkv.decode.phrases import Avoid, Required, check_conflict, clean
 from qkv.decode.rerank import UTILITIES
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling
-from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
@@ -70,7 +70,7 @@ def without_spaces(language: str) -> bool:
 class Asked:
     """What the search is asked for in a call, the same for all its texts."""
 
-    spec: configs.Decode
+    spec: configs.DecodeConfig
     rules: Rules
     n_best: int
     candidates: int  # hypotheses searched for, of which n_best come back

@@ -26,6 +26,7 @@ from qkv.api.files import Chunk, Crew, Work, fingerprint, translate_file, transl
 from qkv.api.results import Alternative, Translation
 from qkv.api.sifting import FATES, Filters, Settled, beside, settle
 from qkv.api.translating import CHUNK, Translator
+from qkv.core.errors import UsageError
 from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.noise import Noise
@@ -33,7 +34,6 @@ from qkv.data.passes import Limits
 from qkv.decode.loops import find_loop
 from qkv.decode.rerank import UTILITIES, utilities
 from qkv.decode.workers import worker_count
-from qkv.errors import UsageError
 from qkv.evaluate.metrics import tokenizer_for
 from qkv.run import Run
 from qkv.terminal import writer

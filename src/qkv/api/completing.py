@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.api.loading import Loaded
+from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.decode.complete import Drawn, generate
 from qkv.decode.sampling import Sampling
-from qkv.errors import UsageError
 from qkv.evaluate.metrics import TextLoss
 from qkv.models.transformer import DecoderOnly
 from qkv.text import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 
 from qkv.api.asking import tag_before
 from qkv.api.loading import Loaded
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.explain.align import Alignment, align_pairs, alignment_head
 from qkv.explain.align import Head as AlignmentHead
 from qkv.explain.importance import HeadImportance, importance

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from qkv import files
 from qkv.api.asking import tag_before
-from qkv.errors import QkvError, UsageError
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 from qkv.export.folder import FORMATS, write_folder
 from qkv.models.transformer import Transformer
 from qkv.run import Run

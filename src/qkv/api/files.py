@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from qkv.api.journal import End, Entry, Journal, Part, journal_of, part_of
+from qkv.core.errors import QkvError, UsageError
+from qkv.core.files import sync
 from qkv.data.corpus import PACKED, find, is_stream, pieces
-from qkv.errors import QkvError, UsageError
-from qkv.files import sync
 from qkv.run import Run
 from qkv.terminal import say
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.api.loading import Loaded
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import pad
 from qkv.data.plain import hide
 from qkv.decode.batched import by_length
-from qkv.errors import QkvError, UsageError
 from qkv.models.transformer import EncoderOnly
 from qkv.text import Tokenizer
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.api.asking import Asked
+from qkv.core.errors import QkvError
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.phrases import Required, constrained
@@ -19,7 +20,6 @@ from qkv.decode.shortlist import Shortlist, search_short
 from qkv.decode.slots import Pool
 from qkv.decode.step import length_penalty
 from qkv.decode.workers import Workers, search_in
-from qkv.errors import QkvError
 from qkv.evaluate.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel

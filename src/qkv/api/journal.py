@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from qkv.errors import QkvError, UsageError
-from qkv.files import sync
+from qkv.core.errors import QkvError, UsageError
+from qkv.core.files import sync
 
 INTERVAL = 1.0  # seconds between two flushes to disk, each of which takes as long as a GPU needs for a hundred lines
 PATIENCE = 2.0  # seconds to wait for a journal that somebody else is looking into

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from qkv import config as configs
-from qkv.device import choose_device, choose_precision
-from qkv.errors import UsageError
+from qkv.core.device import choose_device, choose_precision
+from qkv.core.errors import UsageError
 from qkv.models.base import Model, TranslationModel
 from qkv.models.packed import DTYPES, pack
 from qkv.models.state import StepModel
@@ -19,8 +19,8 @@ from qkv.run import Run
 M = TypeVar("M", bound=Model)
 
 USES = {
-    configs.DecoderOnly: ("a language model", "qkv complete, or qkv.Completer"),
-    configs.EncoderOnly: ("an encoder", "qkv fill, or qkv.Filler"),
+    configs.DecoderOnlyConfig: ("a language model", "qkv complete, or qkv.Completer"),
+    configs.EncoderOnlyConfig: ("an encoder", "qkv fill, or qkv.Filler"),
 }
 TRANSLATES = ("a translation model", "qkv translate, or qkv.Translator")
 

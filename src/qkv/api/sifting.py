@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from qkv.api.files import chunks
 from qkv.api.translating import CHUNK
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.lines import Lines
-from qkv.errors import QkvError, UsageError
 
 # What becomes of a line, in the order in which it is asked; the first that holds is the one counted.
 FATES = {

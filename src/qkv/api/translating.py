@@ -19,6 +19,8 @@ from qkv.api.explaining import Explained
 from qkv.api.finding import Finder, Work
 from qkv.api.loading import checked, engine
 from qkv.api.results import Alternative, OtherWord, Scored, Translation
+from qkv.core.device import describe
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import Prepared
 from qkv.decode.alternatives import Borders, WordEnds, likeliest_words
 from qkv.decode.batched import score_all
@@ -29,8 +31,6 @@ from qkv.decode.rules import Rules
 from qkv.decode.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.decode.slots import Pool
 from qkv.decode.workers import Workers, open_run
-from qkv.device import describe
-from qkv.errors import QkvError, UsageError
 from qkv.explain.record import words
 from qkv.models.base import Model
 from qkv.models.state import StepModel

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.config import Config, Corpus
+    from qkv.config import Config, CorpusConfig
 
 
 def with_pairs(
@@ -27,10 +27,10 @@ def with_pairs(
     config = config or configs.Config()
     data = config.data
     if src:
-        corpora = tuple(configs.Corpus(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
+        corpora = tuple(configs.CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
         data = dataclasses.replace(data, train=corpora, valid=(), root="")
     if valid_src:
-        data = dataclasses.replace(data, valid=(configs.Corpus(src=valid_src, tgt=valid_tgt or ""),))
+        data = dataclasses.replace(data, valid=(configs.CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
     return dataclasses.replace(config, data=data)
 
 
@@ -45,7 +45,7 @@ def with_more(config: Config, also: list[str]) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
 
 
-def _corpus(given: str, root: str) -> Corpus:
+def _corpus(given: str, root: str) -> CorpusConfig:
     """A corpus as --also has it: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
     from qkv import config as configs
 
@@ -59,7 +59,7 @@ def _corpus(given: str, root: str) -> Corpus:
         raise UsageError(f'--also {given}: "{weight}" is no weight: write FILE:WEIGHT, e.g. {name}:0.5') from None
     # On the command line a path starts from here, in a config from its root.
     path = str(Path(name).absolute()) if root and name != "-" else name
-    return configs.Corpus(src=path, weight=value, tag=tag)
+    return configs.CorpusConfig(src=path, weight=value, tag=tag)
 
 
 def with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
@@ -68,10 +68,10 @@ def with_text(config: Config | None, text: list[str], valid_text: str | None) ->
 
     if config is None and not text:
         raise UsageError(f"--valid-text {valid_text}: give --text too")
-    config = config or configs.Config(model=configs.DecoderOnly())
+    config = config or configs.Config(model=configs.DecoderOnlyConfig())
     data = config.data
     if text:
-        data = dataclasses.replace(data, train=tuple(configs.Corpus(text=t) for t in text), valid=(), root="")
+        data = dataclasses.replace(data, train=tuple(configs.CorpusConfig(text=t) for t in text), valid=(), root="")
     if valid_text:
-        data = dataclasses.replace(data, valid=(configs.Corpus(text=valid_text),))
+        data = dataclasses.replace(data, valid=(configs.CorpusConfig(text=valid_text),))
     return dataclasses.replace(config, data=data)

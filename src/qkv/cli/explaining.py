@@ -11,7 +11,7 @@ import typer
 
 from qkv.cli.inputs import held_out, same_length
 from qkv.cli.options import AsJson, Device, RunArgument, Tag, Weights
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.explain.align import Alignment
@@ -92,8 +92,8 @@ def align(
     device: Device = "auto",
 ) -> None:
     """Word alignment of given translations, in Pharaoh format: source-target, counted from 0."""
-    from qkv import files
     from qkv.api import Translator
+    from qkv.core import files
     from qkv.data.lines import read_lines
     from qkv.explain.align import KEPT, agreement, keep_head, rank_heads
     from qkv.terminal import counter, say, writer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 
 
 def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qkv.cli.options import Device, Dtype
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "py3langid", "python_multipart")
 

@@ -10,7 +10,7 @@ import typer
 
 from qkv.cli.corpora import with_more, with_pairs, with_text
 from qkv.cli.options import RunArgument, Settings, command_line
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.config import Config
@@ -92,12 +92,12 @@ def train(
 
 def _given(what: str | None, start: Run | None) -> Config | None:
     """What the command line names to train: a config, or that of the run to begin with, whose length was its own."""
-    from qkv.config import Train
+    from qkv.config import TrainConfig
     from qkv.run import find_config
     from qkv.terminal import say
 
     if what is None:
-        return None if start is None else dataclasses.replace(start.config, train=Train())
+        return None if start is None else dataclasses.replace(start.config, train=TrainConfig())
     if Path(what).is_dir() and start is None:
         say(f"{what}: its config, and new weights: to go on with those it has, give --from {what}")
     return find_config(what)

@@ -13,7 +13,7 @@ import typer
 
 from qkv import __version__
 from qkv.cli import options
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api import Translation, Translator

@@ -13,7 +13,7 @@ import typer
 
 from qkv.cli.inputs import held_out, same_length, some_lines
 from qkv.cli.options import Alpha, AsJson, Beam, Device, Penalty, RunArgument, Tag, Weights
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api import Completer, Filler

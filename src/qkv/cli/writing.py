@@ -37,7 +37,7 @@ def complete(
 ) -> None:
     """Go on with a text, as it is written; the context slides, so it need not end."""
     from qkv.api import Completer
-    from qkv.errors import UsageError
+    from qkv.core.errors import UsageError
 
     if not as_json and (n > 1 or stop):
         raise UsageError("-n and --stop need whole continuations: add --json")

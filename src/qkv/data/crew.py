@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import TypeVar, TypeVarTuple
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.processes import follow_parent
 
 R = TypeVar("R")

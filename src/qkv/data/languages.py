@@ -37,7 +37,7 @@ CODES = frozenset(
 )
 
 
-def languages(data: config.Data) -> config.Data:
+def languages(data: config.DataConfig) -> config.DataConfig:
     """The same text with its languages, where they are not given and `train.en` and `train.de` tell them.
 
     A corpus tells if both its files end with a code, and not with the same one; others have no say. What the corpora

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.text import Tokenizer
 
 Link = tuple[int, int]  # (source, target), both counted from 0

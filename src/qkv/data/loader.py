@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.errors import UsageError
 from qkv.data import batches
 from qkv.data.ragged import LONGEST, PADDING, TILES, Flat, Ragged, lay
 from qkv.data.store import Store
-from qkv.errors import UsageError
 from qkv.text import Tokenizers
 from qkv.text.dropout import Dropout, seeds_of
 

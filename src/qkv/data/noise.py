@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 BLANK = "_"  # stands for a word; one letter, so that it is one token of any vocabulary
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.core.errors import QkvError, UsageError
 from qkv.data import links
 from qkv.data.corpus import Block, read, read_alignments, where
-from qkv.errors import QkvError, UsageError
 from qkv.text import Tokenizer, Tokenizers
 
 Hashes = NDArray[np.uint64]

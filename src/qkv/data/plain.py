@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.core.errors import UsageError
 from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Updates, pad
 from qkv.data.store import Store
-from qkv.errors import UsageError
 from qkv.text import Tokenizer, Tokenizers
 
 

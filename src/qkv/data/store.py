@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.crew import Crew
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
-from qkv.errors import QkvError, UsageError
 from qkv.processes import cores
 from qkv.text import Tokenizers
 
@@ -179,8 +179,8 @@ def _silent(stage: str, done: int, total: int | None) -> None:
 
 
 def prepare(
-    data: config.Data,
-    tokenizer: config.Tokenizer,
+    data: config.DataConfig,
+    tokenizer: config.TokenizerConfig,
     folder: Path,
     *,
     tokenizers: Tokenizers | None = None,
@@ -235,8 +235,8 @@ def prepare(
 
 
 def _settings(
-    data: config.Data,
-    tokenizer: config.Tokenizer,
+    data: config.DataConfig,
+    tokenizer: config.TokenizerConfig,
     given: Tokenizers | None,
     train: list[Corpus],
     valid: list[Corpus],
@@ -281,7 +281,7 @@ def _check_unchanged(paths: list[Path], before: list[dict[str, Any]]) -> None:
             raise QkvError(f"{path}: the file changed while it was being read: start again")
 
 
-def _workers(data: config.Data, inputs: list[dict[str, Any]]) -> int:
+def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
     """How many processes: one for small text; the size of standard input is unknown and counts as large."""
     sizes = [
         about["size"] * (4 if about["path"].endswith(PACKED) else 1) for about in inputs if about["size"] is not None
@@ -292,7 +292,7 @@ def _workers(data: config.Data, inputs: list[dict[str, Any]]) -> int:
 
 
 def _reuse(
-    data: config.Data, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
+    data: config.DataConfig, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
 ) -> Prepared | None:
     """A store made with these settings from inputs that agree in these respects."""
     wanted = [[about[key] for key in keys] for about in inputs]

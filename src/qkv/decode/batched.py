@@ -35,7 +35,7 @@ def by_length(lengths: Sequence[int], tokens: int) -> list[batches.Indices]:
 def search_all(
     model: StepModel[Any, Any],
     sources: Sequence[Ids],
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     tokenizers: Tokenizers,
     *,
     n_best: int = 1,
@@ -111,7 +111,7 @@ class Work:
 def _in_slots(
     pool: Pool,
     work: Work,
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     tokenizers: Tokenizers,
     n_best: int,
     choice: Choice,
@@ -170,6 +170,6 @@ def score_all(
     return results
 
 
-def batch_tokens(spec: config.Decode, device: torch.device) -> int:
+def batch_tokens(spec: config.DecodeConfig, device: torch.device) -> int:
     """Padded source tokens times beams decoded at once: what keeps the device busy, unless the config says."""
     return spec.batch_tokens or (4096 if device.type == "cpu" else 131_072)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qkv.core.errors import QkvError, UsageError
 from qkv.decode.sampling import Sampling, draw
-from qkv.errors import QkvError, UsageError
 from qkv.models.transformer import DecoderOnly
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.models.state import StepModel
 
 AVERAGES = ("probabilities", "logprobs")

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.errors import UsageError
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board
 from qkv.decode.search import Kind, begin
-from qkv.errors import UsageError
 from qkv.text import Tokenizer
 
 LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 UTILITIES = ("chrf", "bleu")
 

@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qkv.core.errors import UsageError
 from qkv.decode.board import Board
 from qkv.decode.sampling import Sampling
 from qkv.decode.step import Choice, Rule
-from qkv.errors import UsageError
 
 
 @dataclass(frozen=True)

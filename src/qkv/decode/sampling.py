@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 
 @dataclass(frozen=True)

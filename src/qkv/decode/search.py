@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.chains import Chains
 from qkv.decode.sampling import uniform_numbers
 from qkv.decode.step import LEAVING, PLAIN, Choice, Search, Special
 from qkv.decode.trace import watching
-from qkv.errors import UsageError
 from qkv.models.state import StepModel
 
 Kind = Callable[..., Search]  # makes a search, as `begin` does
@@ -23,7 +23,7 @@ Kind = Callable[..., Search]  # makes a search, as `begin` does
 
 def begin(
     model: StepModel[Any, Any],
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     special: Special,
     *,
     lengths: Tensor,
@@ -70,7 +70,7 @@ def search(
     model: StepModel[Any, Any],
     source: Tensor,
     lengths: Tensor,
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     *,
     bos: int,
     eos: int,

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv import config, files
+from qkv import config
+from qkv.core import files
+from qkv.core.errors import QkvError
 from qkv.data.loader import pad
 from qkv.data.store import Store
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis, Ids
-from qkv.errors import QkvError
 from qkv.models.base import Model
 from qkv.models.state import StepModel
 from qkv.text import Tokenizers
@@ -180,7 +181,7 @@ def search_short(
     narrow: Callable[[Tensor], StepModel[Any, Any]],
     shortlist: Shortlist,
     sources: Sequence[Ids],
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     tokenizers: Tokenizers,
     *,
     n_best: int = 1,

@@ -54,7 +54,7 @@ class Pool:
         sources: Sequence[Ids],
         longest: Sequence[int],
         prefixes: Sequence[Ids],
-        spec: config.Decode,
+        spec: config.DecodeConfig,
         special: Special,
         choice: Choice,
         *,
@@ -117,7 +117,7 @@ class Slots:
     def __init__(
         self,
         model: Any,
-        spec: config.Decode,
+        spec: config.DecodeConfig,
         special: Special,
         *,
         slots: int,

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.core.errors import QkvError
 from qkv.decode import native
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
-from qkv.errors import QkvError
 from qkv.models.kernels import scan
 from qkv.models.native.state import NativeState
 from qkv.models.state import StepModel
@@ -45,7 +45,7 @@ class Special:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen, beyond the penalties and the width that `config.Decode` has.
+    """How the next token is chosen, beyond the penalties and the width that `config.DecodeConfig` has.
 
     `forbid` takes tokens away, with -inf; `prefer` changes how likely tokens are to be chosen, not how likely they are.
     """
@@ -62,7 +62,7 @@ class Choice:
 PLAIN = Choice()
 
 
-def length_penalty(length: Tensor | float, spec: config.Decode) -> Any:
+def length_penalty(length: Tensor | float, spec: config.DecodeConfig) -> Any:
     """What a log-probability is divided by; length counts </s>. `gnmt` is the paper's ((5 + length) / 6)^α."""
     if spec.length_penalty == "gnmt":
         return ((5 + length) / 6) ** spec.alpha
@@ -73,7 +73,7 @@ class Search:
     """Sentences on a board, each advanced by a token at a time; `rows` hypotheses of each grow side by side."""
 
     def __init__(
-        self, model: StepModel[Any, Any], spec: config.Decode, choice: Choice, special: Special, board: Board
+        self, model: StepModel[Any, Any], spec: config.DecodeConfig, choice: Choice, special: Special, board: Board
     ) -> None:
         self.model, self.spec, self.choice, self.special, self.board = model, spec, choice, special, board
         self.rows = board.tokens.shape[1]

@@ -22,10 +22,10 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 import torch
 
 from qkv import config
+from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.memory import MEMORY, settle
-from qkv.errors import QkvError, UsageError
 from qkv.models.packed import pack
 from qkv.models.state import StepModel
 from qkv.processes import cores
@@ -212,7 +212,7 @@ def serve() -> None:
 def search_in(
     workers: Workers[Opened],
     sources: Sequence[Sequence[int]],
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     *,
     n_best: int = 1,
     progress: Callable[[Sequence[int]], None] = lambda finished: None,
@@ -242,7 +242,7 @@ def search_in(
 
 
 def _search(
-    opened: Opened, sources: list[list[int]], spec: config.Decode, options: dict[str, Any]
+    opened: Opened, sources: list[list[int]], spec: config.DecodeConfig, options: dict[str, Any]
 ) -> list[list[Hypothesis]]:
     model, tokenizers = opened
     return search_all(model, sources, spec, tokenizers, device=CPU, **options)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from qkv.core.errors import QkvError
 from qkv.data import links
 from qkv.decode import loops
-from qkv.errors import QkvError
 from qkv.evaluate import metrics
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 
 if TYPE_CHECKING:  # sacreBLEU takes a while to import, and training only needs it at the first validation
     from sacrebleu.metrics.base import Metric

@@ -15,8 +15,8 @@ from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
 
-from qkv import files
-from qkv.errors import UsageError
+from qkv.core import files
+from qkv.core.errors import UsageError
 from qkv.evaluate.diagnosis import Diagnosis, Sentence, percent, word_spans
 from qkv.evaluate.metrics import Comparison, Scores
 from qkv.explain.report import PAGE, heading, table

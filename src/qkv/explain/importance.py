@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.core.errors import UsageError
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import by_length
 from qkv.decode.board import Ids
-from qkv.errors import UsageError
 from qkv.explain import picture
 from qkv.models.attention import heads_of, without
 from qkv.models.state import StepModel

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from qkv.core.errors import UsageError
 from qkv.data.links import Link, word_spans
-from qkv.errors import UsageError
 
 TAG = re.compile(r"<(?P<close>/?)(?P<name>[A-Za-z][\w:.-]*)(?:\s[^<>]*?)?(?P<alone>/?)>")
 ALONE = frozenset("br hr img input wbr".split())  # HTML's elements that are never closed

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv import files
-from qkv.errors import QkvError, UsageError
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 from qkv.terminal import say
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv import files
+from qkv.core import files
+from qkv.core.errors import UsageError
 from qkv.data.loader import collate
-from qkv.errors import UsageError
 from qkv.explain import picture, plot
 from qkv.explain.heads import LEGEND, MEASURES, Head, measure
 from qkv.explain.heads import rarest as rarest_of

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from qkv import config as configs
-from qkv import files
-from qkv.errors import UsageError
+from qkv.core import files
+from qkv.core.errors import UsageError
 from qkv.run import Run
 from qkv.train.card import parameters, shape, vocabulary
 
@@ -357,7 +357,7 @@ def _samples(runs: Sequence[Run], names: Sequence[str], histories: Sequence[Hist
 
 def _given(run: Run) -> dict[str, str]:
     """The sentence that the samples translate, where the text still lies in the store."""
-    if not isinstance(run.config.model, configs.Translating):
+    if not isinstance(run.config.model, configs.TranslationConfig):
         return {}
     lines = {}
     for name, side in (("source", "src"), ("reference", "tgt")):

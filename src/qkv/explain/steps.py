@@ -46,7 +46,7 @@ class Read:
     def encode(self, source: Tensor, lengths: Tensor) -> Any:
         return self.memory
 
-    def search(self, spec: config.Decode, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
+    def search(self, spec: config.DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
         """The n best hypotheses that begin with the prefix."""
         ids, begun = self.tgt, torch.tensor([list(prefix)], device=self.source.device) if prefix else None
         (found,) = search(
@@ -67,7 +67,7 @@ def decoding(
     model: StepModel[Any, Any],
     tokenizers: Tokenizers,
     source_ids: Sequence[int],
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     device: torch.device,
     *,
     n_best: int = 1,
@@ -126,7 +126,7 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
 class _Tree:
     """The nodes of one traced search, in the order in which it ranked them; the first is <s>."""
 
-    def __init__(self, traced: Traced, spec: config.Decode, tgt: Tokenizer, *, width: int, n_best: int) -> None:
+    def __init__(self, traced: Traced, spec: config.DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
         self.traced, self.spec, self.tgt, self.width, self.n_best = traced, spec, tgt, width, n_best
         self.nodes: list[dict[str, Any]] = []
         root = self._add(None, 0, tgt.bos, 0.0, "went on", "where every translation begins")

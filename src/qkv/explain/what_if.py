@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.decode.batched import score_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.step import length_penalty
-from qkv.errors import UsageError
 from qkv.explain.record import words
 from qkv.explain.steps import Read
 from qkv.models.attention import Head, heads_of, without
@@ -67,7 +67,7 @@ class WhatIf:
 def what_if(
     model: StepModel[Any, Any],
     tokenizers: Tokenizers,
-    spec: config.Decode,
+    spec: config.DecodeConfig,
     device: torch.device,
     text: str,
     *,

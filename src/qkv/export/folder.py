@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qkv import config as configs
-from qkv import files
+from qkv.core import files
 from qkv.export.ctranslate2 import to_ctranslate2
 from qkv.export.huggingface import write_huggingface, write_tokenizer
 from qkv.export.parts import penalty

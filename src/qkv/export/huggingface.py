@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.export.parts import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
@@ -50,7 +50,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
     return theirs.eval()
 
 
-def write_huggingface(model: Transformer, folder: Path, search: config.Decode, longest: int) -> None:
+def write_huggingface(model: Transformer, folder: Path, search: config.DecodeConfig, longest: int) -> None:
     """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
     theirs = to_huggingface(model, max_positions=reach(longest))
     several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
@@ -87,7 +87,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str =
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty(spec: config.Transformer, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
     transformers = engine("transformers")
     shape = {
         "vocab_size": src_vocab,

@@ -14,8 +14,8 @@ from typing import Any
 
 from qkv import auto
 from qkv import config as configs
+from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
 from qkv.train.fast import make_trainer
@@ -63,7 +63,7 @@ def measure(
     figures.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
-    if not isinstance(config.model, configs.Translating):
+    if not isinstance(config.model, configs.TranslationConfig):
         raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
     folder = Path(out)
     # All are trained to their end: nothing else may end one of them.

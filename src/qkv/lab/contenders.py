@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.data.loader import Batch
 from qkv.data.ragged import Flat, Ragged, lay
-from qkv.errors import UsageError
 from qkv.export import to_huggingface
 from qkv.lab.peers import TorchTransformer
 from qkv.models.transformer import Transformer
@@ -44,7 +44,7 @@ class Subject:
     model: Transformer  # on the CPU; nobody may change it
     device: torch.device
     width: int  # of a batch: no sentence is longer
-    spec: config.Train
+    spec: config.TrainConfig
 
     @property
     def autocast(self) -> torch.autocast:

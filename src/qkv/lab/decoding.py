@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from qkv.core.device import choose_device
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.lines import Lines
-from qkv.device import choose_device
-from qkv.errors import QkvError, UsageError
 from qkv.lab import engines, synthetic
 from qkv.lab.engines import Setting, Sources, Subject, Task
 from qkv.lab.figures import Sheet, about, check_outputs, publish

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from qkv import config
+from qkv.core.errors import UsageError
 from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.slots import MOST, Pool
 from qkv.decode.workers import Workers, open_run, search_in
-from qkv.errors import UsageError
 from qkv.export import to_ctranslate2, to_huggingface
 from qkv.export.parts import engine
 from qkv.lab.peers import TorchTransformer
@@ -182,11 +182,11 @@ def _searching(model: Any, subject: Subject) -> Decoder:
     return decode
 
 
-def _spec(sources: Sources, task: Task) -> config.Decode:
+def _spec(sources: Sources, task: Task) -> config.DecodeConfig:
     """Our search cuts batches by their tokens: so many that `task.batch` sentences of mean length fit."""
     tokens = sum(len(source) + 1 for source in sources) / len(sources)
     budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
-    return config.Decode(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+    return config.DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
 
 
 def _batches(sources: Sources, size: int) -> Iterator[list[int]]:

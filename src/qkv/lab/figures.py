@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qkv import __version__, files
-from qkv.device import choose_device, describe
-from qkv.errors import UsageError
+from qkv import __version__
+from qkv.core import files
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import UsageError
 
 ERRORS = 2.0  # standard errors by which two means must differ to be told apart
 

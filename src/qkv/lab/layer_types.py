@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.models.attention import attend
 from qkv.models.conv import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
@@ -108,7 +108,7 @@ def _gru(shape: Shape) -> Layer:
 
 def convolution(kind: str) -> Callable[[Shape], Operation]:
     def make(shape: Shape) -> Operation:
-        spec = config.Convolutional(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
+        spec = config.ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
         *_, dilation = dilations(spec, shape.layer + 1)
         made = GatedConvolution(spec, dilation, causal=shape.causal).to(shape.device, shape.dtype)
         with torch.no_grad():

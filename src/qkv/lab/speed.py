@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.lab import decoding, training
 
 DECODING = {"run": "--run", "src": "--src", "beams": "--beam", "batches": "--batch"}  # what training has no use for

@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qkv import config, files, presets
-from qkv.errors import UsageError
+from qkv import config, presets
+from qkv.core import files
+from qkv.core.errors import UsageError
 from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
 
-SIZES: dict[str, tuple[config.Model, int]] = {  # the model, and its vocabulary
-    "small": (config.Transformer(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
+SIZES: dict[str, tuple[config.ModelConfig, int]] = {  # the model, and its vocabulary
+    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
     "base": (presets.paper_base().model, 37_000),
     "demo": (presets.demo().model, 2000),
 }
@@ -30,10 +31,10 @@ def make_run(size: str, folder: Path, *, seed: int = 0) -> Run:
     if size not in SIZES:
         raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
     spec, vocab = SIZES[size]
-    assert isinstance(spec, config.Transformer)
+    assert isinstance(spec, config.TransformerConfig)
     # Tied to the output a random embedding would have each word followed by itself.
     settings = config.Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
-    assert isinstance(settings.model, config.Transformer)
+    assert isinstance(settings.model, config.TransformerConfig)
     tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
     torch.manual_seed(seed)
     model = Transformer(settings.model, vocab, vocab)

@@ -27,8 +27,8 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qkv import files
-from qkv.device import choose_device, describe
+from qkv.core import files
+from qkv.core.device import choose_device, describe
 from qkv.explain import picture
 from qkv.lab.layer_types import (
     LAYER_TYPES,

@@ -16,9 +16,9 @@ from typing import Any
 
 from qkv import auto
 from qkv import config as configs
+from qkv.core.device import choose_device
+from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.device import choose_device
-from qkv.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo
@@ -103,22 +103,22 @@ def measure(
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.Model]:
+def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.ModelConfig]:
     """The Transformer for a text of this size, and its rivals with as many parameters.
 
     The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
     """
-    ours: configs.Model = base.model
+    ours: configs.ModelConfig = base.model
     if base.data.train != demo().data.train:
         ours = next(size.model for size in auto.PAIRS if len(prepared.train) <= size.limit)
-    assert isinstance(ours, configs.Transformer)
+    assert isinstance(ours, configs.TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
     layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
-    conv = configs.Convolutional(
+    conv = configs.ConvS2SConfig(
         encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout
     )
-    rnn = configs.Recurrent(dropout=ours.dropout)
+    rnn = configs.RnnConfig(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
     return {
         "RNN": match(rnn, target, prepared.tokenizers),
@@ -127,10 +127,10 @@ def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") ->
     }
 
 
-def match(model: configs.Translating, target: int, tokenizers: Tokenizers) -> configs.Translating:
+def match(model: configs.TranslationConfig, target: int, tokenizers: Tokenizers) -> configs.TranslationConfig:
     """The model with the even d_model that comes nearest to so many parameters."""
 
-    def of(half: int) -> configs.Translating:
+    def of(half: int) -> configs.TranslationConfig:
         return dataclasses.replace(model, d_model=2 * half)
 
     low, high = 1, 2
@@ -153,7 +153,7 @@ class Competition:
         base: configs.Config,
         prepared: Prepared,
         folder: Path,
-        models: Mapping[str, configs.Model],
+        models: Mapping[str, configs.ModelConfig],
         *,
         tokens: int,
         device: str,

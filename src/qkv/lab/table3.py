@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
-from qkv.device import choose_device
-from qkv.errors import UsageError
+from qkv.core.device import choose_device
+from qkv.core.errors import UsageError
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import PRESETS, TABLE_3
@@ -124,7 +124,7 @@ def measure(
 def at_scale(name: str, scale: Scale, base: configs.Config, *, device: str, seed: int) -> configs.Config:
     """A row's config on this text: the paper's model, smaller, and one recipe for all; the big one trains longer."""
     preset = PRESETS[name]()
-    assert isinstance(preset.model, configs.Transformer)
+    assert isinstance(preset.model, configs.TransformerConfig)
     model = trials.scaled(preset.model, scale.width, scale.depth)
     if model.positions == "learned":  # no more of them than a translation can need
         longest = base.data.max_length + base.decode.extra_length + 2

@@ -30,13 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config as configs
-from qkv import files
 from qkv.api import Translator
+from qkv.core import files
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
-from qkv.device import choose_device, describe
-from qkv.errors import QkvError, UsageError
 from qkv.evaluate import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
@@ -134,8 +134,8 @@ def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_lengt
         if tgt or valid_src or valid_tgt:
             raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file at all for the demo corpus")
         return demo().replace(data={"max_length": max_length})
-    valid = (configs.Corpus(src=valid_src, tgt=valid_tgt),) if valid_src else ()
-    data = configs.Data(train=(configs.Corpus(src=src, tgt=tgt),), valid=valid, max_length=max_length)
+    valid = (configs.CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
+    data = configs.DataConfig(train=(configs.CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
     return configs.Config(data=data)
 
 
@@ -178,7 +178,7 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
     }
 
 
-def scaled(model: configs.Transformer, width: float, depth: float) -> configs.Transformer:
+def scaled(model: configs.TransformerConfig, width: float, depth: float) -> configs.TransformerConfig:
     """The same model, smaller: d_model, d_ff, d_k and d_v times one factor, layers times another; heads stay."""
     widths = {name: round(width * getattr(model, name)) for name in ("d_model", "d_ff", "d_k", "d_v")}
     layers = {name: max(1, round(depth * getattr(model, name))) for name in ("encoder_layers", "decoder_layers")}

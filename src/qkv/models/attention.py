@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.models.rows import Rows
 
 Head = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)

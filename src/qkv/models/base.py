@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.models.layers import Embedding, LearnedPositions, SinusoidalPositions
 
 
@@ -49,20 +49,25 @@ class TranslationModel(Model):
     step: Callable[[Tensor, Any], tuple[Tensor, Any]]
 
     def add_embeddings(
-        self, spec: config.Translating, src_vocab: int, tgt_vocab: int, positions: str = "none", max_positions: int = 0
+        self,
+        spec: config.TranslationConfig,
+        src_vocab: int,
+        tgt_vocab: int,
+        positions: str = "none",
+        max_positions: int = 0,
     ) -> None:
         if spec.tie == "all" and src_vocab != tgt_vocab:
             raise UsageError(
                 f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
                 f'share the vocabulary, or set model.tie = "output"'
             )
-        unseen = spec.token_dropout if isinstance(spec, config.Attentive) else 0.0
+        unseen = spec.token_dropout if isinstance(spec, config.AttentionModelConfig) else 0.0
         self.source, self.target = (
             Embedding(vocab, spec.d_model, make_positions(positions, spec.d_model, max_positions), spec.dropout, unseen)
             for vocab in (src_vocab, tgt_vocab)
         )
 
-    def tie(self, spec: config.Translating, tgt_vocab: int) -> None:
+    def tie(self, spec: config.TranslationConfig, tgt_vocab: int) -> None:
         self.add_output(tgt_vocab, spec.d_model, None if spec.tie == "none" else self.target)
         if spec.tie == "all":
             self.source.tokens.weight = self.target.tokens.weight

@@ -12,23 +12,23 @@ from qkv.models.transformer import DecoderOnly, EncoderOnly, Transformer
 
 
 @overload
-def build(spec: config.Translating, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
+def build(spec: config.TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
 
 
 @overload
-def build(spec: config.Model, src_vocab: int, tgt_vocab: int) -> Model: ...
+def build(spec: config.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
 
 
-def build(spec: config.Model, src_vocab: int, tgt_vocab: int) -> Model:
+def build(spec: config.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model that a config describes, freshly initialised from torch's random state."""
     match spec:
-        case config.Transformer():
+        case config.TransformerConfig():
             return Transformer(spec, src_vocab, tgt_vocab)
-        case config.DecoderOnly():
+        case config.DecoderOnlyConfig():
             return DecoderOnly(spec, tgt_vocab)
-        case config.EncoderOnly():
+        case config.EncoderOnlyConfig():
             return EncoderOnly(spec, tgt_vocab)
-        case config.Recurrent():
+        case config.RnnConfig():
             return Recurrent(spec, src_vocab, tgt_vocab)
-        case config.Convolutional():
+        case config.ConvS2SConfig():
             return Convolutional(spec, src_vocab, tgt_vocab)

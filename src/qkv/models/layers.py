@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.models.fused.embedding import Tokens, embed
 from qkv.models.fused.noise import Noise
 from qkv.models.kernels import add_norm

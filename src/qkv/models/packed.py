@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.base import Model
 from qkv.models.conv import WeightNorm

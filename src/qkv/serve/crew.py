@@ -12,8 +12,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from qkv.core.errors import QkvError
 from qkv.decode.memory import MEMORY
-from qkv.errors import QkvError
 from qkv.processes import cores
 from qkv.serve.limits import Refusal
 

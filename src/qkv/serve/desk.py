@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 from qkv.serve.documents import Document
 from qkv.serve.limits import Refusal
 from qkv.serve.models import Served

@@ -18,8 +18,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from qkv.core.errors import QkvError
 from qkv.decode.memory import settle
-from qkv.errors import QkvError
 from qkv.processes import cores
 from qkv.serve.crew import Worker, check, threads
 from qkv.serve.fair import FairQueue, Group, Unit

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 LINE = re.compile(r"(\S+)\s+([0-9a-f]{64})(?:\s+(\d+))?")
 CLIENTS = 10_000  # remembered; the one not seen for longest is forgotten first

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 from qkv.serve.app import create_app
 from qkv.serve.desk import Desk
 from qkv.serve.engine import Engine, Setup

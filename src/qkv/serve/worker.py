@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import qkv
-from qkv.config import DecoderOnly
+from qkv.config import DecoderOnlyConfig
+from qkv.core.errors import QkvError, UsageError
 from qkv.decode.memory import settle
-from qkv.errors import QkvError, UsageError
 from qkv.serve.marks import swap, swap_back
 
 Event = dict[str, Any]
@@ -111,7 +111,7 @@ def _next(events: Iterator[Event]) -> Event:
 
 def _open(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
     run = qkv.Run.open(path)
-    if isinstance(run.config.model, DecoderOnly):
+    if isinstance(run.config.model, DecoderOnlyConfig):
         return qkv.Completer(run, device=device)
     model = qkv.Translator(run, device=device, dtype=dtype)
     model.translate("warm")  # packs the weights, and on a GPU captures the first graphs

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.text.tokenizer import BYTE, CACHED_LENGTH, Cache, Tokenizer
 
 VARIANTS = 64  # segmentations that dropout may give one chunk

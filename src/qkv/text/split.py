@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qkv.errors import QkvError
+from qkv.core.errors import QkvError
 
 SPACE, CLAUSE, SENTENCE, LINE = range(4)  # how good a place to cut, from the worst to the best
 SHORT = 300  # characters of a line that mostly fits as a whole: nothing is looked for in it

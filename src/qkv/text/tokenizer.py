@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
-from qkv import files
-from qkv.errors import QkvError, UsageError
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<pad>", "<s>", "</s>")

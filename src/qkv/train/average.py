@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from qkv import files
-from qkv.errors import QkvError, UsageError
+from qkv.core import files
+from qkv.core.errors import QkvError, UsageError
 from qkv.run import Run
 
 TRAINED = ("best", "last", "average")  # names that training itself gives

@@ -9,11 +9,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from qkv import config as configs
-from qkv import files
+from qkv.core import files
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import QkvError, UsageError
 from qkv.data.languages import languages
 from qkv.data.store import Prepared, prepare
-from qkv.device import choose_device, describe
-from qkv.errors import QkvError, UsageError
 from qkv.run import Run
 from qkv.terminal import bars, say
 from qkv.train.card import card, parameters, unit, vocabulary
@@ -184,7 +184,7 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
 def _check_text(config: configs.Config) -> None:
     """Refuse pairs where plain text is wanted, and the reverse."""
     plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
-    if isinstance(config.model, configs.Translating):
+    if isinstance(config.model, configs.TranslationConfig):
         if plain:
             raise UsageError(
                 f"model.kind = {kind} translates: give pairs (--src, --tgt), or set model.kind=decoder or encoder"
@@ -195,7 +195,7 @@ def _check_text(config: configs.Config) -> None:
 
 def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> Prepared:
     """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
-    stream = isinstance(config.model, configs.DecoderOnly)  # a language model reads on where a line ends
+    stream = isinstance(config.model, configs.DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
             return prepare(

@@ -32,7 +32,7 @@ class Captured:
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
-        spec: config.Train,
+        spec: config.TrainConfig,
         *,
         pad: int,
         dtype: torch.dtype,

@@ -18,7 +18,7 @@ def card(run: Run, prepared: Prepared) -> str:
     """Markdown from what the run folder knows; nothing in it is typed by hand."""
     config, scores, made = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
-    translates = isinstance(config.model, configs.Translating)
+    translates = isinstance(config.model, configs.TranslationConfig)
     languages = f"{config.data.src_lang or 'source'} → {config.data.tgt_lang or 'target'}"
     title = languages if translates else config.data.tgt_lang or "plain text"
     lines = [
@@ -31,24 +31,26 @@ def card(run: Run, prepared: Prepared) -> str:
     ]
     if made["command"]:
         lines.append(f"- command: `{made['command']}`")
-    figure = "bits per byte" if isinstance(config.model, configs.DecoderOnly) else "BLEU (greedy)"
+    figure = "bits per byte" if isinstance(config.model, configs.DecoderOnlyConfig) else "BLEU (greedy)"
     lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
     lines += ["", "## Text", "", "```", str(prepared.report), "```", ""]
     return "\n".join(lines)
 
 
-def parameters(spec: configs.Model, tokenizers: Tokenizers) -> int:
+def parameters(spec: configs.ModelConfig, tokenizers: Tokenizers) -> int:
     """How many parameters a model has, counted without making it."""
     with torch.device("meta"):
         return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
-def shape(spec: configs.Model) -> str:
+def shape(spec: configs.ModelConfig) -> str:
     """The size of a model in words, and where its positions are not the paper's."""
-    layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.Translating) else spec.layers
+    layers = (
+        f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.TranslationConfig) else spec.layers
+    )
     heads = positions = ""
-    if isinstance(spec, configs.Attentive):
+    if isinstance(spec, configs.AttentionModelConfig):
         heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
         if spec.positions != "sinusoidal":
             positions = f", {'no' if spec.positions == 'none' else spec.positions} positions"
@@ -57,7 +59,7 @@ def shape(spec: configs.Model) -> str:
 
 def unit(config: configs.Config) -> str:
     """What the text consists of."""
-    return "pairs" if isinstance(config.model, configs.Translating) else "lines"
+    return "pairs" if isinstance(config.model, configs.TranslationConfig) else "lines"
 
 
 def vocabulary(tokenizers: Tokenizers) -> str:

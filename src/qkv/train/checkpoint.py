@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import files
+from qkv.core import files
+from qkv.core.errors import QkvError
 from qkv.data.loader import Position
-from qkv.errors import QkvError
 from qkv.run import Run, by_step, load_weights, step_of
 from qkv.train import sharding
 from qkv.train.distributed import ALONE, World

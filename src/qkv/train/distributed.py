@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun says to each process
 BUCKET = 1 << 24  # numbers summed at once: few messages, and little memory beside the gradients

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from qkv import config as configs
+from qkv.core.device import choose_device, choose_precision
 from qkv.data.loader import Batch, Pairs, Step, Updates, collate
 from qkv.data.ragged import LONGEST
 from qkv.data.store import Prepared
-from qkv.device import choose_device, choose_precision
 from qkv.models.fused.passes import can_pass
 from qkv.models.kernels import triton
 from qkv.models.transformer import Transformer
@@ -65,7 +65,7 @@ class FastTrainer(Trainer):
         config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
     ) -> Updates:
         spec, longest = config.train, LONGEST
-        if isinstance(config.model, configs.Transformer) and config.model.positions == "learned":
+        if isinstance(config.model, configs.TransformerConfig) and config.model.positions == "learned":
             # What BPE-dropout makes longer than that is refused by the plain way, with a word.
             longest = min(longest, config.model.max_positions)
         return make_updates(

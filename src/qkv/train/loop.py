@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
-from qkv import files
+from qkv.core import files
+from qkv.core.errors import QkvError
 from qkv.data.loader import Step
 from qkv.data.store import Prepared
-from qkv.errors import QkvError
 from qkv.models.base import Model
 from qkv.run import Run, load_weights
 from qkv.terminal import say

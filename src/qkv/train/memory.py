@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qkv.core.errors import QkvError
 from qkv.data.loader import Batch
-from qkv.errors import QkvError
 from qkv.terminal import say
 from qkv.text.tokenizer import PAD
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
+from qkv.core.device import choose_device, choose_precision
 from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
-from qkv.device import choose_device, choose_precision
 from qkv.models.base import Model
 from qkv.models.build import build
 from qkv.run import load_weights
@@ -61,9 +61,9 @@ def make_updates(
         "device": device,
     }
     match config.model:
-        case configs.DecoderOnly():
+        case configs.DecoderOnlyConfig():
             return Blocks(prepared.train, length=config.data.max_length, **common)
-        case configs.EncoderOnly(masked=masked):
+        case configs.EncoderOnlyConfig(masked=masked):
             return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
     text: dict[str, Any] = {"dropout": config.tokenizer.dropout, "aligned": spec.guided_alignment > 0}
     return Pairs(prepared.train, prepared.tokenizers, **text, **{**common, **laid})

@@ -106,7 +106,7 @@ def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.dev
 def _batches(prepared: Prepared, spec: config.Config) -> Iterator[Batch]:
     """The validation text as this kind of model is measured on it: the same at every validation."""
     store = prepared.valid
-    if isinstance(spec.model, config.DecoderOnly):
+    if isinstance(spec.model, config.DecoderOnlyConfig):
         yield from running_text(np.asarray(store.stream), spec, prepared.tokenizers.tgt)
         return
     widths = _widths(prepared, spec)
@@ -118,7 +118,7 @@ def _batches(prepared: Prepared, spec: config.Config) -> Iterator[Batch]:
 def _widths(prepared: Prepared, spec: config.Config) -> list[batches.Lengths]:
     """How many positions each validation sentence takes, on both sides or on its only one."""
     widths: list[batches.Lengths] = [np.asarray(prepared.valid.tgt_lengths) + 1]
-    if isinstance(spec.model, config.Translating):
+    if isinstance(spec.model, config.TranslationConfig):
         widths.insert(0, np.asarray(prepared.valid.src_lengths) + 1)
     return widths
 
@@ -127,7 +127,7 @@ def _batch(prepared: Prepared, spec: config.Config, indices: Sequence[int] | bat
     """Some sentences of the validation set, pairs or with tokens hidden."""
     store, tgt = prepared.valid, prepared.tokenizers.tgt
     rows = [store.tgt(i) for i in indices]
-    if isinstance(spec.model, config.EncoderOnly):
+    if isinstance(spec.model, config.EncoderOnlyConfig):
         random = [np.random.default_rng((int(i), 5)) for i in indices]
         return hide([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
     return collate([store.src(i) for i in indices], rows, prepared.tokenizers)
@@ -135,7 +135,7 @@ def _batch(prepared: Prepared, spec: config.Config, indices: Sequence[int] | bat
 
 def _looked_at(prepared: Prepared, spec: config.Config) -> Batch:
     """The beginning of the validation text, as one small batch."""
-    if isinstance(spec.model, config.DecoderOnly):
+    if isinstance(spec.model, config.DecoderOnlyConfig):
         length = min(spec.data.max_length, LOOKED_AT_TOKENS // 4)
         ids = np.asarray(prepared.valid.stream[:LOOKED_AT_TOKENS])
         return block_batch(text_blocks(ids, prepared.tokenizers.tgt, length)[:LOOKED_AT])

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from qkv import files
+from qkv.core import files
+from qkv.core.errors import UsageError
 from qkv.data.demo import grammar
 from qkv.data.demo.phrase import Phrase, render, words
-from qkv.errors import UsageError
 
 __all__ = ["SIZES", "Example", "combination", "find", "pharaoh", "splits", "words", "write"]
 

@@ -45,10 +45,10 @@ class Sublayer(NamedTuple):
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-def can_pass(spec: config.Model, dtype: torch.dtype = torch.bfloat16) -> bool:
+def can_pass(spec: config.ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
     return (
-        isinstance(spec, config.Transformer)
+        isinstance(spec, config.TransformerConfig)
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too

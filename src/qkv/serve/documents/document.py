@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
+from qkv.core.errors import UsageError
 from qkv.data.links import Link
-from qkv.errors import UsageError
 from qkv.serve.documents import lines, markdown, markup
 from qkv.serve.documents.segment import Segment
 from qkv.serve.documents.word import WordText

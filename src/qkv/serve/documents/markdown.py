@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.serve.documents import markup
 from qkv.serve.documents.lines import lines_of
 from qkv.serve.documents.segment import Segment, Token, Writing, crowded, segment, unmatched

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from qkv.core.errors import UsageError
 from qkv.data.links import Link, word_spans
-from qkv.errors import UsageError
 from qkv.explain.markup import place_markup, strip_markup
 
 SPACE = " \t\r\n\f"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 from qkv.serve.documents.segment import TAG, Segment, Token, Writing, crowded, segment
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv.errors import UsageError
+from qkv.core.errors import UsageError
 
 
 def choose_device(name: str = "auto") -> torch.device:

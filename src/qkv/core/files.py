@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv.errors import QkvError, UsageError
+from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
