@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.api import Translator
 from qkv.config import TrainConfig
-from qkv.data import demo
+from qkv.data.lines import read_lines
 from qkv.models.layers import sinusoids
 from qkv.train.optim import learning_rate
 
@@ -282,9 +282,7 @@ def main(run: str = "runs/demo", folder: str = "docs") -> None:
     }
     for name, drawn in pictures.items():
         (Path(folder) / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    lines = [
-        line for name in ("valid.en", "test.en") for line in demo.find(name).read_text(encoding="utf-8").split("\n")
-    ]
+    lines = read_lines("demo:valid.en") + read_lines("demo:test.en")
     for kind, weights in measure(translator, lines).items():
         print(f"weight on the noun by {kind}:", *(f"head {i} {weight:.2f}" for i, weight in enumerate(weights)))
 

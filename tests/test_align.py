@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import demo_corpus as demo
 import qkv
 from conftest import sentences
 from qkv import config
 from qkv.core.errors import UsageError
-from qkv.data import demo, links
+from qkv.data import links
 from qkv.explain.align import (
     Agreement,
     Alignment,

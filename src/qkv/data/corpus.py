@@ -25,12 +25,13 @@ from typing import IO, Any, cast
 
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
-from qkv.data import demo, links
+from qkv.data import links
 
 BLOCK = 1 << 20  # bytes of text, both sides together, after which a block is closed
 PIECE = 1 << 20  # bytes moved at once
 PACKED = (".gz", ".xz", ".bz2", ".zst")
 BOM = b"\xef\xbb\xbf"
+DEMO = Path(__file__).with_name("demo")  # the built-in corpus, compressed; benchmarks/demo_corpus generates it
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,10 @@ def find(name: str, root: str) -> Path:
     if name == "-":
         return Path("-")
     if name.startswith("demo:"):
-        return demo.find(name.removeprefix("demo:"))
+        shipped = {file.stem: file for file in sorted(DEMO.glob("*.xz"))}
+        if (file := shipped.get(name.removeprefix("demo:"))) is None:
+            raise UsageError(f"{name}: no such file: the built-in corpus has {', '.join(shipped)}")
+        return file
     path = Path(root, name)
     if path.is_dir():
         raise UsageError(f"{path}: is a folder: give a text file")

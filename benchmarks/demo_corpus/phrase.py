@@ -7,8 +7,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from qkv.data.demo import english, italian
-from qkv.data.demo.italian import Token
+from demo_corpus import english, italian
+from demo_corpus.italian import Token
 
 # An apostrophe closes the word before it (l', dov'); the English 's and o'clock are words of their own.
 _WORD = re.compile(r"o'clock|'s\b|[^\W_]+(?:-[^\W_]+)*(?:'(?!s\b))?|[^\w\s]")
@@ -27,7 +27,7 @@ EMPTY = Phrase()
 
 
 def words(text: str) -> list[str]:
-    """The words and punctuation marks of a sentence of the corpus; an elided word such as l' stands alone."""
+    """The words and punctuation marks of a sentence of the corpus; an elided word such as l' is a word of its own."""
     return _WORD.findall(text)
 
 
@@ -42,7 +42,7 @@ def tokens(text: str, *links: int) -> tuple[Token, ...]:
 
 
 def unit(en: str, it: str, *lemmas: str) -> Phrase:
-    """Words of the two languages that stand for each other as a whole."""
+    """Words of the two languages, aligned all to all."""
     n = link()
     return Phrase(tokens(en, n), tokens(it, n), lemmas)
 

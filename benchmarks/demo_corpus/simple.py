@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import lexicon, nouns, verbs
+from demo_corpus.choose import (
     ANIMAL_FOOD,
     EVERYONE,
     OWNERS,
@@ -23,10 +23,10 @@ from qkv.data.demo.choose import (
     third,
     when,
 )
-from qkv.data.demo.italian import adjective
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
-from qkv.data.demo.syntax import Dice, clause, group, np, object_pronoun, of_owner, predicate, pronoun
-from qkv.data.demo.verbs import BE, Verb
+from demo_corpus.italian import adjective
+from demo_corpus.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
+from demo_corpus.syntax import Dice, clause, group, np, object_pronoun, of_owner, predicate, pronoun
+from demo_corpus.verbs import BE, Verb
 
 STOP = unit(".", ".")
 ASK = unit("?", "?")
@@ -60,7 +60,7 @@ def mode(d: Dice) -> tuple[bool, bool]:
 
 
 def clear(d: Dice, verb: Verb, tense: str, plain: bool) -> Phrase:
-    """A time for the clause, needed where the English past looks like the present (I read the book yesterday)."""
+    """A time for the clause, needed where the English past equals the present (I read the book yesterday)."""
     if "state" in verb.flags:
         return EMPTY
     vague = tense == "past" and plain and not verb.past_is_plain()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qkv.data.demo import daily, lexicon, linked, nouns, numbers, questions, relative, simple, verbs
-from qkv.data.demo.phrase import Phrase, unit
-from qkv.data.demo.syntax import Dice, clause, group, np, object_pronoun, pronoun
+from demo_corpus import daily, lexicon, linked, nouns, numbers, questions, relative, simple, verbs
+from demo_corpus.phrase import Phrase, unit
+from demo_corpus.syntax import Dice, clause, group, np, object_pronoun, pronoun
 
 Rule = Callable[[Dice], Phrase]
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from qkv.data.demo import english, italian, verbs
-from qkv.data.demo.italian import Token
-from qkv.data.demo.lexicon import Adjective
-from qkv.data.demo.nouns import Noun
-from qkv.data.demo.phrase import Phrase, link, tokens, unit
-from qkv.data.demo.verbs import Verb
+from demo_corpus import english, italian, verbs
+from demo_corpus.italian import Token
+from demo_corpus.lexicon import Adjective
+from demo_corpus.nouns import Noun
+from demo_corpus.phrase import Phrase, link, tokens, unit
+from demo_corpus.verbs import Verb
 
 T = TypeVar("T")
 
 
 class Dice:
-    """Random choices that use only `random()`, whose stream is the same in every Python version."""
+    """Random choices that use only `random()`: its stream is the same in every Python version."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed).random
@@ -200,7 +200,7 @@ class _Build:
 
 
 def _simple(verb: Verb, subject: NP, tense: str, split: bool, n: int, m: int) -> _Build:
-    """Present, past and future of the verb itself; `split` asks for do, does, did."""
+    """Present, past and future of the verb itself; `split` uses do, does, did."""
     particle = tokens(verb.particle, m)
     if tense == "future":
         return _Build(tokens("will", m), tokens(verb.en, m) + particle, (verb.future[subject.index], m))
@@ -248,7 +248,7 @@ def group(
     """Conjugate a verb in both languages.
 
     tense: present, progressive, past (ate, ha mangiato), was (was eating, stava mangiando), future, can, must, want,
-    and for be also past (was, era). clitic: an Italian object pronoun and its link; agree: the agreement it asks of
+    and for be also past (was, era). clitic: an Italian object pronoun and its link; agree: the agreement it needs in
     the participle (l'ho vista). adverb: always/sempre and the like, or never, which brings its own non.
     """
     if tense in ("can", "must", "want"):
@@ -278,7 +278,7 @@ def group(
 
 
 def _modal(verb: Verb, subject: NP, tense: str, negative: bool, ask: bool, clitic: tuple[str, int] | None) -> Group:
-    """Can, must, want to with an infinitive, to which the Italian pronoun is attached: voglio vederti."""
+    """Can, must, want to with an infinitive, with the Italian pronoun attached: voglio vederti."""
     n, m = link(), link()
     forms = {"can": verbs.CAN, "must": verbs.MUST, "want": verbs.WANT}[tense].present
     base = tokens(verb.en, m) + tokens(verb.particle, m)
@@ -315,7 +315,7 @@ def having(subject: NP, tense: str = "present", negative: bool = False, ask: boo
 
 
 def clause(subject: NP, verb: Group, *rest: Phrase, ask: bool = False) -> Phrase:
-    """Subject, verb group and what follows; in a question the English helper comes first."""
+    """Subject, verb group and the rest; in a question the English helper comes first."""
     s = subject.phrase
     en = verb.aux + s.en + verb.main if ask else s.en + verb.aux + verb.main
     it = s.it + verb.it
@@ -350,7 +350,7 @@ def predicate(adjective: Adjective, subject: NP, very: bool = False) -> Phrase:
 
 
 def object_pronoun(word: str) -> tuple[Phrase, tuple[str, int], str]:
-    """An object pronoun: the English word, the Italian clitic with its link, and the agreement it asks for."""
+    """An object pronoun: the English word, the Italian clitic with its link, and the agreement it needs."""
     form, _, plural, gender, _, direct, _ = PRONOUNS[word]
     n = link()
     agree = gender + ("p" if plural else "s") if word in ("he", "she", "they") else ""

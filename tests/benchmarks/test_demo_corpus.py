@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import lzma
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from qkv.core.errors import QkvError, UsageError
-from qkv.data import demo
+import demo_corpus as demo
+from demo_corpus import grammar, lexicon, nouns, verbs
+from demo_corpus.phrase import render
+from qkv.core.errors import UsageError
 from qkv.data.corpus import find
-from qkv.data.demo import grammar, lexicon, nouns, verbs
-from qkv.data.demo.phrase import render
+from qkv.data.lines import read_lines
 
 Corpus = dict[str, list[demo.Example]]
 
@@ -369,8 +371,8 @@ PINNED = {"train": "d4a9874a345efc3b", "valid": "c6067878b78870d9", "test": "796
 
 _STREAM = """
 import hashlib, itertools
-from qkv.data.demo import grammar, combination, split_of
-from qkv.data.demo.phrase import render
+from demo_corpus import grammar, combination, split_of
+from demo_corpus.phrase import render
 h = hashlib.blake2b(digest_size=8)
 for p in itertools.islice(grammar.sentences(5), 3000):
     h.update(repr((render(p), combination(p), split_of(combination(p), 5))).encode())
@@ -379,7 +381,7 @@ print(h.hexdigest())
 
 
 def test_the_stream_does_not_depend_on_the_hash_seed() -> None:
-    package_root = str(Path(demo.__file__).parents[3])
+    package_root = str(Path(demo.__file__).parents[1])
     digests = set()
     for hash_seed in ("0", "1", "4242"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": package_root}
@@ -393,35 +395,42 @@ def test_another_seed_gives_another_stream() -> None:
     assert one != two
 
 
-def test_write(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
-    paths = demo.write(tmp_path / "a" / "b")
-    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(paths)
-    assert sorted(paths) == sorted(f"{s}.{x}" for s in demo.SIZES for x in ("en", "it", "align"))
+    made = demo.texts()
+    assert sorted(made) == sorted(f"{s}.{x}" for s in demo.SIZES for x in ("en", "it", "align"))
     for split, examples in corpus.items():
-        sides = [paths[f"{split}.{x}"].read_text(encoding="utf-8").split("\n") for x in ("en", "it", "align")]
+        sides = [made[f"{split}.{x}"].split("\n") for x in ("en", "it", "align")]
         assert all(side.pop() == "" for side in sides)
         assert [(e.source, e.target, demo.pharaoh(e.alignment)) for e in examples] == list(zip(*sides, strict=True))
-    paths["test.it"].write_text("stale\n", encoding="utf-8")
-    demo.write(tmp_path / "a" / "b")
-    assert paths["test.it"].read_text(encoding="utf-8").startswith("Il tuo gatto è un gatto adorabile.\n")
 
 
-def test_write_says_where_it_failed(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_files_hold_what_the_generator_makes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, decompressed: the bytes of the .xz files depend on the library that wrote them."""
     monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(QkvError, match=r"file/train.en: cannot be written"):
-        demo.write(tmp_path / "file")
+    shipped = find("demo:test.en", "").parent
+    assert {path.name.removesuffix(".xz"): lzma.decompress(path.read_bytes()) for path in shipped.iterdir()} == {
+        name: text.encode() for name, text in demo.texts().items()
+    }
 
 
-def test_files_are_found_by_name(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`demo:NAME` stands for a file of the corpus wherever a file may stand; it is made once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
-    path = find("demo:test.it", "")
-    assert path.is_relative_to(tmp_path)
-    assert path.read_text(encoding="utf-8").startswith("Il tuo gatto è un gatto adorabile.\n")
-    monkeypatch.setattr(demo, "splits", lambda seed=0: pytest.fail("written a second time"))
-    assert find("demo:test.it", "") == path
-    with pytest.raises(UsageError, match=r"demo:test.de: no such file.*test\.en"):
-        find("demo:test.de", "")
+def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command writes each text compressed, over what was there."""
+    few = {"test.en": "Your cat.\n", "test.it": "Il tuo gatto è qui.\n"}
+    monkeypatch.setattr(demo, "texts", lambda seed=0: few if seed == 7 else {})
+    folder = tmp_path / "a" / "b"
+    for _ in range(2):
+        paths = demo.write(folder, 7)
+        assert sorted(folder.iterdir()) == sorted(paths)
+        assert {path.stem: lzma.decompress(path.read_bytes()).decode() for path in paths} == few
+        paths[0].write_bytes(b"stale")
+
+
+def test_files_are_found_by_name() -> None:
+    """`demo:NAME` stands for a file of the corpus wherever a file may stand."""
+    assert find("demo:test.it", "elsewhere").is_file()
+    assert read_lines("demo:test.it")[0] == "Il tuo gatto è un gatto adorabile."
+    assert len(read_lines("demo:valid.align")) == demo.SIZES["valid"]
+    for unknown in ("test.de", "", "test.it.xz", "../demo/test.it"):
+        with pytest.raises(UsageError, match=r"no such file: the built-in corpus has .*test\.en"):
+            find(f"demo:{unknown}", "")

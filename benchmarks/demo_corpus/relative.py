@@ -1,9 +1,9 @@
-"""Relative clauses and comparisons: agreement that reaches over what stands between."""
+"""Relative clauses and comparisons: agreement across the words between subject and verb."""
 
 from __future__ import annotations
 
-from qkv.data.demo import lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import lexicon, nouns, verbs
+from demo_corpus.choose import (
     EVERYONE,
     PETS,
     in_room,
@@ -15,11 +15,11 @@ from qkv.data.demo.choose import (
     tense_of,
     third,
 )
-from qkv.data.demo.lexicon import CHARACTER, MOODS, Adjective
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, unit
-from qkv.data.demo.simple import ACTIONS, PERSONAL, TONIC, end, mode
-from qkv.data.demo.syntax import NP, PRONOUNS, Dice, clause, group, np, of_owner, predicate
-from qkv.data.demo.verbs import BE, Verb
+from demo_corpus.lexicon import CHARACTER, MOODS, Adjective
+from demo_corpus.phrase import EMPTY, Phrase, chain, pair, unit
+from demo_corpus.simple import ACTIONS, PERSONAL, TONIC, end, mode
+from demo_corpus.syntax import NP, PRONOUNS, Dice, clause, group, np, of_owner, predicate
+from demo_corpus.verbs import BE, Verb
 
 DEEDS = tuple(v for v in ACTIONS if v not in PERSONAL)
 PLAIN_DEEDS = tuple(v for v in DEEDS if v.past_is_plain())
@@ -41,7 +41,7 @@ RESTING = tuple(verbs.BY_LEMMA[v] for v in ("sleep", "rest", "play"))
 
 
 def _inner(word: str, head: NP, verb: Verb, tense: str, rest: Phrase) -> Phrase:
-    """A relative clause whose subject is the noun before it: who reads the book, che legge il libro."""
+    """A relative clause with the preceding noun as subject: who reads the book, che legge il libro."""
     silent = NP(EMPTY, plural=head.plural, gender=head.gender)
     return clause(NP(unit(word, "che")), group(verb, silent, tense), rest)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import english, italian, lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import english, italian, lexicon, nouns, verbs
+from demo_corpus.choose import (
     HOURS,
     animal,
     at_time,
@@ -18,11 +18,11 @@ from qkv.data.demo.choose import (
     target,
     to_or_at,
 )
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
-from qkv.data.demo.questions import EVENTS, PRICED, SHOPS, TRANSIT
-from qkv.data.demo.simple import ACTIONS, STOP, end, mode
-from qkv.data.demo.syntax import NP, Dice, clause, group, having, np, numeral, of_owner
-from qkv.data.demo.verbs import BE, COST
+from demo_corpus.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
+from demo_corpus.questions import EVENTS, PRICED, SHOPS, TRANSIT
+from demo_corpus.simple import ACTIONS, STOP, end, mode
+from demo_corpus.syntax import NP, Dice, clause, group, having, np, numeral, of_owner
+from demo_corpus.verbs import BE, COST
 
 
 def counted(number: int, en: str, it: str) -> Phrase:

@@ -1,7 +1,7 @@
 """Italian morphology: plurals, agreement, conjugation, and the forms that depend on the next word.
 
-A word whose form hangs on what follows it is written as a mark, `@il.ms` (definite article, masculine singular), and
-becomes il, lo or l' in `settle`, once the sentence is in its final order. The same pass contracts prepositions with
+A word that depends on the next word is written as a mark, `@il.ms` (definite article, masculine singular). `settle`
+turns it into il, lo or l' once the sentence is in its final order. The same pass contracts prepositions with
 articles (in + lo → nello) and adds the euphonic d (a Anna → ad Anna).
 """
 
@@ -204,7 +204,7 @@ def gerund(infinitive: str) -> str:
 
 
 def participle(infinitive: str) -> str:
-    """The regular past participle; irregular ones stand in the lexicon."""
+    """The regular past participle; irregular ones are in the lexicon."""
     return infinitive[:-3] + {"a": "ato", "e": "uto", "i": "ito"}[_CONJUGATIONS[infinitive[-3:]]]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import lexicon, nouns, verbs
+from demo_corpus.choose import (
     OWNERS,
     animal,
     describe,
@@ -17,10 +17,10 @@ from qkv.data.demo.choose import (
     third,
     when,
 )
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, unit
-from qkv.data.demo.simple import ACTIONS, ASK, SMALL, clear, end, mode
-from qkv.data.demo.syntax import NP, Dice, clause, group, having, np, pronoun, wh
-from qkv.data.demo.verbs import BE, COST, Verb
+from demo_corpus.phrase import EMPTY, Phrase, chain, pair, unit
+from demo_corpus.simple import ACTIONS, ASK, SMALL, clear, end, mode
+from demo_corpus.syntax import NP, Dice, clause, group, having, np, pronoun, wh
+from demo_corpus.verbs import BE, COST, Verb
 
 EVENTS = nouns.of("concert", "film")
 TRANSIT = nouns.of("train", "bus", "ship")
@@ -47,7 +47,7 @@ ASKED = tuple(
 
 
 def _asked(d: Dice) -> NP:
-    """Who a question is about: seldom the speaker."""
+    """The subject of a question: seldom the speaker."""
     return pronoun(d.pick(("you", "you", "he", "she", "they"))) if d.chance(0.5) else third(d)
 
 

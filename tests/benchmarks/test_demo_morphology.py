@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import english, italian, lexicon, nouns, syntax, verbs
-from qkv.data.demo.phrase import render
+from demo_corpus import english, italian, lexicon, nouns, syntax, verbs
+from demo_corpus.phrase import render
 
 
 def test_articles() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from qkv.data.demo import english, italian
+from demo_corpus import english, italian
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qkv.data.demo import english, italian, lexicon, nouns
-from qkv.data.demo.lexicon import Adjective
-from qkv.data.demo.nouns import Noun
-from qkv.data.demo.phrase import EMPTY, Phrase, pair, tokens, unit
-from qkv.data.demo.syntax import NP, POSSESSIVES, Dice, name, np, pronoun
-from qkv.data.demo.verbs import Verb
+from demo_corpus import english, italian, lexicon, nouns
+from demo_corpus.lexicon import Adjective
+from demo_corpus.nouns import Noun
+from demo_corpus.phrase import EMPTY, Phrase, pair, tokens, unit
+from demo_corpus.syntax import NP, POSSESSIVES, Dice, name, np, pronoun
+from demo_corpus.verbs import Verb
 
 EVERYONE = ("I", "you", "he", "she", "we", "they")
 SPEAKERS = ("I", *EVERYONE)
@@ -71,14 +71,14 @@ def animal(d: Dice, plain: bool = False) -> NP:
 
 
 def subject(d: Dice, ask: bool = False, plain: bool = False) -> NP:
-    """A person who does something; questions are seldom about oneself."""
+    """A person as subject; questions are seldom about oneself."""
     if d.chance(0.47):
         return pronoun(d.pick(OTHERS if ask else SPEAKERS))
     return third(d, plain)
 
 
 def third(d: Dice, plain: bool = False) -> NP:
-    """A person who is not speaking or spoken to, said with a noun or a name."""
+    """A third person, named by a noun or a name."""
     x = d.random()
     return somebody(d) if x < 0.4 else kin(d) if x < 0.65 else person(d, plain)
 
@@ -140,7 +140,7 @@ def when(d: Dice, tense: str, chance: float = 0.3) -> Phrase:
 
 
 def tense_of(d: Dice, verb: Verb) -> str:
-    """A tense in which the verb is natural."""
+    """A tense that is natural for the verb."""
     if "state" in verb.flags:
         return "present"
     if "event" in verb.flags:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import lexicon, nouns, verbs
+from demo_corpus.choose import (
     PETS,
     animal,
     at_home,
@@ -18,11 +18,11 @@ from qkv.data.demo.choose import (
     target,
     third,
 )
-from qkv.data.demo.lexicon import CHARACTER, MOODS, Adjective
-from qkv.data.demo.nouns import Noun
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, pair, tokens, unit
-from qkv.data.demo.simple import ACTIONS, end, mode
-from qkv.data.demo.syntax import (
+from demo_corpus.lexicon import CHARACTER, MOODS, Adjective
+from demo_corpus.nouns import Noun
+from demo_corpus.phrase import EMPTY, Phrase, chain, pair, tokens, unit
+from demo_corpus.simple import ACTIONS, end, mode
+from demo_corpus.syntax import (
     NP,
     PRONOUNS,
     Dice,
@@ -36,7 +36,7 @@ from qkv.data.demo.syntax import (
     predicate,
     pronoun,
 )
-from qkv.data.demo.verbs import BE, Verb
+from demo_corpus.verbs import BE, Verb
 
 BECAUSE = unit("because", "perché")
 

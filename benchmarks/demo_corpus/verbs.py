@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.data.demo import english, italian, nouns
-from qkv.data.demo.nouns import Noun
+from demo_corpus import english, italian, nouns
+from demo_corpus.nouns import Noun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Verb:
     flags: frozenset[str]
 
     def past_is_plain(self) -> bool:
-        """Whether the English past can be told from the present (I read the book cannot)."""
+        """Whether the English past differs from the present (not so in: I read the book)."""
         return self.en_past != self.en
 
 
@@ -227,6 +227,6 @@ BY_LEMMA: dict[str, Verb] = {v.lemma: v for v in (*TRANSITIVE, *INTRANSITIVE)}
 
 
 def transitive(lemmas: str) -> tuple[Verb, ...]:
-    """The transitive verbs named, in lexicon order; a comma stands between the names."""
+    """The transitive verbs named, in lexicon order; the names are separated by commas."""
     names = [name.strip() for name in lemmas.split(",")]
     return tuple(v for v in TRANSITIVE if v.lemma in names)

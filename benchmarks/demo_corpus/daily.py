@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qkv.data.demo import lexicon, nouns, verbs
-from qkv.data.demo.choose import (
+from demo_corpus import lexicon, nouns, verbs
+from demo_corpus.choose import (
     BUILDINGS,
     EVERYONE,
     OWNERS,
@@ -25,12 +25,12 @@ from qkv.data.demo.choose import (
     to_or_at,
     when,
 )
-from qkv.data.demo.italian import Token, adjective
-from qkv.data.demo.nouns import Noun
-from qkv.data.demo.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
-from qkv.data.demo.simple import ACTIONS, BELONGINGS, PLEASE, SHOUT, SMALL, STOP, end, mode
-from qkv.data.demo.syntax import NP, PRONOUNS, Dice, clause, group, having, np, of_owner, possessive, predicate
-from qkv.data.demo.verbs import BE, HAVE, NEED
+from demo_corpus.italian import Token, adjective
+from demo_corpus.nouns import Noun
+from demo_corpus.phrase import EMPTY, Phrase, chain, link, pair, tokens, unit
+from demo_corpus.simple import ACTIONS, BELONGINGS, PLEASE, SHOUT, SMALL, STOP, end, mode
+from demo_corpus.syntax import NP, PRONOUNS, Dice, clause, group, having, np, of_owner, possessive, predicate
+from demo_corpus.verbs import BE, HAVE, NEED
 
 GENERIC = nouns.of(
     "food", "drink", "pet", "flower", "rose", "book", "novel", "poem", "film", "museum", "snake", "horse"

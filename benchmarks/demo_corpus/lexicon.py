@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.data.demo import nouns
-from qkv.data.demo.italian import adjective
-from qkv.data.demo.nouns import Noun
+from demo_corpus import nouns
+from demo_corpus.italian import adjective
+from demo_corpus.nouns import Noun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjective:
-    """An adjective of both languages; `first` ones stand before the Italian noun (un piccolo gatto)."""
+    """An adjective of both languages; `first` ones precede the Italian noun (un piccolo gatto)."""
 
     en: str
     it: str

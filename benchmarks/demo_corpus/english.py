@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qkv.data.demo.italian import Token
+from demo_corpus.italian import Token
 
 VOWELS = "aeiou"
 
 
 def settle(tokens: Sequence[Token]) -> list[Token]:
-    """Turn each `@a` into a or an, as the sound of the next word asks."""
+    """Turn each `@a` into a or an by the sound of the next word."""
     out = list(tokens)
     for i, (text, links) in enumerate(tokens):
         if text == "@a":
@@ -27,7 +27,7 @@ def _s(word: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """The regular plural; exceptions stand in the lexicon."""
+    """The regular plural; exceptions are in the lexicon."""
     return _s(noun)
 
 
@@ -52,7 +52,7 @@ def ing(verb: str) -> str:
 
 
 def past(verb: str) -> str:
-    """The regular past; irregular ones stand in the lexicon."""
+    """The regular past; irregular ones are in the lexicon."""
     if verb.endswith("e"):
         return verb + "d"
     if verb.endswith("y") and verb[-2] not in VOWELS:
