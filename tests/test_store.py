@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import pytest
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import corpus, job, passes, store
-from qkv.data.crew import Crew
 from qkv.data.store import Prepared, prepare
 from qkv.text import Tokenizer, Tokenizers
 
@@ -291,27 +289,6 @@ def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "train.en").write_bytes(b"\xff\n" * 50)
     with pytest.raises(QkvError, match=r"train\.en, line 1: not UTF-8"):
         prepare(config.DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
-
-
-def test_a_worker_that_dies_is_an_error() -> None:
-    with Crew(2) as crew, pytest.raises(QkvError, match=r"died.*data\.workers = 1"):
-        list(crew.map(os._exit, [(3,)] * 20))
-
-
-def test_a_crew_keeps_order_and_bounds_what_is_in_flight() -> None:
-    drawn = 0
-
-    def tasks() -> Iterator[tuple[int, int]]:
-        nonlocal drawn
-        for n in range(100):
-            drawn += 1
-            yield n, 2
-
-    with Crew(2) as crew:
-        results = crew.map(pow, tasks())
-        assert next(results) == 0
-        assert drawn <= 8
-        assert list(results) == [n**2 for n in range(1, 100)]
 
 
 def test_progress_is_told(split: config.DataConfig, tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from conftest import sentences
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
-from qkv.decode.workers import CPU, Opened, Workers, open_run, search_in, worker_count
+from qkv.decode.workers import CPU, Opened, open_run, search_in, worker_count
+from qkv.worker_pool import ProcessWorkers
 
 
 @pytest.fixture(scope="module")
-def workers(tiny: Path) -> Iterator[Workers[Opened]]:
-    with Workers(2, open_run, str(tiny), "", "fp32") as crew:
+def workers(tiny: Path) -> Iterator[ProcessWorkers[Opened]]:
+    with ProcessWorkers(2, open_run, str(tiny), "", "fp32") as crew:
         yield crew
 
 
@@ -35,7 +36,7 @@ def ids(opened: Opened, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("beam", "n_best"), [(1, 1), (3, 2)])
 def test_processes_give_what_one_gives_in_the_same_order(
-    workers: Workers[Opened], opened: Opened, beam: int, n_best: int
+    workers: ProcessWorkers[Opened], opened: Opened, beam: int, n_best: int
 ) -> None:
     spec = config.DecodeConfig(beam=beam, batch_tokens=60)
     sources = [*ids(opened, 40), []]
@@ -49,7 +50,7 @@ def test_processes_give_what_one_gives_in_the_same_order(
     assert heard != sorted(heard)  # the longest came first
 
 
-def test_nothing_to_do_is_done_at_once(workers: Workers[Opened]) -> None:
+def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[Opened]) -> None:
     assert search_in(workers, [], config.DecodeConfig()) == []
 
 
@@ -61,7 +62,7 @@ def slower_first(opened: Opened, number: int, among: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
-def test_results_are_in_the_order_of_the_tasks_and_from_every_process(workers: Workers[Opened]) -> None:
+def test_results_are_in_the_order_of_the_tasks_and_from_every_process(workers: ProcessWorkers[Opened]) -> None:
     came: list[int] = []
     done = workers.map(slower_first, [(n, 6) for n in range(6)], lambda number, result: came.append(number))
     assert [number for number, _ in done] == list(range(6))
@@ -91,35 +92,39 @@ def misbehave(opened: Opened, how: str) -> str:
     ],
 )
 def test_a_process_that_dies_or_fails_says_why(
-    workers: Workers[Opened], how: str, kind: type[QkvError], message: str
+    workers: ProcessWorkers[Opened], how: str, kind: type[QkvError], message: str
 ) -> None:
     tasks = [("well",), (how,), ("well",), ("well",)]
     workers.start()
-    processes = [worker.process for worker in workers.crew]
+    processes = [worker.process for worker in workers.workers]
     with pytest.raises(kind, match=message) as caught:
         workers.map(misbehave, tasks)
     assert "\n" not in str(caught.value)
     assert type(caught.value) is kind
     assert all(process.poll() is not None for process in processes)  # nobody is left behind
-    assert not workers.crew
+    assert not workers.workers
     if how == "fail":  # new ones start by themselves
         assert workers.map(misbehave, [("well",)] * 3) == ["well"] * 3
 
 
 def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
-    with Workers(1, open_run, str(tmp_path / "nowhere")) as crew, pytest.raises(UsageError, match="no such run folder"):
+    with (
+        ProcessWorkers(1, open_run, str(tmp_path / "nowhere")) as crew,
+        pytest.raises(UsageError, match="no such run folder"),
+    ):
         crew.map(misbehave, [("well",)])
     with pytest.raises(UsageError, match="workers = 0"):
-        Workers(0, open_run, "")
+        ProcessWorkers(0, open_run, "")
 
 
 SCRIPT = """
 import sys
 from qkv import config
-from qkv.decode.workers import Workers, open_run, search_in
-workers = Workers(1, open_run, sys.argv[1])
+from qkv.decode.workers import open_run, search_in
+from qkv.worker_pool import ProcessWorkers
+workers = ProcessWorkers(1, open_run, sys.argv[1])
 print(search_in(workers, [[5, 6]], config.DecodeConfig(beam=1))[0][0].tokens)
-print(workers.crew[0].process.pid)
+print(workers.workers[0].process.pid)
 """
 
 

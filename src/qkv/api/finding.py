@@ -19,11 +19,12 @@ from qkv.decode.rerank import rerank
 from qkv.decode.shortlist import Shortlist, search_short
 from qkv.decode.slots import Pool
 from qkv.decode.step import length_penalty
-from qkv.decode.workers import Workers, search_in
+from qkv.decode.workers import search_in
 from qkv.evaluate.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
 from qkv.text import Tokenizers
+from qkv.worker_pool import ProcessWorkers
 
 Heard = Callable[[Sequence[int]], None]
 
@@ -54,7 +55,7 @@ class Finder:
     narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the same with these tokens alone, …
     shortlist: Shortlist | None = None  # … which it chooses
     pool: Pool | None = None
-    workers: Workers[Any] | None = None
+    workers: ProcessWorkers[Any] | None = None
 
     def find(self, work: Work, asked: Asked, progress: Heard = lambda finished: None) -> list[list[Hypothesis]]:
         """The n best hypotheses of each sentence, by score, or by `rerank`."""

@@ -30,13 +30,14 @@ from qkv.decode.loops import breaking, find_loop
 from qkv.decode.rules import Rules
 from qkv.decode.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.decode.slots import Pool
-from qkv.decode.workers import Workers, open_run
+from qkv.decode.workers import open_run
 from qkv.explain.record import words
 from qkv.models.base import Model
 from qkv.models.state import StepModel
 from qkv.run import Run
 from qkv.terminal import say
 from qkv.text.split import Pieces, split
+from qkv.worker_pool import ProcessWorkers
 
 CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
 LONGEST_SCORED = 8192  # tokens of a pair that is scored as a whole: memory grows with the square
@@ -77,7 +78,7 @@ class Translator(Explained):
         self.dtype = checked(dtype, self.device)
         self.crew = None
         if workers not in (None, 1) and self.device.type == "cpu":
-            self.crew = Workers(workers, open_run, str(self.run.path), weights, dtype)
+            self.crew = ProcessWorkers(workers, open_run, str(self.run.path), weights, dtype)
 
     @cached_property
     def engines(self) -> list[StepModel[Any, Any]]:

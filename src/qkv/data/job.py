@@ -15,9 +15,9 @@ from qkv import config
 from qkv.core.errors import QkvError
 from qkv.data import passes
 from qkv.data.corpus import Block, Corpus, blocks, is_stream, unpack
-from qkv.data.crew import Crew
 from qkv.data.passes import Fate, Limits, Part
 from qkv.text import Tokenizers, learn
+from qkv.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much is done, of how much)
 
@@ -31,14 +31,14 @@ class Job:
         train: list[Corpus],
         valid: list[Corpus],
         draft: Path,
-        crew: Crew,
+        pool: WorkerPool,
         progress: Progress,
         seed: int,
         *,
         stream: bool = False,
     ) -> None:
         self.data, self.corpora, self.trained = data, [*train, *valid], len(train)
-        self.draft, self.crew, self.progress, self.seed = draft, crew, progress, seed
+        self.draft, self.pool, self.progress, self.seed = draft, pool, progress, seed
         self.stream = stream  # running text: all of it, in its order
         self.aligned = any(corpus.words for corpus in self.corpora)
         self.scratch = draft / "scratch"
@@ -51,7 +51,7 @@ class Job:
         tasks = [(path, self.scratch / f"{number}.txt") for number, path in enumerate(paths)]
         # A worker has no standard input of its own: this process reads what can be read only once.
         piped = {task: unpack(*task) for task in tasks if is_stream(task[0])}
-        others = self.crew.map(unpack, [task for task in tasks if task not in piped])
+        others = self.pool.map(unpack, [task for task in tasks if task not in piped])
         plain = []
         for number, task in enumerate(tasks):
             self.progress("unpack", number, len(tasks))
@@ -63,7 +63,7 @@ class Job:
 
     def scan(self) -> None:
         """Look at every line once, and decide which pairs are repeated or held out."""
-        cut = list(self.crew.map(blocks, zip(self.corpora, self.files, strict=True)))
+        cut = list(self.pool.map(blocks, zip(self.corpora, self.files, strict=True)))
         self.blocks: list[tuple[int, Block]] = [(number, block) for number, part in enumerate(cut) for block in part]
         self.starts = np.cumsum([0, *(block.count for _, block in self.blocks)]).tolist()
         total = self.starts[-1]
@@ -71,7 +71,7 @@ class Job:
             np.memmap(self.scratch / name, "<u8", "w+", shape=(total,)) for name in ("sources.hashes", "pairs.hashes")
         )
         self.fates = np.memmap(self.scratch / "fates", np.uint8, "w+", shape=(total,))
-        found = self.crew.map(passes.scan, ((block, self.data.on_bad) for _, block in self.blocks))
+        found = self.pool.map(passes.scan, ((block, self.data.on_bad) for _, block in self.blocks))
         for start, (source, pair, fate) in zip(self.starts, found, strict=False):
             stop = start + len(fate)
             sources[start:stop] = np.frombuffer(source, "<u8")
@@ -109,7 +109,7 @@ class Job:
             (block, self._fates(place), side, share, (self.seed, place), self.data.on_bad)
             for place, (_, block) in enumerate(self.blocks)
         )
-        for lines in self.crew.map(passes.pick, tasks):
+        for lines in self.pool.map(passes.pick, tasks):
             yield from (part for line in lines for part in line.split("\n")) if self.stream else lines
 
     def tokenise(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Job:
         given = dataclasses.replace(limits, max_ratio=0.0)  # a validation set is taken as it is, where memory allows
         if self.stream:
             blocks = ((block, self._fates(i), self.tokenizers, on_bad) for i, (_, block) in enumerate(self.blocks))
-            return self.crew.map(passes.tokenise_stream, blocks)
+            return self.pool.map(passes.tokenise_stream, blocks)
         tasks = (
             (
                 block,
@@ -143,7 +143,7 @@ class Job:
             )
             for place, (number, block) in enumerate(self.blocks)
         )
-        return self.crew.map(passes.tokenise, tasks)
+        return self.pool.map(passes.tokenise, tasks)
 
     def finish(self) -> None:
         """Leave only what belongs to the store."""

@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
-from qkv.data.crew import Crew
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
-from qkv.processes import cores
 from qkv.text import Tokenizers
+from qkv.worker_pool import WorkerPool, cpu_count
 
 FORMAT, VERSION = "qkv-store", 1
 SMALL = 16 << 20  # bytes of text that are not worth starting processes for
@@ -216,8 +215,11 @@ def prepare(
     if not data.store:
         _check_free(folder)
     try:
-        with _draft(Path(data.store) if data.store else folder.parent) as draft, Crew(_workers(data, inputs)) as crew:
-            job = Job(data, train, valid, draft, crew, progress, seed, stream=stream)
+        with (
+            _draft(Path(data.store) if data.store else folder.parent) as draft,
+            WorkerPool(_workers(data, inputs)) as pool,
+        ):
+            job = Job(data, train, valid, draft, pool, progress, seed, stream=stream)
             hashed = [{**about, "hash": digest} for about, digest in zip(inputs, job.unpack(), strict=True)]
             if found := _reuse(data, folder, settings, hashed, ("hash",)):
                 return found
@@ -288,7 +290,7 @@ def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
     ]
     if len(sizes) == len(inputs) and sum(sizes) < SMALL:
         return 1
-    return data.workers or cores()
+    return data.workers or cpu_count()
 
 
 def _reuse(

@@ -21,7 +21,7 @@ from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.slots import MOST, Pool
-from qkv.decode.workers import Workers, open_run, search_in
+from qkv.decode.workers import open_run, search_in
 from qkv.export import to_ctranslate2, to_huggingface
 from qkv.export.parts import engine
 from qkv.lab.peers import TorchTransformer
@@ -29,6 +29,7 @@ from qkv.models.packed import pack
 from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.text.tokenizer import EOS, PAD
+from qkv.worker_pool import ProcessWorkers
 
 Sources = Sequence[Sequence[int]]
 Outputs = list[list[list[int]]]  # hypotheses of each sentence, best first, with </s> where it was written
@@ -160,7 +161,7 @@ def _captured(subject: Subject, dtype: torch.dtype) -> Decoder:
 
 def _in_processes(subject: Subject, dtype: str, processes: int) -> Decoder:
     _packed(subject, dtype)  # refuses here what the processes would not say
-    workers = Workers(processes, open_run, str(subject.run.path), "", dtype)
+    workers = ProcessWorkers(processes, open_run, str(subject.run.path), "", dtype)
 
     def decode(sources: Sources, task: Task) -> Outputs:
         return _outputs(search_in(workers, sources, _spec(sources, task), n_best=task.n_best))

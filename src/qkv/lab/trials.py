@@ -41,13 +41,13 @@ from qkv.evaluate import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.presets import demo
-from qkv.processes import cores, follow_parent
 from qkv.run import Run
 from qkv.terminal import bars, say
 from qkv.train.card import parameters, vocabulary
 from qkv.train.loop import Interrupted, fit
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import make_updates
+from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"
 SECONDS = "seconds.json"
@@ -281,7 +281,7 @@ def _one_by_one(runs: Iterator[Named], test: Files | None) -> Generator[Result, 
 
 def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Generator[Result, None, None]:
     context = multiprocessing.get_context("spawn")
-    threads = max(1, cores() // jobs)
+    threads = max(1, cpu_count() // jobs)
     running: dict[Any, tuple[Any, Named]] = {}
     try:
         while True:
@@ -307,7 +307,7 @@ def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Gener
 def _work(name: str, key: str, folder: str, test: Files | None, threads: int) -> None:
     """A trial in its own process: the result is left in the run folder."""
     os.setsid()  # Ctrl-C is for the parent, which then asks each to stop, once
-    follow_parent()
+    exit_with_parent()
     torch.set_num_threads(threads)
     run = Run.open(folder)
     path = run.path / "result.json"
@@ -325,7 +325,7 @@ def _outcome(name: str, key: str, run: Run, code: int) -> Result:
 
 def usual_jobs(device: str) -> int:
     """How many trials at a time: one for each core, or as many small models as a GPU and two cores each can feed."""
-    return cores() if choose_device(device).type == "cpu" else min(8, max(1, cores() // 2))
+    return cpu_count() if choose_device(device).type == "cpu" else min(8, max(1, cpu_count() // 2))
 
 
 # ---- one of them -----------------------------------------------------------------------------------------------------

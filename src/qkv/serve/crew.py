@@ -13,9 +13,8 @@ from itertools import count
 from typing import Any
 
 from qkv.core.errors import QkvError
-from qkv.decode.memory import MEMORY
-from qkv.processes import cores
 from qkv.serve.limits import Refusal
+from qkv.worker_pool import ALLOCATOR_ENVIRONMENT, cpu_count
 
 Event = dict[str, Any]
 START = "from qkv.serve.worker import main; main()"
@@ -26,7 +25,7 @@ AGAIN = (0.0, 0.5, 1, 2, 5, 10)  # seconds before a process that died is started
 def threads(workers: int) -> int:
     """Threads of each of so many processes: their share of the processors, unless the environment says otherwise."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else max(1, cores() // workers)
+    return int(asked) if asked.isdigit() and int(asked) else max(1, cpu_count() // workers)
 
 
 class Worker:
@@ -66,7 +65,7 @@ class Worker:
         self.trouble = ""
         own = str(self.told["threads"])
         paths = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        environment = {**MEMORY, **os.environ, "OMP_NUM_THREADS": own, "MKL_NUM_THREADS": own}
+        environment = {**ALLOCATOR_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": own, "MKL_NUM_THREADS": own}
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",

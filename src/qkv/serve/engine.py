@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.core.errors import QkvError
-from qkv.decode.memory import settle
-from qkv.processes import cores
 from qkv.serve.crew import Worker, check, threads
 from qkv.serve.fair import FairQueue, Group, Unit
 from qkv.serve.limits import Limits, Refusal
 from qkv.serve.metrics import Metrics
+from qkv.worker_pool import cpu_count, freeze_garbage_collector
 
 LOG = logging.getLogger("uvicorn.error")
 Event = dict[str, Any]
@@ -78,14 +77,14 @@ class Engine:
     async def _open(self) -> None:
         first = self._hire()
         await first.ready.wait()
-        settle()
+        freeze_garbage_collector()
         gc.set_threshold(20_000)  # the many requests that wait are no garbage either
         on_cpu = first.about["device"] == "cpu"
-        for _ in range((self.setup.workers or (cores() if on_cpu else 1)) - 1):
+        for _ in range((self.setup.workers or (cpu_count() if on_cpu else 1)) - 1):
             self._hire()
 
     def _hire(self) -> Worker:
-        many = self.setup.workers or cores()
+        many = self.setup.workers or cpu_count()
         told = {
             "runs": dict(self.setup.runs),
             "device": self.setup.device,

@@ -18,8 +18,8 @@ from typing import Any
 import qkv
 from qkv.config import DecoderOnlyConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.decode.memory import settle
 from qkv.serve.marks import swap, swap_back
+from qkv.worker_pool import freeze_garbage_collector
 
 Event = dict[str, Any]
 CHUNK = 1 << 16
@@ -72,7 +72,7 @@ def serve(line: Line, told: Event) -> None:
         return
     device = str(next(iter(models.values())).device)
     line.write({"ready": {name: card(name, model) for name, model in models.items()}, "device": device})
-    settle()
+    freeze_garbage_collector()
     jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
         while True:

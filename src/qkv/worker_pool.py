@@ -1,0 +1,279 @@
+"""Pools of processes on this machine: short tasks over blocks of text, and long-lived processes that hold a model.
+
+`WorkerPool` maps a function over many small tasks in order. `ProcessWorkers` starts processes that first build
+something expensive, such as a model, and then answer calls. No process outlives the one that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+from qkv.core.errors import QkvError, UsageError
+
+M = TypeVar("M")
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+TASKS_PER_WORKER = 3  # tasks in flight for each worker of a WorkerPool: enough to keep it busy, few enough for memory
+
+# Settings of glibc's allocator for a process with a model: keep the memory that every step frees, and use huge pages.
+# 5 to 10 % of the decoding time.
+ALLOCATOR_ENVIRONMENT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_MMAP_THRESHOLD_": "536870912",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read once, when torch is loaded
+
+
+def cpu_count() -> int:
+    """Return the number of processors this process may use, or all of them where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def exit_with_parent() -> None:
+    """End this `multiprocessing` process as soon as its parent ends, even if the parent is killed."""
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def freeze_garbage_collector() -> None:
+    """Exclude all current objects from garbage collection: a loaded model stays until the process ends."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # objects that are never collected are reported as leaks, by Triton for one
+
+
+# ---- an ordered map over small tasks ---------------------------------------------------------------------------------
+
+
+class WorkerPool:
+    """A fixed number of processes that map a function over tasks; with one worker, this process does the work."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> WorkerPool:
+        if self.workers > 1:
+            self.pool = _start_pool(self.workers)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]) -> Iterator[R]:
+        """Yield `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
+        if not self.pool:
+            yield from (function(*task) for task in tasks)
+            return
+        waiting: deque[Future[R]] = deque()
+        try:
+            for task in tasks:
+                waiting.append(self.pool.submit(function, *task))
+                if len(waiting) >= TASKS_PER_WORKER * self.workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise QkvError(
+                "a process that prepares text died, perhaps for lack of memory: try again with data.workers = 1"
+            ) from None
+
+
+def _start_pool(workers: int) -> ProcessPoolExecutor:
+    # Fork, where it exists, needs no main guard in the user's script. The workers run no threads of torch or of the
+    # subword library, so neither Python's nor the library's warning about forking beside threads applies.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_pool_worker)
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pool.submit(int).result()
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+    return pool
+
+
+def _initialize_pool_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    exit_with_parent()
+
+
+# ---- processes that hold a model -------------------------------------------------------------------------------------
+
+
+class ProcessWorkers(Generic[M]):
+    """`count` processes that each build `make(*arguments)` once and then run functions on it.
+
+    The processes start with the first call of `map`. Use the object as a context, or `close()` it. Arguments and
+    results must be plain data, functions importable by name. After an error all processes are ended; the next call
+    starts new ones. The children are fresh interpreters, so a script needs no main guard and no thread is forked.
+    """
+
+    def __init__(self, count: int, make: Callable[[*Ts], M], *arguments: *Ts) -> None:
+        if count < 1:
+            raise UsageError(f"workers = {count}: must be at least 1")
+        self.count = count
+        self.make: Callable[..., M] = make
+        self.arguments: tuple[Any, ...] = arguments
+        self.workers: list[_ProcessWorker] = []
+        self.finalizer: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> ProcessWorkers[M]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes, unless they run, without waiting until they are ready."""
+        if not self.workers:
+            self.workers = [_ProcessWorker(self.make, self.arguments) for _ in range(self.count)]
+            self.finalizer = weakref.finalize(self, _end_all, self.workers)  # also when the interpreter ends
+
+    def close(self) -> None:
+        """End the processes."""
+        self.finalizer()
+        self.workers = []
+
+    def map(
+        self,
+        function: Callable[[M, *Ts], R],
+        tasks: Sequence[tuple[*Ts]],
+        on_result: Callable[[int, R], None] = lambda number, result: None,
+    ) -> list[R]:
+        """Return `function(made, *task)` in the order of the tasks; `on_result` gets each result as it arrives."""
+        self.start()
+        results: dict[int, R] = {}
+        numbered = iter(enumerate(tasks))
+
+        def send_next(worker: _ProcessWorker) -> None:
+            if (next_task := next(numbered, None)) is not None:
+                worker.send(function, next_task[1], next_task[0])
+
+        try:
+            for worker in self.workers:
+                if not worker.busy:  # a busy one is still building its model
+                    send_next(worker)
+            while len(results) < len(tasks):
+                busy = {worker.connection: worker for worker in self.workers if worker.busy}
+                ready = multiprocessing.connection.wait(list(busy))
+                for worker in [worker for connection, worker in busy.items() if connection in ready]:
+                    result, number = worker.receive(), worker.task
+                    if number is not None:
+                        results[number] = result
+                        on_result(number, result)
+                    send_next(worker)
+        except BaseException:
+            self.close()
+            raise
+        return [results[number] for number in range(len(tasks))]
+
+
+class _ProcessWorker:
+    """One child process and the connection to it; it answers one call at a time."""
+
+    def __init__(self, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        self.connection, theirs = multiprocessing.connection.Pipe()
+        environment = {**ALLOCATOR_ENVIRONMENT, **os.environ, **ONE_THREAD}
+        environment["PYTHONPATH"] = os.pathsep.join(part or os.getcwd() for part in sys.path)  # importable there too
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import answer_calls; answer_calls()", str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.task: int | None = None  # number of the task in progress; building the model has none
+        self.busy = False
+        self.send(make, arguments)
+
+    def send(self, function: Callable[..., object], arguments: tuple[Any, ...], task: int | None = None) -> None:
+        try:
+            self.connection.send((function, arguments))
+        except OSError:
+            raise self._died() from None
+        self.task, self.busy = task, True
+
+    def receive(self) -> Any:
+        """Return the result of the call, or raise its error, or an error that says how the process died."""
+        try:
+            result, error = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        self.busy = False
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """End the process at once; closing the connection alone would let it finish its task."""
+        self.connection.close()
+        self.process.terminate()
+        self.process.wait()
+
+    def _died(self) -> QkvError:
+        code = self.process.wait()
+        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
+        return QkvError(f"a decoding process {reason}{hint}: use fewer workers (with one, no other process is needed)")
+
+
+def _end_all(workers: Sequence[_ProcessWorker]) -> None:
+    for worker in workers:
+        worker.end()
+
+
+def answer_calls() -> None:
+    """Main loop of a child process: build the model, then answer each call with a result or an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt, and ends us
+    connection = Connection(int(sys.argv[1]))
+    made: Any = None
+    while True:
+        result, error = None, None
+        try:
+            function, arguments = connection.recv()
+            if made is None:
+                made = function(*arguments)
+                freeze_garbage_collector()
+            else:
+                result = function(made, *arguments)
+        except EOFError:
+            return  # the parent has ended
+        except QkvError as failed:
+            error = failed
+        except Exception as failed:
+            error = QkvError(f"a decoding process failed ({type(failed).__name__}: {failed})")
+        try:
+            connection.send((result, error))
+        except OSError:
+            return
