@@ -24,10 +24,10 @@ from qkv import config
 from qkv.core import files
 from qkv.data import batches
 from qkv.data.store import Prepared
+from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 from qkv.run import Run
 from qkv.train import distributed, log, loop
 from qkv.train.distributed import World
-from qkv.train.fast import FastTrainer
 from qkv.train.trainer import Trainer, make_updates
 
 HALF, STEPS = 6, 12
@@ -41,7 +41,7 @@ import qkv
 from qkv import config
 from qkv.cli.command import _explain
 from qkv.train import log, loop
-from qkv.train.fast import FastTrainer
+from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 
 usual = loop.make_trainer
 log._plain = lambda value: value

@@ -12,7 +12,7 @@ import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, weights, write_pairs
 from qkv.data.loader import Pairs, Step
-from qkv.train.fast import FastTrainer, make_trainer
+from qkv.engines.cuda_training.cuda_trainer import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
 
 STEPS = 6

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from qkv import config
 from qkv.data.loader import Batch, pad
 from qkv.data.ragged import TILES, Flat, Ragged, lay
-from qkv.models.fused.loss import agreeing_loss_plain
-from qkv.models.fused.noise import Noise, drop
-from qkv.models.fused.passes import Passes, can_pass
-from qkv.models.fused.weights import Weights
+from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
+from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.models.transformer import Transformer
 from qkv.train.loss import agreeing_loss, smoothed_loss
 
@@ -213,10 +212,12 @@ def test_what_the_pass_does_not_know_is_refused() -> None:
 
 KERNELS = """
 import torch
-from qkv.models.fused import attention, embedding, feed_forward, loss, norm, rotary
-from qkv.models.fused.noise import Noise
-from qkv.models.fused.norm import Scale, Sums
-from qkv.models.fused.tiles import Heads, Rows
+from qkv.engines.cuda_training import attention_kernels as attention
+from qkv.engines.cuda_training import elementwise_kernels as elementwise
+from qkv.engines.cuda_training import norm_kernels as norm
+from qkv.engines.cuda_training import vocabulary_kernels as vocabulary
+from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
+from qkv.engines.cuda_training.norm_kernels import Scale, Sums
 
 torch.manual_seed(0)
 seed = torch.tensor([12345, -77], dtype=torch.int32)
@@ -245,25 +246,25 @@ for rate in (0.0, 0.3):
     ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
     table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
     for at, unseen in ((positions, 0.0), (None, 0.0), (positions, 0.4)):
-        tokens = embedding.Tokens(ids, places, 3.0, noise, Noise(unseen, seed, 6))
-        close([embedding.embed_kernel(tokens, table, at)], [embedding.embed_plain(tokens, table, at)])
+        tokens = vocabulary.Tokens(ids, places, 3.0, noise, Noise(unseen, seed, 6))
+        close([vocabulary.embed_kernel(tokens, table, at)], [vocabulary.embed_plain(tokens, table, at)])
         sums = [[torch.zeros(9, 24), torch.zeros(7, 24)] for _ in range(2)]
-        for own, function in zip(sums, (embedding.embed_backward_kernel, embedding.embed_backward_plain)):
+        for own, function in zip(sums, (vocabulary.embed_backward_kernel, vocabulary.embed_backward_plain)):
             function(d, tokens, own[0], None if at is None else own[1])
         close(*sums)
 
     hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
-    close([feed_forward.rectify_kernel(d.clone(), noise)], [feed_forward.rectify_plain(d.clone(), noise)])
+    close([elementwise.rectify_kernel(d.clone(), noise)], [elementwise.rectify_plain(d.clone(), noise)])
     found = [(d.clone(), torch.ones(300)) for _ in range(2)]
-    feed_forward.rectify_backward_kernel(found[0][0], hidden, noise, found[0][1])
-    feed_forward.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
+    elementwise.rectify_backward_kernel(found[0][0], hidden, noise, found[0][1])
+    elementwise.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
     close(*found)
 
     a, b = torch.randn(2, 33, 300).unbind()
-    close([feed_forward.swiglu_kernel(a, b, noise)], [feed_forward.swiglu_plain(a, b, noise)])
+    close([elementwise.swiglu_kernel(a, b, noise)], [elementwise.swiglu_plain(a, b, noise)])
     found = [(a.clone(), b.clone()) for _ in range(2)]
-    feed_forward.swiglu_backward_kernel(d, *found[0], noise)
-    feed_forward.swiglu_backward_plain(d, *found[1], noise)
+    elementwise.swiglu_backward_kernel(d, *found[0], noise)
+    elementwise.swiglu_backward_plain(d, *found[1], noise)
     close(*found)
 
     # rows of several lengths, of them one without a query, one without a key, two that take several blocks
@@ -287,21 +288,21 @@ angles, places = torch.randn(7, 6), torch.randint(0, 7, (30,)).int()
 for back in (False, True):
     wide = torch.randn(30, 40)
     twin = wide.clone()
-    rotary.turn_kernel(wide[:, :24], places, angles, back)
-    rotary.turn_plain(twin[:, :24], places, angles, back)
+    elementwise.turn_kernel(wide[:, :24], places, angles, back)
+    elementwise.turn_plain(twin[:, :24], places, angles, back)
     close([wide], [twin])
 
 for vocab in (30, 8192 + 40):
     logits, labels = torch.randn(7, vocab) * 3, torch.randint(0, 30, (7,)).int()
     labels[2] = 0
     twin = logits.clone()
-    close(loss.loss_kernel(logits, labels, 0.1, 0), loss.loss_plain(twin, labels, 0.1, 0))
+    close(vocabulary.loss_kernel(logits, labels, 0.1, 0), vocabulary.loss_plain(twin, labels, 0.1, 0))
     close([logits], [twin])
     for alpha in (0.0, 5.0):
         both = torch.randn(2, 7, vocab) * 3
         twins = both.clone()
-        close(loss.agreeing_loss_kernel(*both, labels, 0.1, alpha, 0),
-              loss.agreeing_loss_plain(*twins, labels, 0.1, alpha, 0))
+        close(vocabulary.agreeing_loss_kernel(*both, labels, 0.1, alpha, 0),
+              vocabulary.agreeing_loss_plain(*twins, labels, 0.1, alpha, 0))
         close([both], [twins])
 print("equal")
 """

@@ -12,7 +12,7 @@ import pytest
 CHECKS = """
 import torch
 from torch import nn
-from qkv.models import kernels
+from qkv.engines.cuda_decoding import inference_kernels as kernels
 
 torch.manual_seed(0)
 inf = float("inf")
@@ -88,13 +88,14 @@ SEARCHES = """
 import copy, dataclasses, random
 import torch
 from qkv import config
-from qkv.decode import beams, chains, kernels
+from qkv.decode import beams, chains
 from qkv.decode.batched import search_all
 from qkv.decode.board import Board
-from qkv.decode.slots import Pool
+from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.decode.step import PLAIN, Special
-from qkv.models import Transformer, static
-from qkv.models.kernels import reorder_kernel, reorder_plain, scan_plain, top
+from qkv.engines.cuda_decoding import continuous_batching, search_kernels
+from qkv.models import Transformer
+from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain, scan_plain, top
 from qkv.text import Tokenizer, Tokenizers
 
 PAD, BOS, EOS = 0, 1, 2
@@ -160,7 +161,7 @@ for rows, n, capacity, vocab, penalty in (
             logits[rows : 2 * rows] = nan  # all of a sentence: what broken weights give
         total, largest = (x.unflatten(0, (-1, rows)) for x in scan_plain(logits, run.never, None, EOS))
         expected = run.extend_plain(logits, total, largest)
-        kernel = kernels.extend_beams if kind is beams.Beams else kernels.extend_chains
+        kernel = search_kernels.extend_beams if kind is beams.Beams else search_kernels.extend_chains
         found = kernel(board, logits, total, largest, run.penalties, EOS)
         assert expected is None and found is None or torch.equal(found, expected)
         for name in (each.name for each in dataclasses.fields(Board)):
@@ -181,7 +182,7 @@ for beam, n_best in ((1, 1), (3, 2)):
     answers = []
     for serves, reorder in ((lambda *_: False, reorder_plain), (lambda *_: True, reorder_kernel)):
         beams.serves = chains.serves = serves
-        static.reorder = reorder
+        continuous_batching.reorder = reorder
         options = {"n_best": n_best, "max_length": 5, "prefixes": prefixes, "pool": Pool(model)}
         answers.append(search_all(model, lines, config.DecodeConfig(beam=beam), both, device=CPU, **options))
     assert answers[0] == answers[1]  # to the last bit

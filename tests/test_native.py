@@ -20,7 +20,6 @@ from conftest import sentences
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import collate
-from qkv.decode import native as searching
 from qkv.decode.batched import search_all
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board
@@ -28,11 +27,10 @@ from qkv.decode.chains import Chains
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import Choice, Special
-from qkv.models.native.build import library
-from qkv.models.native.state import PAGE
-from qkv.models.native.transformer import NativeTransformer
-from qkv.models.packed import pack
-from qkv.models.packed_transformer import PackedTransformer
+from qkv.engines.cpu import native_search, pack
+from qkv.engines.cpu.native_library import library
+from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
+from qkv.engines.cpu.packed_transformer import PackedTransformer
 from qkv.run import Run
 from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
@@ -151,7 +149,7 @@ def test_several_threads_compute_the_same_bits() -> None:
 import torch
 from qkv import config
 from qkv.models.build import build
-from qkv.models.packed import pack
+from qkv.engines.cpu import pack
 spec = config.TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)
 plain = build(spec, 9000, 9000).eval()
 source, tokens, seen = torch.randint(4, 9000, (20, 30)), torch.randint(4, 9000, (60, 25)), []
@@ -324,7 +322,7 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
     given = logits.clone()
     total, largest = run._scan(given)
     expected = run.extend_plain(given, total, largest)
-    extend = searching.extend_beams if rows > 1 else searching.extend_chains
+    extend = native_search.extend_beams if rows > 1 else native_search.extend_chains
     found = extend(board, logits, *run.rules())
     alive, real = twin.logprob > -math.inf, twin.facts[:, :, 0] > -math.inf
     assert torch.equal(board.logprob > -math.inf, alive)

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from qkv.models.native import build as building
-from qkv.models.native.build import library, sources
-from qkv.models.packed import choose, pack
-from qkv.models.packed_transformer import PackedTransformer
+from qkv.engines.cpu import choose, native_library, pack
+from qkv.engines.cpu.native_library import library, sources
+from qkv.engines.cpu.packed_transformer import PackedTransformer
 from test_native import ROOT, needed
 from test_packed import KINDS, made
 
@@ -48,7 +47,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler does not optimise, which takes most of its time."""
-    monkeypatch.setattr(building, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in building.FLAGS))
+    monkeypatch.setattr(
+        native_library, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in native_library.FLAGS)
+    )
 
 
 def test_without_a_compiler_torch_serves(elsewhere: Path) -> None:
@@ -79,11 +80,11 @@ def test_a_broken_compiler_is_a_reason(elsewhere: Path, script: str, reason: str
 @pytest.mark.usefixtures("quickly")
 def test_a_compiler_that_does_not_know_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    real = next(filter(None, map(shutil.which, building.COMPILERS)))
+    real = next(filter(None, map(shutil.which, native_library.COMPILERS)))
     refusing = 'case "$*" in *-march=*) echo "error: unsupported argument to -march=" >&2; exit 1;; esac'
     (tmp_path / "cc").write_text(f'#!/bin/sh\n{refusing}\nexec {real} "$@"')
     (tmp_path / "cc").chmod(0o755)
-    assert building.build(str(tmp_path)).qkv_lanes() > 0
+    assert native_library.build(str(tmp_path)).qkv_lanes() > 0
     assert len(list((tmp_path / "cache").rglob("*.so"))) == 1
 
 
@@ -92,13 +93,13 @@ def test_a_compiler_that_does_not_know_the_processor(tmp_path: Path, monkeypatch
 def test_a_cache_that_cannot_be_written_or_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    assert native_library.build(os.environ["PATH"]).qkv_lanes() > 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    building.build(os.environ["PATH"])
+    native_library.build(os.environ["PATH"])
     (kept,) = (tmp_path / "qkv").iterdir()
     kept.unlink()
     kept.write_bytes(b"no library")
-    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    assert native_library.build(os.environ["PATH"]).qkv_lanes() > 0
 
 
 @needed
@@ -109,18 +110,18 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert building.cache_folder() is None
-    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
-    monkeypatch.setattr(building.tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(building.Unavailable, match=r"cannot be loaded \(No such file"):
-        building.build(os.environ["PATH"])
+    assert native_library.cache_folder() is None
+    assert native_library.build(os.environ["PATH"]).qkv_lanes() > 0
+    monkeypatch.setattr(native_library.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(native_library.Unavailable, match=r"cannot be loaded \(No such file"):
+        native_library.build(os.environ["PATH"])
 
 
 @needed
 @pytest.mark.usefixtures("quickly")
 def test_a_cache_that_nothing_may_be_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a disk mounted noexec: a passing folder serves."""
-    load = building.ctypes.CDLL
+    load = native_library.ctypes.CDLL
 
     def picky(path: str) -> Any:
         if path.startswith(str(tmp_path)):
@@ -128,14 +129,14 @@ def test_a_cache_that_nothing_may_be_loaded_from(tmp_path: Path, monkeypatch: py
         return load(path)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building.ctypes, "CDLL", picky)
-    assert building.build(os.environ["PATH"]).qkv_lanes() > 0
+    monkeypatch.setattr(native_library.ctypes, "CDLL", picky)
+    assert native_library.build(os.environ["PATH"]).qkv_lanes() > 0
     assert not list(tmp_path.rglob("*.so"))
 
 
 @needed
 def test_several_processes_may_build_at_once(tmp_path: Path) -> None:
-    script = "from qkv.models.native.build import library; print(library().qkv_panel())"
+    script = "from qkv.engines.cpu.native_library import library; print(library().qkv_panel())"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "src")}
     started = [
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE) for _ in range(3)

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed import device_mesh
 
 from conftest import begun, sentences, tiny_config, write_pairs
-from qkv.models.fused import attention
-from qkv.models.fused.loss import agreeing_loss_kernel, agreeing_loss_plain
-from qkv.models.fused.noise import Noise
-from qkv.models.fused.tiles import Heads, Rows
-from qkv.models.kernels import triton
+from qkv.engines.cuda_decoding.inference_kernels import triton
+from qkv.engines.cuda_training import attention_kernels
+from qkv.engines.cuda_training.cuda_trainer import FastTrainer, make_trainer
+from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
+from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
 from qkv.train.distributed import ALONE, World
-from qkv.train.fast import FastTrainer, make_trainer
 from qkv.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
@@ -46,11 +45,11 @@ def test_attention_of_every_tile(dtype: torch.dtype, causal: bool, rate: float) 
     noise = Noise(rate, torch.tensor([12345, -77], dtype=torch.int32).cuda(), 5)
     tokens = int(lengths.sum())
     q, k, v, d = torch.randn(4, tokens, 128, device="cuda").to(dtype).unbind()
-    plain = attention.attend_plain((q, k, v), rows, heads, noise)
-    close(attention.attend_kernel((q, k, v), rows, heads, noise), plain, dtype)
+    plain = attention_kernels.attend_plain((q, k, v), rows, heads, noise)
+    close(attention_kernels.attend_kernel((q, k, v), rows, heads, noise), plain, dtype)
     ours, theirs = (tuple(torch.zeros_like(q) for _ in range(3)) for _ in range(2))
-    attention.attend_backward_kernel(d, (q, k, v), (ours[0], ours[1], ours[2]), rows, heads, noise)
-    attention.attend_backward_plain(d, (q, k, v), (theirs[0], theirs[1], theirs[2]), rows, heads, noise)
+    attention_kernels.attend_backward_kernel(d, (q, k, v), (ours[0], ours[1], ours[2]), rows, heads, noise)
+    attention_kernels.attend_backward_plain(d, (q, k, v), (theirs[0], theirs[1], theirs[2]), rows, heads, noise)
     for own, other in zip(ours, theirs, strict=True):
         close(own, other, dtype)
 

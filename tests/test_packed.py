@@ -18,10 +18,10 @@ from conftest import sentences
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
-from qkv.models import packed
+from qkv.engines.cpu import choose, pack, packed_linear
+from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
+from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
 from qkv.models.build import build
-from qkv.models.packed import OneDNN, Plain, choose, fault, pack, processor
-from qkv.models.packed_transformer import ROOM, PackedTransformer
 from qkv.run import Run
 
 CPU = torch.device("cpu")
@@ -259,12 +259,12 @@ def test_a_missing_or_wrong_kernel_is_left_aside(monkeypatch: pytest.MonkeyPatch
             return super().__call__(x, relu) * 1.5
 
     flags = frozenset({"avx2", "avx512_vnni"})
-    monkeypatch.setitem(packed.KERNELS, "int8", (Missing, Wrong, Plain))
+    monkeypatch.setitem(packed_linear.KERNELS, "int8", (Missing, Wrong, Plain))
     assert choose("int8", flags).kernel is Plain
-    monkeypatch.setitem(packed.KERNELS, "int8", (Wrong, Missing))
+    monkeypatch.setitem(packed_linear.KERNELS, "int8", (Wrong, Missing))
     fallen = choose("int8", flags)
     assert (fallen.dtype, "no such kernel" in fallen.reason, "\n" in str(fallen)) == ("fp32", True, False)
-    monkeypatch.setitem(packed.KERNELS, "fp32", (Wrong,))
+    monkeypatch.setitem(packed_linear.KERNELS, "fp32", (Wrong,))
     last = choose("fp32", flags)
     assert last.kernel is Plain
     assert "computes wrongly here, by 50%" in last.reason
@@ -273,14 +273,14 @@ def test_a_missing_or_wrong_kernel_is_left_aside(monkeypatch: pytest.MonkeyPatch
 def test_every_kernel_that_is_here_is_right() -> None:
     draws = torch.Generator().manual_seed(3)
     x, weight, bias = (torch.randn(*shape, generator=draws) for shape in ((7, 33), (19, 33), (19,)))
-    for dtype, kernels in packed.KERNELS.items():
+    for dtype, kernels in packed_linear.KERNELS.items():
         for kernel in kernels:
             if fault(kernel, dtype):
                 continue
             for b in (bias, None):
                 for given in (x, x + 2, x.abs(), -x.abs(), x[None], torch.zeros(2, 33)):
                     wanted = F.linear(given, weight, b)
-                    bound = packed.TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
+                    bound = packed_linear.TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
                     torch.testing.assert_close(kernel(weight, b)(given), wanted, rtol=0, atol=bound)
                     torch.testing.assert_close(kernel(weight, b)(given, relu=True), wanted.relu(), rtol=0, atol=bound)
     assert not fault(OneDNN, "fp32") or not torch.backends.mkldnn.is_available()

@@ -27,6 +27,38 @@ STAGES = """
     documents api scale server serve lab cli __main__
 """.split()
 
+# Imports against that order which the move to the new layout has still to undo. The list may only shrink.
+BACKWARD = {
+    "qkv.models.layers": {
+        "qkv.engines.cuda_decoding.inference_kernels",
+        "qkv.engines.cuda_training.elementwise_kernels",
+        "qkv.engines.cuda_training.vocabulary_kernels",
+    },
+    "qkv.decode.batched": {"qkv.engines.cuda_decoding.continuous_batching"},
+    "qkv.decode.beams": {
+        "qkv.engines.cpu.native_search",
+        "qkv.engines.cuda_decoding.inference_kernels",
+        "qkv.engines.cuda_decoding.search_kernels",
+    },
+    "qkv.decode.chains": {
+        "qkv.engines.cpu.native_search",
+        "qkv.engines.cuda_decoding.inference_kernels",
+        "qkv.engines.cuda_decoding.search_kernels",
+    },
+    "qkv.decode.step": {
+        "qkv.engines.cpu.native_search",
+        "qkv.engines.cpu.native_transformer",
+        "qkv.engines.cuda_decoding.inference_kernels",
+    },
+    "qkv.decode.workers": {"qkv.engines.cpu"},
+    "qkv.engines.cuda_training.cuda_trainer": {
+        "qkv.train.distributed",
+        "qkv.train.optim",
+        "qkv.train.soap",
+        "qkv.train.trainer",
+    },
+}
+
 # Stages that load without waiting for torch, but for the modules that compute with tensors.
 LIGHT = "core processes terminal kinds config presets text data evaluate cli".split()
 HEAVY = ["qkv.core.device", "qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
@@ -97,7 +129,9 @@ def test_imports_only_from_stages_before(path: Path) -> None:
         return  # the public names: it looks them up when they are used
     name = name_of(path)
     backward = {t for t in imports(path) if t.startswith("qkv.") and stage(t) > stage(name)}
-    assert not backward, f"{name} imports from a later stage: {sorted(backward)}"
+    known = BACKWARD.get(name, set())
+    assert backward <= known, f"{name} imports from a later stage: {sorted(backward - known)}"
+    assert known <= backward, f"take {sorted(known - backward)} of {name} from BACKWARD"
 
 
 def test_no_import_goes_in_a_circle() -> None:

@@ -15,12 +15,11 @@ from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling
-from qkv.decode.slots import Pool, Slots
 from qkv.decode.step import PLAIN, Special
 from qkv.decode.trace import trace
+from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
 from qkv.models import Transformer
 from qkv.models.attention import heads_of, record, without
-from qkv.models.static import can_hold
 from qkv.text import Tokenizer, Tokenizers
 
 BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))

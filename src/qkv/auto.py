@@ -24,8 +24,8 @@ from qkv.config import (
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared, Store
+from qkv.engines.cuda_training.cuda_trainer import make_trainer, trainer_for
 from qkv.train.card import parameters, shape, unit
-from qkv.train.fast import make_trainer, trainer_for
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones

@@ -17,9 +17,9 @@ from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.phrases import Required, constrained
 from qkv.decode.rerank import rerank
 from qkv.decode.shortlist import Shortlist, search_short
-from qkv.decode.slots import Pool
 from qkv.decode.step import length_penalty
 from qkv.decode.workers import search_in
+from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.evaluate.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel

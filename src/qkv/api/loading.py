@@ -11,8 +11,8 @@ import torch
 from qkv import config as configs
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
+from qkv.engines.cpu import DTYPES, pack
 from qkv.models.base import Model, TranslationModel
-from qkv.models.packed import DTYPES, pack
 from qkv.models.state import StepModel
 from qkv.run import Run
 

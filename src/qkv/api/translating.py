@@ -29,8 +29,8 @@ from qkv.decode.ensemble import AVERAGES, Ensemble
 from qkv.decode.loops import breaking, find_loop
 from qkv.decode.rules import Rules
 from qkv.decode.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
-from qkv.decode.slots import Pool
 from qkv.decode.workers import open_run
+from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.explain.record import words
 from qkv.models.base import Model
 from qkv.models.state import StepModel

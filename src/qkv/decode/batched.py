@@ -16,8 +16,8 @@ from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import Kind, begin, check_prefix, search
-from qkv.decode.slots import Pool
 from qkv.decode.step import PLAIN, Choice, Special
+from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
 

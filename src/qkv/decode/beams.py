@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.decode import native
-from qkv.decode.kernels import extend_beams, serves
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
+from qkv.engines.cpu import native_search
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK, top
+from qkv.engines.cuda_decoding.search_kernels import extend_beams, serves
 from qkv.models.attention import record
-from qkv.models.kernels import CHUNK, top
 
 
 class Beams(Search):
@@ -33,8 +33,8 @@ class Beams(Search):
         self.covered: Tensor | None = None  # (sentences, rows, source): the attention each source token has had
 
     def extend(self, logits: Tensor) -> Tensor:
-        if native.serves(self.board, logits):
-            return native.extend_beams(self.board, logits, *self.rules())
+        if native_search.serves(self.board, logits):
+            return native_search.extend_beams(self.board, logits, *self.rules())
         total, largest = self._scan(logits)
         if serves(self.board, largest):
             return extend_beams(self.board, logits, total, largest, self.penalties, self.special.eos)

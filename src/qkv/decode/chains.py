@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.decode import native
-from qkv.decode.kernels import extend_chains, serves
 from qkv.decode.sampling import draw
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
-from qkv.models.kernels import CHUNK
+from qkv.engines.cpu import native_search
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK
+from qkv.engines.cuda_decoding.search_kernels import extend_chains, serves
 
 
 class Chains(Search):
@@ -24,8 +24,8 @@ class Chains(Search):
         self.uniform = numbers  # (sentences, rows, capacity) in [0, 1): what the draws are made of
 
     def extend(self, logits: Tensor) -> None:
-        if self.rows == 1 and native.serves(self.board, logits):
-            return native.extend_chains(self.board, logits, *self.rules())
+        if self.rows == 1 and native_search.serves(self.board, logits):
+            return native_search.extend_chains(self.board, logits, *self.rules())
         total, largest = self._scan(logits)
         if self.rows == 1 and serves(self.board, largest):
             return extend_chains(self.board, logits, total, largest, self.penalties, self.special.eos)

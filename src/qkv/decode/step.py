@@ -6,7 +6,7 @@ ends. Rules may change what is chosen, but never what it counts: forced decoding
 log-probability again.
 
 A step is made of tensors of fixed shapes, without asking the device for anything: on a CPU it runs as it stands, and
-`qkv.decode.slots` captures it for a GPU.
+`qkv.engines.cuda_decoding.continuous_batching` captures it for a GPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from qkv import config
 from qkv.core.errors import QkvError
-from qkv.decode import native
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
-from qkv.models.kernels import scan
-from qkv.models.native.state import NativeState
+from qkv.engines.cpu import native_search
+from qkv.engines.cpu.native_transformer import NativeState
+from qkv.engines.cuda_decoding.inference_kernels import scan
 from qkv.models.state import StepModel
 
 # Leaving costs a copy of what the model remembers, so sentences leave in groups: when more than this part is done.
@@ -96,8 +96,8 @@ class Search:
 
     def advance(self) -> None:
         """Write one more token to every row; where C does it, several."""
-        if self.plain and native.advances(self.model, self.state, self.board):
-            return native.advance(self.model, self.state, self.board, *self.rules())
+        if self.plain and native_search.advances(self.model, self.state, self.board):
+            return native_search.advance(self.model, self.state, self.board, *self.rules())
         logits = self._logits()
         rows = self.extend(logits) if self.plain else self.extend_by_rules(self._log_probs(logits))
         if rows is not None:

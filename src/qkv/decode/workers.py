@@ -14,7 +14,7 @@ import torch
 from qkv import config
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
-from qkv.models.packed import pack
+from qkv.engines.cpu import pack
 from qkv.models.state import StepModel
 from qkv.run import Run
 from qkv.text import Tokenizers

@@ -16,9 +16,9 @@ from qkv import auto
 from qkv import config as configs
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
+from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import figures, trials
 from qkv.lab.trials import Result, Trial
-from qkv.train.fast import make_trainer
 
 AS_IT_IS = "as it is"
 EQUAL = ("time", "steps")

@@ -24,12 +24,12 @@ from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.loader import Batch
 from qkv.data.ragged import Flat, Ragged, lay
+from qkv.engines.cuda_training.cuda_trainer import Captured
 from qkv.export import to_huggingface
 from qkv.lab.peers import TorchTransformer
 from qkv.models.transformer import Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD
 from qkv.train import optim
-from qkv.train.captured import Captured
 from qkv.train.loss import smoothed_loss
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"

@@ -20,12 +20,12 @@ from qkv.core.errors import UsageError
 from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
-from qkv.decode.slots import MOST, Pool
 from qkv.decode.workers import open_run, search_in
+from qkv.engines.cpu import pack
+from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
 from qkv.export import to_ctranslate2, to_huggingface
 from qkv.export.parts import engine
 from qkv.lab.peers import TorchTransformer
-from qkv.models.packed import pack
 from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.text.tokenizer import EOS, PAD

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.models.fused.embedding import Tokens, embed
-from qkv.models.fused.noise import Noise
-from qkv.models.kernels import add_norm
+from qkv.engines.cuda_decoding.inference_kernels import add_norm
+from qkv.engines.cuda_training.elementwise_kernels import Noise
+from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
 from qkv.models.rows import Rows
 
 

@@ -15,6 +15,7 @@ from qkv.core import files
 from qkv.core.errors import QkvError
 from qkv.data.loader import Step
 from qkv.data.store import Prepared
+from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.models.base import Model
 from qkv.run import Run, load_weights
 from qkv.terminal import say
@@ -22,7 +23,6 @@ from qkv.train import checkpoint
 from qkv.train.average import average
 from qkv.train.checkpoint import Progress
 from qkv.train.distributed import ALONE, World
-from qkv.train.fast import make_trainer
 from qkv.train.log import Log
 from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate

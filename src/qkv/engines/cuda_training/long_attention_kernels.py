@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.models.kernels import tl, triton
+from qkv.engines.cuda_decoding.inference_kernels import tl, triton
 
 if triton is not None:
-    from qkv.models.fused.noise import _keep
-    from qkv.models.fused.tiles import LN_2, read, scores, write
+    from qkv.engines.cuda_training.elementwise_kernels import LN_2, _keep, read, scores, write
 
 
 def attend(given: tuple[Any, ...], most: int, constants: dict[str, Any]) -> None:

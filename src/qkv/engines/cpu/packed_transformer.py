@@ -2,7 +2,7 @@
 
 What is different from the original, and why:
 
-- Every matrix is packed (`qkv.models.packed`), and those by which all decoder layers read the source are one.
+- Every matrix is packed (`packed_linear`), and those by which all decoder layers read the source are one.
 - Attention of few queries is two batched products and a softmax, which is faster here than the fused kernel.
 - The beams of a sentence share one cache, position by position. When the search reorders them nothing is copied: each
   hypothesis remembers which of the entries are its own, and a mask leaves it those. What all of them have in common is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.decode.board import Board
-from qkv.models.kernels import CHUNK, tl, triton
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK, tl, triton
 
 ROWS, CHUNKS = 16, 1024  # the most of a sentence that a program holds
 PART = 64  # positions that are copied at once
@@ -67,7 +67,7 @@ def _warps(block: int) -> int:
 
 
 if triton is not None:
-    from qkv.models.kernels import _known, _take
+    from qkv.engines.cuda_decoding.inference_kernels import _known, _take
 
     @triton.jit
     def _may_follow(length, longest, forced, capacity, eos):  # type: ignore[no-untyped-def]

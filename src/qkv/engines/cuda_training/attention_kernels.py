@@ -2,8 +2,8 @@
 
 Most sentences are short: all scores of one fit into the registers of a core, so nothing is computed in blocks, nothing
 is kept for the backward pass but what came in, and each element is read and written once. Sentences of like length
-share a launch, because a tile is a square with room for the longest of them. For the few that are longer, `long` has
-kernels that go through the square block by block.
+share a launch, because a tile is a square with room for the longest of them. For the few that are longer,
+`long_attention_kernels` has kernels that go through the square block by block.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from qkv.data.ragged import TILES
-from qkv.models.fused import long
-from qkv.models.fused.noise import Noise, drop
-from qkv.models.fused.tiles import QKV, Heads, Rows, arguments, constants
-from qkv.models.kernels import tl, triton
+from qkv.engines.cuda_decoding.inference_kernels import tl, triton
+from qkv.engines.cuda_training import long_attention_kernels
+from qkv.engines.cuda_training.elementwise_kernels import QKV, Heads, Noise, Rows, arguments, constants, drop
 
 if triton is not None:
-    from qkv.models.fused.noise import _keep
-    from qkv.models.fused.tiles import LN_2, read, scores, write
+    from qkv.engines.cuda_training.elementwise_kernels import LN_2, _keep, read, scores, write
 
 WARPS = {16: 1, 32: 2, 64: 4, 128: 8}  # of tiles that are computed whole
 WIDEST = 256  # bytes in a row of such a tile: its scores must fit into a core
@@ -129,7 +127,7 @@ def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
             continue
         given = *qkv, out, *arguments(qkv, number, rows, heads, noise)
         if tile * out.itemsize > WIDEST:
-            long.attend(given, rows.most[number], constants(tile, heads, noise))
+            long_attention_kernels.attend(given, rows.most[number], constants(tile, heads, noise))
         else:
             _attend[(rows.most[number], heads.count)](*given, **constants(tile, heads, noise), num_warps=WARPS[tile])
     return out
@@ -142,7 +140,7 @@ def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads
             continue
         given = d_out, *qkv, *into, *arguments(qkv, number, rows, heads, noise), *strides
         if tile * d_out.itemsize > WIDEST:
-            long.attend_backward(given, len(d_out), rows.most[number], constants(tile, heads, noise))
+            long_attention_kernels.attend_backward(given, len(d_out), rows.most[number], constants(tile, heads, noise))
         else:
             _attend_backward[(rows.most[number], heads.count)](
                 *given, **constants(tile, heads, noise), num_warps=WARPS[tile]

@@ -1,4 +1,4 @@
-"""Plain steps of a search on a CPU by the C of `qkv.models.native`, where it serves.
+"""Plain steps of a search on a CPU by the C of this package, where it serves.
 
 Their plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. Where the model is
 native too, its steps and the search's alternate until all sentences are done or memory is wanted: C passes over those
@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv.decode.board import Board
-from qkv.models.native.build import library
-from qkv.models.native.layout import INTEGER, POINTER
-from qkv.models.native.state import NativeState
-from qkv.models.native.transformer import NativeTransformer
+from qkv.engines.cpu.native_library import INTEGER, POINTER, library
+from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 
 ROWS = 64  # of a sentence, above which the best are better sorted than put in their place one by one
 

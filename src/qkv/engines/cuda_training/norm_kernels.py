@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.models.fused.noise import Noise, drop
-from qkv.models.kernels import tl, triton
+from qkv.engines.cuda_decoding.inference_kernels import tl, triton
+from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
 
 if triton is not None:
-    from qkv.models.fused.noise import _keep
+    from qkv.engines.cuda_training.elementwise_kernels import _keep
 
 PROGRAMS = 264  # that share the rows in the backward pass: two for each core of an H200
 

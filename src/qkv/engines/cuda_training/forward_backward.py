@@ -1,4 +1,9 @@
-"""The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
+"""The parameters of a model as one tensor each of masters, gradients and working copies.
+
+Every parameter becomes a view into the masters, so the optimiser, validation and checkpoints know nothing of it; what
+concerns all of them (the norm of the gradient, a moving average, rounding to bf16) is one operation.
+
+The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
 
 The sublayers are those of `qkv.models.transformer`, with its parameters; here they read sentences laid end to end,
 (tokens, d_model), and each returns besides its result the function that takes the gradient of it back.
@@ -15,18 +20,95 @@ from torch import Tensor, nn
 
 from qkv import config
 from qkv.data.ragged import LONGEST, PADDING, Ragged
+from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
+from qkv.engines.cuda_training.elementwise_kernels import (
+    QKV,
+    Heads,
+    Noise,
+    Rows,
+    gelu,
+    rectify,
+    rectify_backward,
+    swiglu,
+    swiglu_backward,
+    turn,
+)
+from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
+from qkv.engines.cuda_training.vocabulary_kernels import (
+    Tokens,
+    agreeing_loss_and_gradients,
+    embed,
+    embed_backward,
+    loss_and_gradient,
+)
 from qkv.models.attention import MultiHeadAttention
-from qkv.models.fused.attention import attend, attend_backward
-from qkv.models.fused.embedding import Tokens, embed, embed_backward
-from qkv.models.fused.feed_forward import gelu, rectify, rectify_backward, swiglu, swiglu_backward
-from qkv.models.fused.loss import agreeing_loss_and_gradients, loss_and_gradient
-from qkv.models.fused.noise import Noise
-from qkv.models.fused.norm import Scale, Sums, add_norm, add_norm_backward
-from qkv.models.fused.rotary import turn
-from qkv.models.fused.tiles import QKV, Heads, Rows
-from qkv.models.fused.weights import Weight, Weights, accumulate
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
 from qkv.models.transformer import Transformer
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+ALIGNED = 128  # numbers: every parameter begins at a multiple
+
+
+class Weight(NamedTuple):
+    """A parameter: in fp32, as the products use it, and the sum of its gradients in fp32."""
+
+    master: Tensor
+    value: Tensor
+    grad: Tensor
+
+    def split(self, rows: int) -> tuple[Weight, Weight]:
+        """The first rows of a matrix, and the others."""
+        return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
+
+
+class Weights:
+    """The weights of a model on its device; products are computed in `dtype`."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        parameters = list(model.parameters())
+        starts, total = [], 0
+        for parameter in parameters:
+            starts.append(total)
+            total += -(-parameter.numel() // ALIGNED) * ALIGNED
+        self.masters = parameters[0].new_zeros(total)
+        self.grads = torch.zeros_like(self.masters)
+        self.values = self.masters if dtype == torch.float32 else torch.zeros_like(self.masters, dtype=dtype)
+        self._starts = starts
+        self._shapes = [parameter.shape for parameter in parameters]
+        self._of: dict[Tensor, Weight] = {}
+        wholes = self.masters, self.values, self.grads
+        for parameter, master, value, grad in zip(parameters, *map(self.views, wholes), strict=True):
+            master.copy_(parameter.detach())
+            parameter.data, parameter.grad = master, grad
+            self._of[parameter] = Weight(master, value, grad)
+        self.refresh()
+
+    def __getitem__(self, parameter: Tensor) -> Weight:
+        return self._of[parameter]
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The parts of a tensor like the masters that belong to each parameter."""
+        return [
+            whole[start : start + shape.numel()].view(shape)
+            for start, shape in zip(self._starts, self._shapes, strict=True)
+        ]
+
+    def refresh(self) -> None:
+        """Round the masters to the working copies: after every change of them."""
+        if self.values is not self.masters:
+            self.values.copy_(self.masters)
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the precision of the total."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------------
 
 LOGITS = 2**30  # numbers at once
 

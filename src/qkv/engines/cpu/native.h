@@ -1,4 +1,4 @@
-/* What Python hands over (qkv.models.native.layout mirrors every struct) and what the files here call of each other.
+/* What Python hands over (qkv.engines.cpu.native_library mirrors every struct) and what the files here call of each other.
  *
  * All widths are padded with zeros to a multiple of PANEL, and a head's to a multiple of LANES, so that no loop has a
  * rest. Rows are independent of one another: what is computed of one never depends on what else is in the batch.
