@@ -34,6 +34,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PY
 settings.register_profile("qkv", deadline=None, derandomize=True)
 settings.load_profile("qkv")
 
+
+def pytest_configure() -> None:
+    """Deliver SIGINT to the tests and the processes they start, also where the tests run in the background of a shell.
+
+    A shell without job control starts `make test &` with SIGINT ignored, and children inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 WORDS = dict(
     pair.split(":")
     for pair in """

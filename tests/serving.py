@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,24 @@ import qkv
 from conftest import sentences, tiny_config
 from qkv import config
 
-PATIENCE = 120.0  # seconds for anything that only takes long when it never comes
+PATIENCE = 300.0  # seconds before a test gives up waiting; no test asserts how long anything takes
+ENDLESS = 10**9  # tokens of a completion that ends only when it is stopped
 JSON = {"Content-Type": "application/json"}
 PLACE = ("--port", "0", "--device", "cpu")
+# The limits in seconds are out of reach, so that a slow machine changes no answer; a test of a limit sets its own.
+UNHURRIED = ("--timeout", PATIENCE, "--patience", PATIENCE, "--drain", 5)
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+
+
+# Run `qkv`, but make each model process open a named pipe first: the call blocks until a writer opens the pipe.
+LOAD_AFTER = """
+import sys
+from qkv.cli import main
+from qkv.serve import crew
+
+crew.START = f"open({sys.argv.pop(1)!r}).close(); {crew.START}"
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -82,8 +97,28 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
+    @property
+    def accepted(self) -> int:
+        """Number of sentences that were accepted and are not answered."""
+        health = self.ask("/health").json
+        return int(health["waiting"] + health["running"])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Suspend the model processes, so that accepted work stays unanswered until the block ends."""
+        workers = self.workers
+        assert workers
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in workers:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def until(self, true: Any) -> None:
-        """Wait for something that is about to happen."""
+        """Wait until a condition holds."""
         end = time.monotonic() + PATIENCE
         while not true():
             assert time.monotonic() < end, self.log.read_text()
@@ -91,13 +126,17 @@ class Server:
 
 
 @contextmanager
-def serving(*arguments: object, ready: bool = True) -> Iterator[Server]:
-    """`qkv serve` with these runs and options; ready, unless it is to be seen loading."""
+def serving(*arguments: object, ready: bool = True, load_after: Path | None = None) -> Iterator[Server]:
+    """Run `qkv serve` with these arguments; `ready=False` does not wait for its models.
+
+    `load_after` is a named pipe: the model processes load nothing before a writer opens it.
+    """
+    program = ["-c", LOAD_AFTER, str(load_after)] if load_after else ["-m", "qkv"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "qkv", "serve", "--drain", "5", *map(str, arguments), *PLACE],
+                [sys.executable, *program, "serve", *map(str, [*UNHURRIED, *arguments, *PLACE])],
                 stderr=stream,
                 preexec_fn=_end_with_parent,
             )

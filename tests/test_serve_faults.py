@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 import qkv
 from conftest import sentences
 from qkv.serve.keys import new_key
-from serving import FORM, JSON, PATIENCE, Answer, Server, serving, train_writer
+from qkv.serve.service import SLICE
+from serving import ENDLESS, FORM, JSON, PATIENCE, Answer, Server, serving, train_writer
 
 LINES = [source for source, _ in sentences(300, seed=9)]
 PAIR = {"source": "en", "target": "it"}
@@ -33,7 +35,7 @@ def expected(tiny: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def _running(tiny: Path) -> Iterator[Server]:
-    limits = ("--batch-tokens", 64, "--patience", 2, "--max-characters", 50_000)
+    limits = ("--batch-tokens", 64, "--max-characters", 50_000)
     with serving(f"tiny={tiny}", "--workers", 1, *limits) as found:
         yield found
 
@@ -177,11 +179,13 @@ def post(line: socket.socket, texts: list[str], *, keep: int = 0) -> None:
 def test_a_client_that_leaves_is_no_longer_worked_for(server: Server) -> None:
     before = server.metric("qkv_cancelled_total")
     done = server.metric("qkv_sentences_total")
-    with server.connect() as line:
-        post(line, LINES * 3)
-        server.until(lambda: server.ask("/health").json["waiting"] > 0)
-    server.until(lambda: server.ask("/health").json["waiting"] == 0)
-    server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+    with server.held():
+        with server.connect() as line:
+            post(line, LINES * 3)
+            server.until(lambda: server.accepted == len(LINES) * 3)
+        server.until(lambda: server.ask("/health").json["waiting"] == 0)
+        server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+    server.until(lambda: server.accepted == 0)
     assert server.metric("qkv_sentences_total") - done < len(LINES) * 3 / 2
 
 
@@ -190,10 +194,11 @@ def test_a_client_that_leaves_behind_a_large_body_is_noticed(server: Server) -> 
     before = server.metric("qkv_cancelled_total")
     body = json.dumps({"q": LINES * 3, "padding": "x" * 500_000, **PAIR}).encode()
     head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with server.connect() as line:
-        line.sendall(f"{head}\r\n\r\n".encode() + body)
-        server.until(lambda: server.ask("/health").json["waiting"] > 0)
-    server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
+    with server.held():
+        with server.connect() as line:
+            line.sendall(f"{head}\r\n\r\n".encode() + body)
+            server.until(lambda: server.accepted == len(LINES) * 3)
+        server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
 
 
 def test_however_a_request_comes_its_answer_is_the_same(server: Server) -> None:
@@ -224,31 +229,40 @@ def test_however_a_request_comes_its_answer_is_the_same(server: Server) -> None:
     assert 'route="/translate",status="413"' in server.ask("/metrics").data.decode()
 
 
-def test_clients_that_dawdle_are_hung_up_on_and_others_are_served(server: Server) -> None:
-    silent, head, body = [], [], []
-    for lines, sent in ((silent, b""), (head, b"POST /translate HTTP/1.1\r\nHos"), (body, None)):
+def dawdle(server: Server, stack: ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Connections that send no complete head, and others that send no complete body."""
+    lines: tuple[list[socket.socket], list[socket.socket]] = [], []
+    for headless, sent in ((True, b""), (True, b"POST /translate HTTP/1.1\r\nHos"), (False, b"")):
         for _ in range(30):
-            line = server.connect()
-            line.sendall(sent) if sent is not None else post(line, LINES[:1], keep=5)
-            lines.append(line)
-    assert server.translate(LINES[0])  # while they are there
-    for line in silent + head:
-        assert line.recv(100) == b""  # within the time of `connect`, and without an answer
-        line.close()
-    answers = [line.recv(1000) for line in body]
-    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
-    for line in body:
-        line.close()
+            line = stack.enter_context(server.connect())
+            line.sendall(sent) if headless else post(line, LINES[:1], keep=5)
+            lines[0 if headless else 1].append(line)
+    return lines
 
 
-def test_a_large_request_does_not_starve_single_sentences(server: Server) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(server.translate, LINES * 3)
-        server.until(lambda: server.ask("/health").json["waiting"] > 100)
-        for line in LINES[:3]:
-            server.translate(line)
-            assert not large.done()
-        assert len(large.result()) == len(LINES) * 3
+def test_clients_that_dawdle_do_not_keep_others_waiting(server: Server) -> None:
+    with ExitStack() as stack:
+        dawdle(server, stack)
+        assert server.translate(LINES[0])
+
+
+def test_clients_that_dawdle_are_hung_up_on(tiny: Path) -> None:
+    with serving(f"tiny={tiny}", "--workers", 1, "--patience", 2) as server, ExitStack() as stack:
+        headless, bodiless = dawdle(server, stack)
+        assert {line.recv(100) for line in headless} == {b""}  # no answer
+        assert all(line.recv(1000).startswith(b"HTTP/1.1 408 ") for line in bodiless)
+        assert server.translate(LINES[0])
+
+
+def test_a_large_request_and_single_sentences_are_answered_together(server: Server, expected: dict[str, str]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        with server.held():
+            large = pool.submit(server.translate, LINES * 3)
+            server.until(lambda: server.accepted == len(LINES) * 3)
+            single = [pool.submit(server.translate, line) for line in LINES[:3]]
+            server.until(lambda: server.accepted == len(LINES) * 3 + 3)
+        assert [each.result() for each in single] == [expected[line] for line in LINES[:3]]
+        assert large.result() == [expected[line] for line in LINES * 3]
 
 
 def test_many_clients_at_once_get_their_own_answers(server: Server, expected: dict[str, str]) -> None:
@@ -270,10 +284,11 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
         return server.ask("/translate", {"q": LINES[number * 10 : number * 10 + 60], **PAIR})
 
     with ThreadPoolExecutor(20) as pool:
-        asked = [pool.submit(client, number) for number in range(20)]
-        server.until(lambda: server.ask("/health").json["running"] > 0)
         (worker,) = server.workers
-        os.kill(worker, signal.SIGKILL)
+        with server.held():
+            asked = [pool.submit(client, number) for number in range(20)]
+            server.until(lambda: server.accepted == 20 * 60)
+            os.kill(worker, signal.SIGKILL)
         answers = [each.result() for each in asked]
     for number, answer in enumerate(answers):
         if answer.status == 200:  # it waited, and the next process answered
@@ -288,27 +303,32 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
     assert server.workers != [worker]
 
 
-def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
+def test_loading_and_stopping(tiny: Path, tmp_path: Path, expected: dict[str, str]) -> None:
     """While the model loads and while the server stops, requests are refused; what was accepted is answered."""
-    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 32, "--drain", 60, ready=False) as server:
+    load = tmp_path / "load"
+    os.mkfifo(load)
+    how = ("--workers", 1, "--batch-tokens", 32, "--drain", 600)
+    with serving(f"tiny={tiny}", *how, ready=False, load_after=load) as server:
         early = server.ask("/translate", {"q": "The cat.", **PAIR})
         assert early.status == 503
         assert "loaded" in text(early)
         assert int(early.headers["retry-after"]) >= 1
         assert server.ask("/health/live").status == 200
         assert server.ask("/health/ready").status == 503
+        load.open("wb").close()
         server.until(lambda: server.ask("/health/ready").status == 200)
-        document = server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
         with ThreadPoolExecutor(1) as pool:
-            large = pool.submit(server.translate, LINES)
-            server.until(lambda: server.ask("/health").json["waiting"] > len(LINES))  # more than the document
-            os.kill(server.process.pid, signal.SIGTERM)
-            server.until(lambda: server.ask("/health").json["status"] == "draining")
-            said = r"stopping: waiting for \d requests? and 1 document, at most 60 s; Ctrl-C again ends at once"
-            assert re.fullmatch(said, server.log.read_text().splitlines()[-1])
-            late = server.ask("/translate", {"q": "The cat.", **PAIR})
-            assert late.status == 503
-            assert "stopping" in text(late)
+            with server.held():
+                document = server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
+                large = pool.submit(server.translate, LINES)
+                server.until(lambda: server.accepted == SLICE + len(LINES))
+                os.kill(server.process.pid, signal.SIGTERM)
+                server.until(lambda: server.ask("/health").json["status"] == "draining")
+                said = r"stopping: waiting for \d requests? and 1 document, at most 600 s; Ctrl-C again ends at once"
+                assert re.fullmatch(said, server.log.read_text().splitlines()[-1])
+                late = server.ask("/translate", {"q": "The cat.", **PAIR})
+                assert late.status == 503
+                assert "stopping" in text(late)
             assert large.result() == [expected[line] for line in LINES]
         server.until(lambda: server.ask(f"/documents/{document}").json["state"] == "done")
         file = server.ask(f"/documents/{document}/file").data.decode()
@@ -320,10 +340,10 @@ def test_loading_and_stopping(tiny: Path, expected: dict[str, str]) -> None:
 def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: float, times: int) -> None:
     """Whether its time is up or it was told twice, nobody waits on, and nothing ends with a traceback."""
     with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--drain", drain) as server:
-        server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
-        with ThreadPoolExecutor(1) as pool:
+        with server.held(), ThreadPoolExecutor(1) as pool:
+            server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
             large = pool.submit(server.ask, "/translate", {"q": LINES * 2, **PAIR})
-            server.until(lambda: server.ask("/health").json["waiting"] > len(LINES))  # more than the document
+            server.until(lambda: server.accepted == SLICE + len(LINES) * 2)
             for _ in range(times):
                 os.kill(server.process.pid, signal.SIGINT)
                 server.until(lambda: "stopping" in server.log.read_text())
@@ -338,12 +358,13 @@ def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: flo
 
 
 def test_a_stream_is_told_that_the_server_ends(tmp_path: Path) -> None:
-    with serving(f"book={train_writer(tmp_path)}", "--workers", 1, "--drain", 600, "--max-tokens", 100_000) as server:
-        body = json.dumps({"model": "book", "prompt": "The", "max_tokens": 100_000, "stream": True}).encode()
+    run = train_writer(tmp_path)
+    with serving(f"book={run}", "--workers", 1, "--drain", 600, "--max-tokens", ENDLESS) as server:
+        body = json.dumps({"model": "book", "prompt": "The", "max_tokens": ENDLESS, "stream": True}).encode()
         with server.connect() as line:
             line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-            server.until(lambda: server.ask("/health").json["running"] > 0)
+            assert b"200" in line.recv(1000)  # the stream has begun
             for _ in range(2):
                 os.kill(server.process.pid, signal.SIGINT)
                 server.until(lambda: "stopping" in server.log.read_text())
@@ -382,27 +403,31 @@ def test_a_run_that_cannot_be_loaded_ends_the_server(tiny: Path, tmp_path: Path)
 
 
 def test_a_full_queue_asks_to_come_again(tiny: Path) -> None:
-    tight = ("--workers", 1, "--max-queue", 8, "--batch-tokens", 1, "--timeout", 5, "--max-texts", 2000)
+    tight = ("--workers", 1, "--max-queue", 8, "--batch-tokens", 1, "--max-texts", 2000)
     with serving(f"tiny={tiny}", *tight) as server:
 
         def client(number: int) -> Answer:
             return server.ask("/translate", {"q": LINES[number * 7 : number * 7 + 7], **PAIR})
 
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(client, range(16)))
-        assert {answer.status for answer in answers} == {200, 429}
-        assert all(1 <= int(a.headers["retry-after"]) <= 60 for a in answers if a.status == 429)
-        assert server.metric("qkv_refused_total") == sum(a.status == 429 for a in answers)
+        with ThreadPoolExecutor(1) as pool:
+            with server.held():
+                first = pool.submit(client, 0)
+                server.until(lambda: server.accepted == 7)
+                refused = [client(number) for number in range(1, 16)]
+            assert first.result().status == 200
+        assert {answer.status for answer in refused} == {429}
+        assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
+        assert server.metric("qkv_refused_total") == len(refused)
         assert server.ask("/translate", {"q": LINES[:9], **PAIR}).status == 413  # it could never wait
         assert len(server.translate(LINES[:8])) == 8
 
 
 def test_a_request_that_takes_too_long_is_ended(tiny: Path) -> None:
-    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--timeout", 0.3) as server:
+    with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--timeout", 0.3) as server, server.held():
         found = server.ask("/translate", {"q": LINES * 3, **PAIR})
         assert found.status == 504
         assert "0.3 s" in text(found)
-        server.until(lambda: server.ask("/health").json["waiting"] == 0)  # and nobody works for it any more
+        server.until(lambda: server.ask("/health").json["waiting"] == 0)  # the queue drops it
 
 
 def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import html as standard
 import json
+import selectors
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,36 @@ from qkv.serve.models import Models, Served
 from qkv.serve.server import listen
 
 GROUP = ("translate", "tiny", "")
+
+
+class JumpingSelector(selectors.DefaultSelector):
+    """A selector that never waits for a timer, but counts the seconds that it would have waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(None if timeout is None else 0)
+        if timeout and not events:
+            self.now += timeout
+        return events
+
+
+class SimulatedTime(asyncio.SelectorEventLoop):
+    """An event loop with simulated time: when nothing is ready, its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self.jumping = JumpingSelector()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        return self.jumping.now
+
+
+def run_simulated(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=SimulatedTime) as runner:
+        runner.run(work)
 
 
 # ---- the queue -------------------------------------------------------------------------------------------------------
@@ -141,7 +173,7 @@ def test_a_batch_waits_as_long_as_company_comes() -> None:
         assert not late.done()
         late.cancel()
 
-    asyncio.run(come())
+    run_simulated(come())
 
 
 def test_a_process_that_is_alone_takes_the_whole_batch() -> None:
@@ -195,7 +227,40 @@ def test_a_process_gets_its_next_batch_only_when_no_other_is_free(monkeypatch: p
 
     monkeypatch.setattr(Worker, "result", result)
     monkeypatch.setattr(Worker, "live", live)
-    asyncio.run(work())
+    run_simulated(work())
+
+
+def test_a_large_request_does_not_starve_single_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[str] = []
+
+    async def result(self: Worker, kind: str, model: str, asked: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return {"results": [{"texts": [text]} for text in asked["texts"]]}
+
+    async def live(self: Worker) -> None:
+        self.about = {"device": "cpu", "ready": {}}
+        self.ready.set()
+        await asyncio.Event().wait()
+
+    async def ask(engine: Engine, client: str, size: int) -> None:
+        await engine.batch(client, ("translate", "m", ""), [client] * size, [5] * size)
+        answered.append(client)
+
+    async def work() -> None:
+        engine = Engine(Setup({}, workers=1, batch_tokens=64), Limits(), Metrics())
+        engine.start()
+        await asyncio.sleep(0.01)
+        asked = [asyncio.create_task(ask(engine, "large", 900))]
+        await asyncio.sleep(0.05)  # several batches later
+        asked += [asyncio.create_task(ask(engine, client, 1)) for client in "abc"]
+        await asyncio.gather(*asked)
+        assert sorted(answered[:-1]) == ["a", "b", "c"]
+        assert answered[-1] == "large"
+        await engine.close()
+
+    monkeypatch.setattr(Worker, "result", result)
+    monkeypatch.setattr(Worker, "live", live)
+    run_simulated(work())
 
 
 def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
@@ -226,7 +291,7 @@ def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
         with Wait(9, 504, "late"):
             await asyncio.sleep(9)
 
-    asyncio.run(waits())
+    run_simulated(waits())
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
