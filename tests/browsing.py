@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from conftest import PATIENCE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'qkv[test]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -34,7 +37,7 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
     def open_page(tab: str = "translate", **options: Any) -> Any:
         contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda m: "Failed to load resource" in m.text or complaints.append(m.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda r: r.url.startswith((url, "data:", "blob:")) or complaints.append(r.url))
@@ -52,7 +55,15 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
 
 def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
     """Wait until a place has this text."""
-    playwright.expect(page.locator(place)).to_have_text(text, timeout=20_000)
+    playwright.expect(page.locator(place)).to_have_text(text, timeout=1000 * PATIENCE)
+
+
+def wait_for(page: Any, true: Callable[[], object]) -> None:
+    """Poll until a condition holds, while the page goes on."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "gave up waiting"
+        page.wait_for_timeout(20)
 
 
 def outcome(page: Any, row: int) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PY
 # No deadline: a test never asserts a time. Derandomised: a failure on one machine is a failure on all.
 settings.register_profile("qkv", deadline=None, derandomize=True)
 settings.load_profile("qkv")
+
+PATIENCE = 300.0  # seconds before a test gives up waiting; no test asserts how long anything takes
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    """Poll until a condition holds."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "gave up waiting"
+        time.sleep(0.01)
 
 
 def pytest_configure() -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import qkv
-from conftest import sentences, tiny_config
+from conftest import PATIENCE, sentences, tiny_config
 from qkv import config
 
-PATIENCE = 300.0  # seconds before a test gives up waiting; no test asserts how long anything takes
 ENDLESS = 10**9  # tokens of a completion that ends only when it is stopped
 JSON = {"Content-Type": "application/json"}
 PLACE = ("--port", "0", "--device", "cpu")

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from conftest import PATIENCE, wait_until
 from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data import batches
@@ -337,7 +338,7 @@ def test_the_thread_ends_with_its_reader() -> None:
     assert thread.daemon
     del steps
     gc.collect()
-    thread.join(timeout=10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -352,8 +353,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Pairs, "batch", counted)
     steps = updates_of(micro_tokens=400).starting(Position(0, 0))  # a micro-batch an update
     next(steps)
-    settled = -1
-    while settled != len(made):  # until it makes no more
-        settled = len(made)
-        time.sleep(0.1)
-    assert 1 < len(made) <= 1 + 4 + 1  # read, queued, and the one in hand
+    ahead = 1 + 4 + 1  # read, queued, and the one in hand
+    wait_until(lambda: len(made) >= ahead)
+    time.sleep(0.1)  # time enough for one too many
+    assert len(made) == ahead

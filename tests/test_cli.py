@@ -21,7 +21,7 @@ import pytest
 import sacrebleu
 
 import qkv
-from conftest import Call, sentences, write_pairs
+from conftest import PATIENCE, Call, sentences, write_pairs
 from qkv import api
 from qkv.config import difference, from_dict
 from qkv.run import Run
@@ -144,10 +144,10 @@ def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
         assert talk.stdout
         for typed, answer in [(b"One cat.\n", b"Uno gatto.\n"), (b"\n", b"\n"), (b"Two dog.\n", b"Due cane.\n")]:
             os.write(ours, typed)
-            assert select.select([talk.stdout], [], [], 60)[0], "no answer"
+            assert select.select([talk.stdout], [], [], PATIENCE)[0], "no answer"
             assert talk.stdout.readline() == answer
         os.write(ours, b"\x04")  # Ctrl-D
-        assert talk.wait(60) == 0
+        assert talk.wait(PATIENCE) == 0
         assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # the echo of the terminal, and nothing else
 
 
@@ -165,11 +165,11 @@ def test_a_pipe_is_answered_as_it_comes(tiny: Path) -> None:
                 talk.stdin.write(part)
                 talk.stdin.flush()
                 time.sleep(0.05)
-            assert select.select([talk.stdout], [], [], 60)[0], "no answer"
+            assert select.select([talk.stdout], [], [], PATIENCE)[0], "no answer"
             assert [talk.stdout.readline() for _ in answers] == answers
         talk.stdin.close()
         assert talk.stdout.read() == b"Uno gatto.\n"
-        assert talk.wait(60) == 0
+        assert talk.wait(PATIENCE) == 0
 
 
 def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tupl
     ):
         os.close(theirs)
         with suppress(OSError):  # how a terminal says that the other side has gone
-            while select.select([ours], [], [], 60)[0]:
+            while select.select([ours], [], [], PATIENCE)[0]:
                 shown += os.read(ours, 4096)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     assert (tmp_path / "out").read_text(encoding="utf-8") == call("translate", tiny, test_set[0]).out
     assert b"translating" in shown
     assert b"25/25" in shown

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from browsing import wait_for
 from qkv.explain.record import AttentionMap
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'qkv[test]'")
@@ -352,11 +353,8 @@ def test_light_dark_and_paper(opened: Open, small: AttentionMap) -> None:
     page = opened(small, color_scheme="light")
     light, light_heat = page.evaluate(colours), page.evaluate(pixel)
     page.emulate_media(color_scheme="dark")
-    for _ in range(100):  # the canvases follow; the page's own policy forbids a wait that evaluates text in it
-        if page.evaluate(pixel) != light_heat:
-            break
-        page.wait_for_timeout(20)
-    assert page.evaluate(pixel) != light_heat
+    # The canvases follow; the page's own policy forbids a wait that evaluates text in it.
+    wait_for(page, lambda: page.evaluate(pixel) != light_heat)
     dark = page.evaluate(colours)
     assert light[0] != dark[0]
     assert light[1] != dark[1]

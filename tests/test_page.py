@@ -20,7 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import qkv
-from browsing import Open, launched, needs_chromium, opening, outcome, shows, told
+from browsing import Open, launched, needs_chromium, opening, outcome, shows, told, wait_for
+from conftest import PATIENCE
 from qkv.explain import record
 from qkv.serve.documents import FORMATS, Document
 
@@ -44,7 +45,7 @@ class Stub:
         self.asked: list[tuple[str, Any]] = []
         self.details: dict[str, Any] = {}
         self.refusals: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
-        self.slow: dict[str, float] = {}
+        self.held: dict[str, threading.Event] = {}  # questions that are answered once their event is set
         self.key = ""
         self.url = ""
         self.pace = 0.0  # seconds between two tokens
@@ -67,7 +68,8 @@ class Stub:
         }
 
     def translate(self, asked: Any) -> Any:
-        time.sleep(self.slow.get(asked["q"], 0))
+        if asked["q"] in self.held:
+            self.held[asked["q"]].wait(PATIENCE)
         with self.lock:
             lines = [self.translator.translate(q, n_best=asked["alternatives"] + 1) for q in asked["q"].split("\n")]
         found = lines[0]
@@ -248,19 +250,26 @@ def test_it_translates_as_one_types_and_asks_when_one_pauses(opened: Open, stub:
 
 
 def test_an_old_answer_never_replaces_a_newer_one(opened: Open, stub: Stub) -> None:
-    stub.slow["The big house."] = 1.0
+    held = stub.held["The big house."] = threading.Event()
+
+    def asked() -> int:
+        return [question["q"] for _, question in stub.asked].count("The big house.")
+
     page = opened()
     page.fill("#source-text", "The big house.")
-    page.wait_for_timeout(500)  # it is on its way
+    wait_for(page, lambda: asked() == 1)
     page.fill("#source-text", "A good day.")
     wanted = stub.translator.translate("A good day.").text
     shows(page, "#target-text", wanted)
-    page.wait_for_timeout(1000)
+    held.set()
+    page.wait_for_timeout(500)  # time enough for the old answer to come
     assert page.locator("#target-text").inner_text() == wanted
+    held.clear()
     page.fill("#source-text", "The big house.")
-    page.wait_for_timeout(500)
+    wait_for(page, lambda: asked() == 2)
     page.click("#source-clear")
-    page.wait_for_timeout(1000)
+    held.set()
+    page.wait_for_timeout(500)
     assert page.locator("#target-text").inner_text() == ""
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import qkv
-from conftest import sentences
+from conftest import PATIENCE, sentences
 from qkv import cli
-from serving import ENDLESS, FORM, JSON, PATIENCE, Server, serving, train_writer
+from serving import ENDLESS, FORM, JSON, Server, serving, train_writer
 
 LINES = [source for source, _ in sentences(40, seed=9)]
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import qkv
-from conftest import sentences
+from conftest import PATIENCE, sentences
 from qkv.serve.keys import new_key
 from qkv.serve.service import SLICE
-from serving import ENDLESS, FORM, JSON, PATIENCE, Answer, Server, serving, train_writer
+from serving import ENDLESS, FORM, JSON, Answer, Server, serving, train_writer
 
 LINES = [source for source, _ in sentences(300, seed=9)]
 PAIR = {"source": "en", "target": "it"}

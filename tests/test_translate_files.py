@@ -24,7 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Call, sentences
+from conftest import PATIENCE, Call, sentences, wait_until
 from qkv import cli
 from qkv.api import Translation, files, journal
 from qkv.api.files import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
@@ -477,8 +477,8 @@ def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == ["out"]
 
 
-# One of two processes, as torchrun starts them. If they are told so, the second is killed in its second chunk, while
-# the first is at one that would take a quarter of an hour.
+# One of two processes, as torchrun starts them. With `killed`, the second is killed in its second chunk, once the first
+# has seen it alive; the first is then at a chunk that would take a quarter of an hour, or before it.
 SHARED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -488,11 +488,19 @@ from qkv import cli
 from qkv.api import Translation, files, journal
 
 journal.INTERVAL = 0.0
-out, killed = Path(sys.argv[2]), sys.argv[3:] == ["killed"]
+out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._held
+seen = out.parent / "seen"
+
+def held(journal):
+    found = is_held(journal)
+    if killed and found and os.environ["RANK"] == "0":
+        seen.touch()
+    return found
 
 def work(chunk):
     if killed and chunk.number == 3:
-        time.sleep(2)
+        while not seen.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if killed and chunk.number == 4:
         time.sleep(900)
@@ -502,6 +510,7 @@ def work(chunk):
 def share():
     files.translate_file(tests.LINES, out, work, size=tests.SIZE, task={}, crew=files.Crew.here())
 
+files._held = held
 sys.argv = ["qkv", "share"]
 cli.main()
 """
@@ -519,7 +528,7 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
             )
             for rank in "01"
         ]
-        told = [each.communicate(timeout=60)[1] for each in crew]
+        told = [each.communicate(timeout=PATIENCE)[1] for each in crew]
         return [(each.returncode, text) for each, text in zip(crew, told, strict=True)]
 
     (code, told), (killed, _) = both("killed")
@@ -531,7 +540,7 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
     assert not out.exists()
     assert [code for code, _ in both()] == [0, 0]
     assert out.read_bytes() == EXPECTED
-    assert os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "seen"]
 
 
 # ---- the verb --------------------------------------------------------------------------------------------------------
@@ -704,21 +713,22 @@ def test_several_processes_need_two_files(tiny: Path, call: Call, monkeypatch: p
         )
 
 
-# The command line with smaller chunks, and slowly, so that there is time to kill it; at one chunk it may kill itself.
+# The command line with smaller chunks and a pause before each. It stops for ever at the chunk HELD, counted from its
+# start, so that a test can kill it, and kills itself at the chunk FATAL of the file.
 SLOW = """
-import os, signal, sys, time
+import itertools, os, signal, sys, time
 from qkv import api
 from qkv.api import journal
 from qkv.cli import main, translating
 
 api.CHUNK, journal.INTERVAL = 20, 0.0
-pause, fatal = float(sys.argv[1]), int(os.environ.get("FATAL", -1))
-make = translating._work
+pause, fatal, hang = float(sys.argv[1]), int(os.environ.get("FATAL", -1)), int(os.environ.get("HELD", -1))
+make, begun = translating._work, itertools.count()
 
 def slow(*arguments):
     real = make(*arguments)
     def work(chunk):
-        time.sleep(pause)
+        time.sleep(900 if next(begun) == hang else pause)
         if chunk.number == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(chunk)
@@ -747,10 +757,12 @@ def test_a_real_one_is_killed_and_goes_on(
     assert call("translate", tiny, text, *form, "-o", tmp_path / "expected").code == 0
     out = tmp_path / "out"
     arguments = ["translate", str(tiny), str(text), "-o", str(out), *form]
+    monkeypatch.setenv("HELD", "3")
     for kills in range(3):
         with subprocess.Popen([sys.executable, "-c", SLOW, "0.2", *arguments], stderr=subprocess.PIPE) as process:
             wait_for(Path(f"{out}.part"), Path(f"{out}.part").stat().st_size if kills else 0, process)
             process.kill()
+    monkeypatch.delenv("HELD")
     done = subprocess.run([sys.executable, "-c", SLOW, "0", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r".*out: going on, [1-9]\d+ lines are done\n", done.stderr)
@@ -781,9 +793,8 @@ def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatc
 
 def wait_for(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
     """Until a file has grown."""
-    while not path.exists() or path.stat().st_size <= size:
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: (path.exists() and path.stat().st_size > size) or process.poll() is not None)
+    assert process.poll() is None
 
 
 def test_what_must_not_be_written_to_or_read_is_refused(tiny: Path, tmp_path: Path) -> None:

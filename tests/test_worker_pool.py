@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conftest import PATIENCE
 from qkv.core.errors import QkvError
 from qkv.worker_pool import WorkerPool, cpu_count
 
@@ -30,7 +31,7 @@ from qkv.worker_pool import exit_with_parent
 def work(ready):
     exit_with_parent()
     ready.set()
-    time.sleep(100)
+    time.sleep(1000)
 
 context = multiprocessing.get_context("fork")
 ready = context.Event()
@@ -44,7 +45,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.skipif(sys.platform != "linux", reason="the script forks")
 def test_a_process_ends_with_its_parent() -> None:
     # Both write to one pipe, so that waiting for its end is waiting for both.
-    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"it works\n")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import sentences
+from conftest import sentences, wait_until
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
@@ -54,20 +54,25 @@ def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[Opened]) -> None:
     assert search_in(workers, [], config.DecodeConfig()) == []
 
 
-def slower_first(opened: Opened, number: int, among: int) -> tuple[int, int]:
-    """The first tasks take longest, so that results come in another order than tasks went."""
-    import time
-
-    time.sleep(0.02 * (among - number))
+def last_first(opened: Opened, number: int, folder: str) -> tuple[int, int]:
+    """Finish the first task after the last, so that results come in another order than tasks went."""
+    if number == 0:
+        wait_until(Path(folder, "5").exists)
+    else:
+        Path(folder, str(number)).touch()
     return number, os.getpid()
 
 
-def test_results_are_in_the_order_of_the_tasks_and_from_every_process(workers: ProcessWorkers[Opened]) -> None:
+def test_results_are_in_the_order_of_the_tasks_and_from_every_process(
+    workers: ProcessWorkers[Opened], tmp_path: Path
+) -> None:
     came: list[int] = []
-    done = workers.map(slower_first, [(n, 6) for n in range(6)], lambda number, result: came.append(number))
+    tasks = [(number, str(tmp_path)) for number in range(6)]
+    done = workers.map(last_first, tasks, lambda number, result: came.append(number))
     assert [number for number, _ in done] == list(range(6))
     assert len({process for _, process in done}) == 2
     assert sorted(came) == list(range(6))
+    assert came != sorted(came)
 
 
 def misbehave(opened: Opened, how: str) -> str:
