@@ -20,13 +20,14 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from qkv import auto, presets
 from qkv import config as configs
+from qkv import presets
 from qkv.data.lines import Lines
 from qkv.data.store import Prepared
-from qkv.lab import figures, trials
+from qkv.lab import result_tables, trials
 from qkv.lab.ablation import seconds_an_update
 from qkv.lab.trials import Trial
+from qkv.training import auto_recipe
 
 AUTO, PAPER, QUICKER = "auto", "paper_base", "paper_base, warm-up in proportion"
 
@@ -47,7 +48,7 @@ def text(files: list[str], pairs: int, folder: Path) -> tuple[configs.Config, Pr
 
 def plan(config: configs.Config, prepared: Prepared, minutes: float) -> tuple[dict[str, configs.Config], float]:
     """The automatic recipe, the preset and the preset with a shorter warm-up, and how many seconds each may train."""
-    chosen, reasons = auto.choose(config, prepared, minutes)
+    chosen, reasons = auto_recipe.choose(config, prepared, minutes)
     print(*reasons, sep="\n", flush=True)
     seconds = chosen.train.steps * seconds_an_update(chosen, prepared)
     base = presets.paper_base()
@@ -80,7 +81,7 @@ def main() -> None:
         plans += [{"pairs": pairs, "recipe": name, "alone_seconds": seconds} for name in recipes]
     results = trials.run_all(planned, given.out, jobs=given.jobs)
     rows = [made | result.to_dict() for made, result in zip(plans, results, strict=True)]
-    report = {**figures.about("auto", shlex.join(["python", *sys.argv])), "rows": rows}
+    report = {**result_tables.about("auto", shlex.join(["python", *sys.argv])), "rows": rows}
     Path(given.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for made, result in zip(plans, results, strict=True):
         print(

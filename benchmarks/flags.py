@@ -13,7 +13,7 @@ import sys
 from itertools import islice
 
 from qkv.data.lines import read_lines
-from qkv.evaluate.diagnosis import diagnose
+from qkv.evaluation.diagnosis import diagnose
 
 LINES, REPLACED = 2000, 0.3
 

@@ -130,7 +130,7 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def begun(folder: Path, spec: config.Config) -> tuple[config.Config, Prepared]:
     """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
-    from qkv.train.begin import _begin
+    from qkv.api.run_training import _begin
 
     run, prepared = _begin(folder / f"run-{len(list(folder.iterdir()))}", spec, None, [], "")
     return run.config, prepared

@@ -10,12 +10,13 @@ import pytest
 
 import qkv
 from conftest import Call, Done, sentences, tiny_config, write_pairs
-from qkv import auto, config
+from qkv import config
+from qkv.api import run_training
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.run import Run
-from qkv.train import begin
+from qkv.training import auto_recipe
 
 Pair = tuple[str, str]
 
@@ -55,7 +56,7 @@ def test_it_resumes_without_the_run_it_came_from(tiny: Path, other: Pair, tmp_pa
     source = tmp_path / "source"
     shutil.copytree(tiny, source)
     still = tiny_config(*other, steps=2, validate_every=2, learning_rate=0.0, ema=ema)
-    run, _ = begin._begin(tmp_path / "run", still, None, [], "", start=Run.open(source))
+    run, _ = run_training._begin(tmp_path / "run", still, None, [], "", start=Run.open(source))
     shutil.rmtree(source)
     shutil.rmtree(run.store)
     qkv.train(run=run.path, resume=True)
@@ -79,16 +80,16 @@ def test_what_the_weights_depend_on_is_refused(tiny: Path, other: Pair, tmp_path
 def test_a_command_adapts_with_nothing_configured(
     tiny: Path, other: Pair, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 30.0)
-    monkeypatch.setattr(auto, "FEWEST", 3)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 30.0)
+    monkeypatch.setattr(auto_recipe, "FEWEST", 3)
     words = ("train", "--from", tiny, "--src", other[0], "--tgt", other[1], "--run", tmp_path / "run")
     done: Done = call(*words, "--minutes", "1", "--set", "train.device=cpu", "--set", "data.workers=1")
     assert done.code == 0, done.err
     assert f"as it comes from {tiny.resolve()}: loss" in done.err
     made = Run.open(tmp_path / "run").config
     assert dataclasses.replace(made.model, dropout=0.0) == Run.open(tiny).config.model
-    assert made.train.steps == 2 * auto.updates_a_pass(made, Prepared.open(tmp_path / "run" / "store"))
-    assert made.train.learning_rate == pytest.approx(auto.ADAPTING_RATE * auto._rate(made), abs=1e-5)
+    assert made.train.steps == 2 * auto_recipe.updates_a_pass(made, Prepared.open(tmp_path / "run" / "store"))
+    assert made.train.learning_rate == pytest.approx(auto_recipe.ADAPTING_RATE * auto_recipe._rate(made), abs=1e-5)
     assert "--resume takes" in call("train", "--resume", "--from", tiny, "--run", tmp_path / "run").error
 
 

@@ -19,7 +19,8 @@ from conftest import sentences
 from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data import links
-from qkv.explain.align import (
+from qkv.documents.inline_markup import place_markup, strip_markup
+from qkv.explain.word_alignment import (
     Agreement,
     Alignment,
     Head,
@@ -30,7 +31,6 @@ from qkv.explain.align import (
     untranslated,
     word_weights,
 )
-from qkv.explain.markup import place_markup, strip_markup
 from qkv.text import Tokenizer, learn
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from qkv import api
 from qkv.api import Translation, Translator
 from qkv.core.errors import UsageError
 from qkv.decode.board import Hypothesis
-from qkv.text.split import split
+from qkv.segmentation.sentences import split
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def translator(tiny: Path) -> Translator:
 def test_public_names_stay_what_they_are() -> None:
     """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
     code = (
-        "import qkv.train.loop, qkv.evaluate.metrics, qkv; qkv.load; print(qkv.train.__name__, qkv.evaluate.__name__)"
+        "import qkv.train.loop, qkv.evaluation.metrics, qkv; qkv.load; print(qkv.train.__name__, qkv.evaluate.__name__)"
     )
     again = "import qkv; qkv.train; qkv.load; assert callable(qkv.train) and callable(qkv.evaluate)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -29,13 +29,12 @@ from hypothesis import strategies as st
 import qkv
 from conftest import WORDS, Call, sentences, write_pairs
 from qkv import cli, config
-from qkv.api import Augmenter, Translation, Translator, augmenting, files, sifting
-from qkv.api.files import Crew
+from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
+from qkv.api.file_translation import Crew
+from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
 from qkv.api.results import Alternative
-from qkv.api.sifting import FATES, OPTIONAL, Filters, Seen, Settled, settle
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.corpus import blocks, read, resolve
-from qkv.data.noise import BLANK, EDUNOV, Noise
 
 DOCS = Path(__file__).parents[1] / "docs" / "augmenting.md"
 
@@ -120,7 +119,7 @@ def test_runs_stay_few() -> None:
 
 
 def test_lines_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sifting, "CHUNK", 2)
+    monkeypatch.setattr(pair_filters, "CHUNK", 2)
     found = list(settle(["a", "", "b", "a ", " ", "c"], lambda: 0))
     assert [line.fate if isinstance(line, Settled) else "" for line in found] == [
         "",
@@ -234,7 +233,7 @@ def test_copies_in_another_dress() -> None:
         ("…", "!", False),
         ("no", "not", False),
     ]:
-        assert (augmenting._letters(line) == augmenting._letters(text)) == same
+        assert (augmentation._letters(line) == augmentation._letters(text)) == same
 
 
 def test_the_likeliest_are_kept() -> None:
@@ -327,12 +326,12 @@ def test_what_cannot_be_asked(make: Any, words: str) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """The translator that `augment` opens."""
     found = Told()
-    monkeypatch.setattr(augmenting, "Translator", lambda *arguments, **options: found)
+    monkeypatch.setattr(augmentation, "Translator", lambda *arguments, **options: found)
     return found
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (augmenting, sifting):
+    for module in (augmentation, pair_filters):
         monkeypatch.setattr(module, "CHUNK", size)
 
 
@@ -355,7 +354,7 @@ def test_every_line_is_accounted_for(
     folder = tmp_path_factory.mktemp("counts")
     (folder / "text").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(augmenting, "Translator", Told)
+        patch.setattr(augmentation, "Translator", Told)
         patch.setattr("os.fsync", lambda handle: None)
         small_chunks(patch, size)
         found = qkv.augment(
@@ -454,7 +453,7 @@ def test_stopped_at_any_chunk_and_gone_on_with(
 
 def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_chunks(monkeypatch, 4)
-    monkeypatch.setattr(files, "POLL", 0.05)
+    monkeypatch.setattr(file_translation, "POLL", 0.05)
     text = tmp_path / "text"
     text.write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     how: dict[str, Any] = {"kind": "back-translation", "noise": EDUNOV}
@@ -672,7 +671,7 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
 def test_also_is_read(
     given: str, expected: tuple[str, float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.cli.corpora import with_more
+    from qkv.cli.arguments import with_more
 
     monkeypatch.chdir(tmp_path)
     for name in ("pairs.tsv", "a:2.tsv"):

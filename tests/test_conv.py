@@ -17,7 +17,7 @@ from conftest import leaves
 from qkv import config
 from qkv.decode.search import search
 from qkv.models import parameter_count, record
-from qkv.models.conv import Convolutional, EncoderLayer, GatedConvolution, dilations, neighbours
+from qkv.models.convs2s import Convolutional, EncoderLayer, GatedConvolution, dilations, neighbours
 
 VOCAB = 20
 KINDS = ("contiguous", "dilated", "separable")

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError
-from qkv.evaluate import metrics
-from qkv.evaluate.diagnosis import (
+from qkv.evaluation import metrics
+from qkv.evaluation.diagnosis import (
     BUCKETS,
     SMALLEST,
     Diagnosis,

@@ -25,9 +25,10 @@ from qkv.data import batches
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 from qkv.run import Run
-from qkv.train import distributed, log, loop
-from qkv.train.distributed import World
+from qkv.train import log, loop
 from qkv.train.trainer import Trainer, make_updates
+from qkv.training import distributed
+from qkv.training.distributed import World
 
 HALF, STEPS = 6, 12
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.serve.documents import FORMATS, Document
-from qkv.serve.documents import word as words
+from qkv.documents import FORMATS, Document
+from qkv.documents import docx as words
 
 PAGE = """<!doctype html>
 <html><head><title>Tom &amp; Jerry</title><style>p { color: red }</style>

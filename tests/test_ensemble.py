@@ -18,9 +18,9 @@ from conftest import sentences, tiny_config, write_pairs
 from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.loader import collate, pad
-from qkv.decode.ensemble import Ensemble
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
+from qkv.decoding.ensemble import Ensemble
 from qkv.models.build import build
 from qkv.text import Tokenizer, Tokenizers
 from test_search import EOS, Prefix, TableModel, assert_same, everything, random_table

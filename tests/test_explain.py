@@ -15,9 +15,9 @@ import torch
 
 from qkv import config
 from qkv.core.errors import UsageError
-from qkv.explain import heads, plot, record
-from qkv.explain.heads import measure, rarest
-from qkv.explain.record import AttentionMap, attention_map, words
+from qkv.explain import attention_maps, head_analysis
+from qkv.explain.attention_maps import AttentionMap, attention_map, words
+from qkv.explain.head_analysis import measure, rarest
 from qkv.models import build
 from qkv.models.attention import Recording
 from qkv.text import Tokenizers, learn
@@ -175,12 +175,12 @@ def test_rare_tokens_are_those_learned_last() -> None:
 
 
 def test_every_role_is_explained() -> None:
-    names = {f.name for f in dataclasses.fields(heads.Head)} - {"roles", "mass"}
-    assert names == set(heads.MEASURES)
-    script = (record.PAGE / "explorer.js").read_text(encoding="utf-8")
+    names = {f.name for f in dataclasses.fields(head_analysis.Head)} - {"roles", "mass"}
+    assert names == set(head_analysis.MEASURES)
+    script = (attention_maps.PAGE / "explorer.js").read_text(encoding="utf-8")
     signs = re.search(r"SIGNS = \{(.*?)\}", script)
     assert signs is not None
-    assert not [role for role in heads.LEGEND if role not in signs[1]]
+    assert not [role for role in head_analysis.LEGEND if role not in signs[1]]
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_the_page_holds_the_data_and_asks_nobody_else(found: AttentionMap, tmp_p
         assert np.array_equal(units / 10_000, np.round(found.weights[name].astype(np.float64), 4))
     assert not re.search(r"https?://|src=|@import|url\(", page.replace(data[1], ""))
     assert page.count("&lt;script&gt;") == 1  # the sentence is text wherever it stands
-    assert not [place for place in record.PARTS if place in page]
+    assert not [place for place in attention_maps.PARTS if place in page]
 
 
 def test_data_pictures_and_unknown_names(found: AttentionMap, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_nothing_is_cut_at_the_edge_of_a_picture(tmp_path: Path, tokens: int, ac
     label = [f"word{i}" for i in range(tokens)]
     weights = {"decoder.10.cross": np.zeros((across, tokens, tokens))}
     title = " ".join(label * 3)
-    plot.draw(weights, {"decoder.10.cross": (label, label)}, tmp_path / "map.png", title=title)
+    attention_maps.draw(weights, {"decoder.10.cross": (label, label)}, tmp_path / "map.png", title=title)
     pixels = image.imread(tmp_path / "map.png")
     assert all(np.all(edge == 1.0) for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
 

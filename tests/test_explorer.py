@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from browsing import wait_for
-from qkv.explain.record import AttentionMap
+from qkv.explain.attention_maps import AttentionMap
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install 'qkv[test]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

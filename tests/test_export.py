@@ -23,7 +23,7 @@ from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
-from qkv.export import to_ctranslate2, to_huggingface
+from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
 from qkv.run import Run
 from qkv.text import Tokenizers

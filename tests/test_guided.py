@@ -13,6 +13,7 @@ import torch
 
 from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv import config
+from qkv.api.run_training import _begin
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import links
 from qkv.data import store as store_module
@@ -20,7 +21,6 @@ from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.attention import record
 from qkv.train import checkpoint
-from qkv.train.begin import _begin
 from qkv.train.guided import Guide, guided_layer, guided_loss
 from qkv.train.trainer import Trainer
 

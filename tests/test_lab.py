@@ -17,7 +17,7 @@ from conftest import sentences
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import Batch
-from qkv.lab import contenders, decoding, doctor, engines, speed, synthetic, training
+from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD
 
@@ -30,9 +30,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing i
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model and rounds that take no time."""
     model = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
-    monkeypatch.setattr(training, "SIZES", {"small": (model, 300)})
-    monkeypatch.setattr(training, "PEAK", {"cpu": (64, torch.float32)})
-    monkeypatch.setattr(training, "ROUND", 0.0)
+    monkeypatch.setattr(training_speed, "SIZES", {"small": (model, 300)})
+    monkeypatch.setattr(training_speed, "PEAK", {"cpu": (64, torch.float32)})
+    monkeypatch.setattr(training_speed, "ROUND", 0.0)
 
 
 EAGER = ["qkv", "eager"]
@@ -49,11 +49,11 @@ def test_training_speed_says_what_was_measured(
         "only": EAGER,
         "command": "qkv lab speed",
     }
-    result = speed.measure("train", outputs=outputs, **options)["train"]
+    result = decoding_speed.measure_speed("train", outputs=outputs, **options)["train"]
     assert json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) == result
     assert {"machine", "torch", "qkv", "command", "model", "batch", "pad_share", "peak_flops"} <= result.keys()
     rows = {row["contender"]: row for row in result["rows"]}
-    known = {each.name for each in contenders.contenders(torch.device("cpu")) if "compiled" not in each.name}
+    known = {each.name for each in training_contenders.contenders(torch.device("cpu")) if "compiled" not in each.name}
     assert rows.keys() | result["missing"].keys() == known
     assert {"qkv plain", "transformers MarianMT eager", "torch.nn.Transformer eager"} <= rows.keys()
     for row in rows.values():
@@ -73,9 +73,9 @@ def test_training_speed_says_what_was_measured(
 
 
 def test_training_of_what_differs_is_not_compared(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "TorchTransformer", another(contenders.TorchTransformer))
+    monkeypatch.setattr(training_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
     with pytest.raises(QkvError, match="the comparison would mean nothing"):
-        training.measure(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
+        training_speed.measure_training(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
 
 
 def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
@@ -90,10 +90,10 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     return other
 
 
-def subject_of(spec: config.TransformerConfig, vocab: int) -> contenders.Subject:
+def subject_of(spec: config.TransformerConfig, vocab: int) -> training_contenders.Subject:
     torch.manual_seed(1)
-    return contenders.Subject(
-        Transformer(spec, vocab, vocab), torch.device("cpu"), training.LONGEST, config.TrainConfig()
+    return training_contenders.Subject(
+        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, config.TrainConfig()
     )
 
 
@@ -103,12 +103,14 @@ def test_contenders_learn_the_same() -> None:
         d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True
     )
     subject = subject_of(spec, 50)
-    batch = training.draw(50, 100, count=1)[0]
+    batch = training_speed.draw(50, 100, count=1)[0]
     real = batch.labels != PAD
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
     found = {}
-    for contender in contenders.contenders(torch.device("cuda")):  # all of them: a CPU can take their steps too
+    for contender in training_contenders.contenders(
+        torch.device("cuda")
+    ):  # all of them: a CPU can take their steps too
         if contender.exact and "compiled" not in contender.name:
             contender.prepare(subject)
             laid = contender.laid(batch)
@@ -125,9 +127,11 @@ def test_contenders_learn_the_same() -> None:
 
 def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(config.TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
-    batch = training.draw(50, 100, count=1)[0]
-    for contender in contenders.contenders(torch.device("cuda")):  # all of them: a CPU can take their steps too
-        if isinstance(contender, contenders.Written) and contender.exact and not contender.compiled:
+    batch = training_speed.draw(50, 100, count=1)[0]
+    for contender in training_contenders.contenders(
+        torch.device("cuda")
+    ):  # all of them: a CPU can take their steps too
+        if isinstance(contender, training_contenders.Written) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
             losses = {contender.loss(batch.inputs, batch.labels).item() for _ in range(3)}
@@ -135,22 +139,22 @@ def test_dropout_is_on_while_training_is_timed() -> None:
 
 
 def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
-    batches = training.draw(50, 1000, count=3)
+    batches = training_speed.draw(50, 1000, count=3)
     assert len({batch.source.shape for batch in batches}) == 1
     for batch in batches:
         reach = (batch.labels != PAD).sum(1)
         assert batch.tokens == reach.sum()
         assert 900 < batch.tokens < 1100
         for ids, lengths in ((batch.source, batch.lengths), (batch.labels, reach)):
-            assert lengths.min() >= training.SHORTEST
-            assert lengths.max() <= training.LONGEST
+            assert lengths.min() >= training_speed.SHORTEST
+            assert lengths.max() <= training_speed.LONGEST
             assert ids.gather(1, lengths[:, None] - 1).eq(EOS).all()
             assert ids.eq(PAD).sum() == ids.numel() - lengths.sum()
             assert ids.eq(EOS).sum() == len(ids)
         assert torch.equal(batch.target[:, 0], torch.full_like(reach, BOS))
         real = batch.labels[:, 1:] != PAD
         assert torch.equal(batch.target[:, 1:][real], batch.labels[:, :-1][real])
-    assert training.pad_share(batches) == pytest.approx(1 - 28 / 32, abs=0.02)
+    assert training_speed.pad_share(batches) == pytest.approx(1 - 28 / 32, abs=0.02)
 
 
 def test_operations_are_those_that_are_carried_out() -> None:
@@ -162,20 +166,20 @@ def test_operations_are_those_that_are_carried_out() -> None:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         subject.model(*batch.inputs).sum().backward()
     causal = 6 * spec.heads * (spec.key_width + spec.value_width) * spec.decoder_layers * 4 * 9 * 9
-    assert training.operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
+    assert training_speed.operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
 
 
 def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
     """Of two that do not fit together each runs in a heat of its own; one that never fits is told of."""
-    subject = subject_of(*training.SIZES["small"])
+    subject = subject_of(*training_speed.SIZES["small"])
     open_now: list[str] = []
 
-    class Greedy(contenders.Plain):
+    class Greedy(training_contenders.Plain):
         def __init__(self, how: str, most: int) -> None:
             super().__init__()
             self.how, self.most = how, most
 
-        def prepare(self, subject: contenders.Subject) -> None:
+        def prepare(self, subject: training_contenders.Subject) -> None:
             super().prepare(subject)
             if len(open_now) >= self.most:
                 raise torch.OutOfMemoryError
@@ -187,19 +191,19 @@ def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
                 open_now.remove(self.how)
 
     entered = [Greedy("first", 1), Greedy("second", 1), Greedy("never", 0)]
-    rows, missing = training._race(entered, subject, training.draw(300, 64, count=1), 0.0)
+    rows, missing = training_speed._race(entered, subject, training_speed.draw(300, 64, count=1), 0.0)
     assert [row.contender.how for row in rows] == ["first", "second"]
     assert missing == {"qkv never": "out of memory: lower --tokens"}
     assert not open_now
 
 
 def test_who_cannot_be_prepared_is_told_of(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(subject: contenders.Subject) -> torch.nn.Module:
+    def broken(subject: training_contenders.Subject) -> torch.nn.Module:
         raise RuntimeError("no compiler\nis here")
 
-    entered = [contenders.Written("other", broken), contenders.Plain()]
-    monkeypatch.setattr(training, "contenders", lambda device: entered)
-    result = training.measure(seconds=0.0, device="cpu", tokens=64)
+    entered = [training_contenders.Written("other", broken), training_contenders.Plain()]
+    monkeypatch.setattr(training_speed, "contenders", lambda device: entered)
+    result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
     assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
 
@@ -207,7 +211,7 @@ def test_who_cannot_be_prepared_is_told_of(little: None, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_contenders_run(little: None) -> None:
-    result = training.measure(seconds=0.0, device="cpu", tokens=64, only=["compiled"])
+    result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64, only=["compiled"])
     assert [row["contender"] for row in result["rows"]] == [
         "transformers MarianMT compiled",
         "torch.nn.Transformer compiled",
@@ -230,7 +234,7 @@ def test_compiled_contenders_run(little: None) -> None:
 )
 def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        speed.measure(what, **wrong)
+        decoding_speed.measure_speed(what, **wrong)
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -239,24 +243,24 @@ def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], 
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = config.TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
-    monkeypatch.setattr(synthetic, "SIZES", {"small": (model, 400)})
-    monkeypatch.setattr(decoding, "DRAWN", {"cpu": (12, 7)})
+    monkeypatch.setattr(decoding_contenders, "SIZES", {"small": (model, 400)})
+    monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 
 
 def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
     """All that compute in fp32, on several threads or in several processes; and as many tokens as there must be."""
-    run = synthetic.make_run("small", tmp_path / "run")
-    subject = engines.Subject(run, torch.device("cpu"), tmp_path)
-    sources = synthetic.sentences(run, 12, 7)
-    exact = [setting for setting in engines.settings(subject.device, threads=2) if setting.exact]
+    run = decoding_contenders.make_run("small", tmp_path / "run")
+    subject = decoding_contenders.Subject(run, torch.device("cpu"), tmp_path)
+    sources = decoding_contenders.sentences(run, 12, 7)
+    exact = [setting for setting in decoding_contenders.settings(subject.device, threads=2) if setting.exact]
     # What is captured on a GPU is the same steps, which a CPU can take one by one.
-    exact += [each for each in engines.settings(torch.device("cuda")) if each.name == "qkv fp32, captured"]
+    exact += [each for each in decoding_contenders.settings(torch.device("cuda")) if each.name == "qkv fp32, captured"]
     assert len({setting.name for setting in exact}) == 8
     assert {setting.engine for setting in exact} == {
-        engines.OURS,
-        engines.CTRANSLATE2,
-        engines.TRANSFORMERS,
-        engines.TORCH,
+        decoding_contenders.OURS,
+        decoding_contenders.CTRANSLATE2,
+        decoding_contenders.TRANSFORMERS,
+        decoding_contenders.TORCH,
     }
     expected: dict[int, list[set[tuple[int, ...]]]] = {}
     for setting in exact:
@@ -264,7 +268,7 @@ def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
         decode = setting.open(subject)
         assert torch.get_num_threads() == threads
         for beam, batch in ((1, 1), (1, 5), (4, 12), (4, 5)):
-            found = decode(sources, engines.Task(beam, batch, extra=0, n_best=beam))
+            found = decode(sources, decoding_contenders.Task(beam, batch, extra=0, n_best=beam))
             written = [{tuple(token for token in tokens if token != EOS) for tokens in each} for each in found]
             assert written == expected.setdefault(beam, written), (setting.name, beam, batch)
             assert {len(each) for each in written} == {beam}
@@ -277,13 +281,15 @@ def test_decoding_speed_says_what_was_measured(
     tiny_sizes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = [str(tmp_path / "speed.json"), str(tmp_path / "speed.md")]
-    result = decoding.measure(batches=[1, 4], seconds=0.0, device="cpu", outputs=outputs, command="qkv lab speed")
+    result = decoding_speed.measure_decoding(
+        batches=[1, 4], seconds=0.0, device="cpu", outputs=outputs, command="qkv lab speed"
+    )
     assert json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) == result
     assert {"machine", "torch", "qkv", "command", "cores", "threads", "model", "text", "compared"} <= result.keys()
     assert set(result["versions"]) == {"transformers", "ctranslate2"}
 
     rows = {(row["setting"], row["beam"], row["batch"]): row for row in result["rows"]}
-    names = {setting.name for setting in engines.settings(torch.device("cpu"))} - result["missing"].keys()
+    names = {setting.name for setting in decoding_contenders.settings(torch.device("cpu"))} - result["missing"].keys()
     assert rows.keys() == {(name, beam, batch) for name in names for beam in (1, 4) for batch in (1, 4)}
     for row in result["rows"]:
         assert row["rounds"] >= 3
@@ -293,7 +299,7 @@ def test_decoding_speed_says_what_was_measured(
         assert (row["ms_per_token"] is not None) == (row["batch"] == 1)
 
     peers = {ratio["peer"] for ratio in result["ratios"]}
-    assert peers == {engines.CTRANSLATE2, engines.TRANSFORMERS, engines.TORCH}
+    assert peers == {decoding_contenders.CTRANSLATE2, decoding_contenders.TRANSFORMERS, decoding_contenders.TORCH}
     assert len(result["ratios"]) == 2 * 3 * 2 * len(peers)  # beams, batches and any, precisions
     for ratio in result["ratios"]:
         assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
@@ -305,22 +311,22 @@ def test_decoding_speed_says_what_was_measured(
 
 
 def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
-    def row(engine: str, how: str, batch: int, *speeds: float) -> decoding.Row:
-        setting = engines.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
-        return decoding.Row(setting, engines.Task(1, batch, 0), [], nothing, speeds=[*speeds])
+    def row(engine: str, how: str, batch: int, *speeds: float) -> decoding_speed.Row:
+        setting = decoding_contenders.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
+        return decoding_speed.Row(setting, decoding_contenders.Task(1, batch, 0), [], nothing, speeds=[*speeds])
 
-    def nothing(sources: engines.Sources, task: engines.Task) -> engines.Outputs:
+    def nothing(sources: decoding_contenders.Sources, task: decoding_contenders.Task) -> decoding_contenders.Outputs:
         return []
 
     rows = [
-        row(engines.OURS, "fp32", 1, 10, 20, 60),
-        row(engines.OURS, "int8", 1, 30, 30, 30),
-        row(engines.CTRANSLATE2, "fp32", 1, 5, 4, 20),
-        row(engines.OURS, "fp32", 8, 70, 80, 90),
-        row(engines.CTRANSLATE2, "fp32", 8, 1, 2, 3),
-        row(engines.CTRANSLATE2, "int8", 8, 10, 20, 30),
+        row(decoding_contenders.OURS, "fp32", 1, 10, 20, 60),
+        row(decoding_contenders.OURS, "int8", 1, 30, 30, 30),
+        row(decoding_contenders.CTRANSLATE2, "fp32", 1, 5, 4, 20),
+        row(decoding_contenders.OURS, "fp32", 8, 70, 80, 90),
+        row(decoding_contenders.CTRANSLATE2, "fp32", 8, 1, 2, 3),
+        row(decoding_contenders.CTRANSLATE2, "int8", 8, 10, 20, 30),
     ]
-    found = {(each["batch"], each["fp32"]): each for each in decoding._ratios(rows)}
+    found = {(each["batch"], each["fp32"]): each for each in decoding_speed._ratios(rows)}
     assert {key: (each["ratio"], each["low"], each["high"]) for key, each in found.items()} == {
         (1, True): (3.0, 2.0, 5.0),
         (1, False): (6.0, 1.5, 7.5),
@@ -334,19 +340,23 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
 
 
 def test_what_differs_is_not_timed(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "TorchTransformer", another(engines.TorchTransformer))
+    monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(decoding_contenders.TorchTransformer))
     with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the comparison would mean nothing"):
-        decoding.measure(only=["nn"], batches=[4], seconds=0.0, device="cpu")
+        decoding_speed.measure_decoding(only=["nn"], batches=[4], seconds=0.0, device="cpu")
 
 
 def test_a_trained_run_is_decoded_on_its_text(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.src"
     text.write_text("".join(f"{source}\n" for source, _ in sentences(12, seed=7)) + "\n", encoding="utf-8")
-    result = decoding.measure(
+    result = decoding_speed.measure_decoding(
         run=str(tiny), src=str(text), beams=[4], batches=[5], only=["qkv", "CTranslate2", "transformers"], seconds=0.0
     )
     assert result["text"] == f"{text}, 12 lines"
-    assert {row["engine"] for row in result["rows"]} == {engines.OURS, engines.CTRANSLATE2, engines.TRANSFORMERS}
+    assert {row["engine"] for row in result["rows"]} == {
+        decoding_contenders.OURS,
+        decoding_contenders.CTRANSLATE2,
+        decoding_contenders.TRANSFORMERS,
+    }
     for row in result["rows"]:
         assert row["sentences"] == 12
         assert row["same"] == 1.0 or not row["fp32"]
@@ -356,15 +366,15 @@ def test_what_is_missing_is_said(tiny_sizes: None, monkeypatch: pytest.MonkeyPat
     def nothing(name: str) -> Any:
         raise UsageError(f"{name} is not installed: pip install {name}")
 
-    monkeypatch.setattr(engines, "engine", nothing)
+    monkeypatch.setattr(decoding_contenders, "engine", nothing)
     options: dict[str, Any] = {"beams": [1], "batches": [4], "seconds": 0.0, "device": "cpu"}
-    result = decoding.measure(only=["CTranslate2", "nn"], **options)
+    result = decoding_speed.measure_decoding(only=["CTranslate2", "nn"], **options)
     assert result["missing"]
     assert all("pip install ctranslate2" in reason for reason in result["missing"].values())
-    assert [row["engine"] for row in result["rows"]] == [engines.TORCH]
+    assert [row["engine"] for row in result["rows"]] == [decoding_contenders.TORCH]
     assert result["ratios"] == []  # nothing of ours was measured
     with pytest.raises(UsageError, match="pip install ctranslate2"):
-        decoding.measure(only=["CTranslate2"], **options)
+        decoding_speed.measure_decoding(only=["CTranslate2"], **options)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +390,7 @@ def test_what_is_missing_is_said(tiny_sizes: None, monkeypatch: pytest.MonkeyPat
 )
 def test_wrong_calls_are_refused(tiny_sizes: None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        decoding.measure(device="cpu", seconds=0.0, **options)
+        decoding_speed.measure_decoding(device="cpu", seconds=0.0, **options)
 
 
 def test_doctor_notices_a_broken_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

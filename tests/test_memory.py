@@ -17,9 +17,9 @@ from qkv.core.errors import QkvError
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.build import build
-from qkv.train import memory
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import Trainer, largest
+from qkv.training import memory_limits
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 
@@ -59,9 +59,9 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
     real, tried = trainer._pass, []
 
     def limited(batch: Batch) -> Tensor:
-        tried.append(memory.size(batch))
+        tried.append(memory_limits.size(batch))
         if tried[-1] > tokens:
-            real(memory.take(batch, 0, 1))
+            real(memory_limits.take(batch, 0, 1))
             raise torch.OutOfMemoryError("as a GPU would say")
         return real(batch)
 
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_cut_and_the_step_stays_the_same(
 ) -> None:
     plenty, scarce = trainer(), trainer()
     update = first(plenty)
-    assert max(map(memory.size, update.micros)) > tokens
+    assert max(map(memory_limits.size, update.micros)) > tokens
     tried = small_device(scarce, monkeypatch, tokens)
     expected = plenty.step(update)
     assert scarce.step(update) == pytest.approx(expected, rel=1e-5)
@@ -101,8 +101,10 @@ def test_a_sentence_that_does_not_fit_is_refused(trainer: Make, monkeypatch: pyt
 
 def test_the_largest_batch_is_tried_first(trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer()
-    sizes = [memory.size(made.updates.batch(micro, (0, 0, 0))) for update in made.updates.plan(0) for micro in update]
-    assert memory.size(largest(made.updates)) == max(sizes)
+    sizes = [
+        memory_limits.size(made.updates.batch(micro, (0, 0, 0))) for update in made.updates.plan(0) for micro in update
+    ]
+    assert memory_limits.size(largest(made.updates)) == max(sizes)
     tried = small_device(made, monkeypatch, 100)
     made.probe()
     assert tried[0] == max(sizes)
@@ -115,12 +117,12 @@ def test_rows_are_taken_with_their_links() -> None:
     source, lengths = torch.arange(1, 7).reshape(3, 2), torch.tensor([2, 2, 2])
     labels = torch.tensor([[5, 2], [2, 0], [4, 2]])
     batch = Batch((source, lengths, labels), labels, 5, LINKS)
-    part = memory.take(batch, 1, 3)
+    part = memory_limits.take(batch, 1, 3)
     assert part.tokens == 3
     assert part.source.tolist() == [[3, 4], [5, 6]]
     assert part.links is not None
     assert part.links.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
-    nothing = memory.idle(batch)
+    nothing = memory_limits.idle(batch)
     assert (nothing.tokens, nothing.labels.tolist()) == (0, [[0, 0]])
     assert nothing.links is not None
     assert len(nothing.links) == 0
@@ -131,11 +133,11 @@ def test_a_room_cuts_into_parts_that_fit() -> None:
     for _ in range(200):
         rows, width, limit = (int(random.integers(1, high)) for high in (30, 12, 120))
         ids = torch.from_numpy(random.integers(1, 9, (rows, width)))
-        room = memory.Room(torch.device("cpu"))
+        room = memory_limits.Room(torch.device("cpu"))
         room.tokens = limit
         parts = room.parts(Batch((ids,), ids, rows * width))
         assert torch.equal(torch.cat([part.labels for part in parts]), ids)
-        assert all(memory.size(part) <= limit or len(part.labels) == 1 for part in parts)
+        assert all(memory_limits.size(part) <= limit or len(part.labels) == 1 for part in parts)
         assert len(parts) == 1 or len(parts[0].labels) == max(1, limit // width)
 
 
@@ -170,7 +172,7 @@ def test_layers_computed_twice_give_the_same_gradient(spec: config.AttentionMode
         return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()], sum(kept)
 
     loss, expected, kept = gradients()
-    memory.recompute(model)
+    memory_limits.recompute(model)
     again, found, less = gradients()
     assert torch.equal(loss, again)
     assert all(map(torch.equal, expected, found))

@@ -12,7 +12,7 @@ import pytest
 import sacrebleu
 
 from qkv.core.errors import QkvError
-from qkv.evaluate import metrics
+from qkv.evaluation import metrics
 
 SRC = Path(__file__).parents[1] / "src"
 VOCABULARY = (
@@ -175,5 +175,5 @@ def test_a_printed_score_has_name_value_interval_and_signature() -> None:
 
 
 def test_sacrebleu_is_imported_only_when_a_score_is_asked_for() -> None:
-    code = "import sys, qkv.evaluate.metrics; sys.exit('sacrebleu' in sys.modules or 'lxml' in sys.modules)"
+    code = "import sys, qkv.evaluation.metrics; sys.exit('sacrebleu' in sys.modules or 'lxml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SRC)}, check=False).returncode == 0

@@ -19,8 +19,8 @@ from qkv.engines.cuda_training import attention_kernels
 from qkv.engines.cuda_training.cuda_trainer import FastTrainer, make_trainer
 from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
-from qkv.train.distributed import ALONE, World
 from qkv.train.trainer import Trainer
+from qkv.training.distributed import ALONE, World
 
 pytestmark = pytest.mark.skipif(
     triton is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),

@@ -18,9 +18,9 @@ from qkv.core import files
 from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
 from qkv.run import Run
-from qkv.train import checkpoint, optim, soap
-from qkv.train.matrices import MatrixOptimizer, lying, matrices
-from qkv.train.muon import RMS, Muon, orthogonal
+from qkv.train import checkpoint, optim
+from qkv.training import matrix_optimizers
+from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
 TINY = config.TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
@@ -153,7 +153,7 @@ def test_queries_keys_and_values_are_separate_matrices_to_muon() -> None:
 def test_soap_in_fixed_bases_is_adam() -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    turned = soap.Soap(ours, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, every=0)
+    turned = matrix_optimizers.Soap(ours, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, every=0)
     adam = build(theirs, "adamw", rate=0.01, weight_decay=0.1)
     for group in turned.param_groups:
         group["lr"] = 0.01
@@ -178,7 +178,7 @@ def test_soaps_bases_become_eigenvectors() -> None:
 
 
 def test_a_side_too_long_keeps_its_basis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soap, "LARGEST", 20)
+    monkeypatch.setattr(matrix_optimizers, "LARGEST", 20)
     model = perceptron()
     optimizer = build(model, "soap")
     start = regression(model)().item()

@@ -22,8 +22,8 @@ import pytest
 import qkv
 from browsing import Open, launched, needs_chromium, opening, outcome, shows, told, wait_for
 from conftest import PATIENCE
-from qkv.explain import record
-from qkv.serve.documents import FORMATS, Document
+from qkv.documents import FORMATS, Document
+from qkv.explain import attention_maps
 
 pytestmark = needs_chromium
 
@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         name = Path(path).name
-        folder = record.PAGE if path.startswith("/page/explorer/") else PAGE
+        folder = attention_maps.PAGE if path.startswith("/page/explorer/") else PAGE
         if path == "/":
             name, folder = "index.html", PAGE
         if path == "/" or path.startswith("/page/"):

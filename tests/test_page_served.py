@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from browsing import Open, launched, needs_chromium, opening, outcome, shows, told
-from qkv.serve.keys import new_key
+from qkv.server.auth import new_key
 from serving import Server, serving, train_writer
 
 pytestmark = needs_chromium

@@ -16,12 +16,12 @@ from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.loader import collate, pad
 from qkv.decode.board import Board, Hypothesis
-from qkv.decode.phrases import Avoid, Constrained, Required, check_conflict, constrained, find, spell
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import PLAIN, Choice, Special
+from qkv.decoding.constraints import Avoid, Constrained, Required, check_conflict, constrained, find, spell
 from qkv.models.build import build
 from qkv.text import Tokenizer, Tokenizers
 from qkv.text.tokenizer import spell as printable

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import qkv
 from conftest import Call, sentences, tiny_config
 from qkv import config
-from qkv.api.completing import TextDecoder
+from qkv.api.completer import TextDecoder
 from qkv.core.errors import UsageError
 from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks

@@ -20,7 +20,7 @@ from qkv.core.errors import UsageError
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
-from qkv.explain.report import history, page, report
+from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
 from qkv.run import Run

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.decode.rerank import expected_utility, rerank, utilities
+from qkv.decoding.mbr import expected_utility, rerank, utilities
 
 WORDS = "the a cat sat on mat . , dog's über 猫 x".split()
 texts = st.lists(st.lists(st.sampled_from(WORDS), max_size=9).map(" ".join), min_size=1, max_size=6)

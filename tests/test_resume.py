@@ -19,11 +19,11 @@ import torch
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.api import run_training
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import prepare
 from qkv.run import Run
-from qkv.train import begin
 
 STEPS, EVERY = 16, 4
 
@@ -499,7 +499,7 @@ def test_two_processes_do_not_begin_one_run(
         monkeypatch.undo()
         return prepare(*given, **options)
 
-    monkeypatch.setattr(begin, "prepare", meanwhile)
+    monkeypatch.setattr(run_training, "prepare", meanwhile)
     assert qkv.train(settings, folder).config.train.steps == 2
 
 

@@ -18,9 +18,9 @@ from qkv.models.attention import heads_of, without
 from qkv.models.build import build
 from qkv.models.layers import Dropout
 from qkv.models.rows import Rows
-from qkv.train import memory
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import Trainer
+from qkv.training import memory_limits
 
 SPEC = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
@@ -131,7 +131,7 @@ def test_recorded_and_muted_heads_are_the_same() -> None:
 
 def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
     """So that a rank which has nothing left can keep step with the others."""
-    loss, gradients = outcome(model_of(), memory.idle(BATCH), laid=True)
+    loss, gradients = outcome(model_of(), memory_limits.idle(BATCH), laid=True)
     assert loss == 0
     for name, gradient in gradients.items():
         assert gradient is not None, name

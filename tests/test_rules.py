@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from qkv import config
 from qkv.core.errors import UsageError
 from qkv.decode.board import Board, Hypothesis
-from qkv.decode.loops import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.decode.rules import NoRepeat, Repetition, Rules, UnlessForced
 from qkv.decode.sampling import Sampling
 from qkv.decode.search import search
+from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from test_search import BOS, EOS, PAD, Table, TableModel, random_table
 
 VOCAB = 9

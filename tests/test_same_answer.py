@@ -18,7 +18,7 @@ from qkv.data import batches
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.search import search
-from qkv.lab.peers import TorchTransformer
+from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE
 from qkv.text import Tokenizer, Tokenizers

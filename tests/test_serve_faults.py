@@ -18,8 +18,8 @@ import pytest
 
 import qkv
 from conftest import PATIENCE, sentences
-from qkv.serve.keys import new_key
-from qkv.serve.service import SLICE
+from qkv.server.auth import new_key
+from qkv.server.service import SLICE
 from serving import ENDLESS, FORM, JSON, Answer, Server, serving, train_writer
 
 LINES = [source for source, _ in sentences(300, seed=9)]

@@ -23,18 +23,16 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
-from qkv.serve import html, languages, server
-from qkv.serve.bodies import _form, _json
-from qkv.serve.completing import Row
-from qkv.serve.crew import Worker
-from qkv.serve.engine import Engine, Setup
-from qkv.serve.fair import FairQueue, Unit
-from qkv.serve.keys import Rates, find_key, new_key, read_keys
-from qkv.serve.limits import Limits, Refusal, Wait
-from qkv.serve.marks import swap_back
-from qkv.serve.metrics import Metrics
-from qkv.serve.models import Models, Served
-from qkv.serve.server import listen
+from qkv.documents import html_text
+from qkv.documents.html_text import swap_back
+from qkv.server import listener, served_models
+from qkv.server.auth import Rates, find_key, new_key, read_keys
+from qkv.server.completion_stream import Row
+from qkv.server.listener import listen
+from qkv.server.middleware import Limits, Metrics, Refusal, Wait, _form, _json
+from qkv.server.scheduler import Engine, FairQueue, Setup, Unit
+from qkv.server.served_models import Models, Served
+from qkv.server.worker_supervisor import Worker
 
 GROUP = ("translate", "tiny", "")
 
@@ -377,10 +375,10 @@ pieces = st.sampled_from(
 @given(st.lists(pieces, max_size=12).map("".join))
 def test_html_in_parts_loses_nothing(source: str) -> None:
     """What is kept is kept to the byte; what is to be translated says the same text, and can be torn at its tags."""
-    found = html.parts(source)
+    found = html_text.parts(source)
 
-    def same(parts: list[html.Part]) -> str:
-        return "".join(p.text if p.kept else f"{p.before}{html.written(p.text)}{p.after}" for p in parts)
+    def same(parts: list[html_text.Part]) -> str:
+        return "".join(p.text if p.kept else f"{p.before}{html_text.written(p.text)}{p.after}" for p in parts)
 
     assert standard.unescape(same(found)) == standard.unescape(source)
     for part in found:
@@ -391,11 +389,11 @@ def test_html_in_parts_loses_nothing(source: str) -> None:
 
 
 def test_html_is_cut_where_sentences_end() -> None:
-    found = html.parts("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
+    found = html_text.parts("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
     assert [swap_back(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
     assert [part.matched for part in found if not part.kept] == [True] * 3
-    assert not html.parts("a <b>c")[0].matched
-    assert not html.parts("a <b><i>c</b></i>")[0].matched
+    assert not html_text.parts("a <b>c")[0].matched
+    assert not html_text.parts("a <b><i>c</b></i>")[0].matched
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------
@@ -472,13 +470,13 @@ def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
 def test_a_run_that_does_not_know_its_languages_is_told_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "run", lambda app, listening: listening.close())
+    monkeypatch.setattr(listener, "run", lambda app, listening: listening.close())
     nameless = tmp_path / "nameless"
     shutil.copytree(tiny, nameless)
     written = nameless / "config.toml"
     written.write_text(written.read_text().replace('tgt_lang = "it"', 'tgt_lang = ""'))
     models = Models.open([tiny, nameless])
-    server.start(models, Setup({}), Limits(), listen("127.0.0.1", 0))
+    listener.start(models, Setup({}), Limits(), listen("127.0.0.1", 0))
     _, said = capsys.readouterr().err.splitlines()
     assert said == (
         f"nameless does not know its languages, and clients must call them en and target: "
@@ -487,11 +485,11 @@ def test_a_run_that_does_not_know_its_languages_is_told_of(
 
 
 def test_languages_are_recognised() -> None:
-    assert languages.detect("Dove si trova la casa di tua sorella?")[0][0] == "it"
-    assert [code for code, _ in languages.detect("Wo ist das Haus?", among=["en", "it"])] != ["de"]
-    assert languages.detect(" ") == []
-    assert languages.name("de-AT") == "German"
-    assert languages.name("tlh") == "tlh"
+    assert served_models.detect("Dove si trova la casa di tua sorella?")[0][0] == "it"
+    assert [code for code, _ in served_models.detect("Wo ist das Haus?", among=["en", "it"])] != ["de"]
+    assert served_models.detect(" ") == []
+    assert served_models.name("de-AT") == "German"
+    assert served_models.name("tlh") == "tlh"
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -500,7 +498,7 @@ def test_languages_are_recognised() -> None:
 CARD = """
 import sys
 import qkv
-from qkv.serve.worker import card
+from qkv.server.model_worker import card
 card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
 print("torch._dynamo" in sys.modules)
 """

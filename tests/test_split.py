@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError
-from qkv.text.split import Pieces, split
+from qkv.segmentation.sentences import Pieces, split
 
 
 def characters(limit: int) -> Callable[[str], bool]:

@@ -21,7 +21,7 @@ from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Trace, trace
-from qkv.explain.steps import CANDIDATES, Decoding, decoding, forced_steps
+from qkv.explain.decoding_tree import CANDIDATES, Decoding, decoding, forced_steps
 from qkv.text import Tokenizer, Tokenizers
 from test_search import (
     BOS,

@@ -21,7 +21,7 @@ from qkv import config, presets
 from qkv.core.errors import UsageError
 from qkv.data.loader import Position
 from qkv.data.store import Prepared
-from qkv.lab import figures, table2, table3, trials
+from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
 from qkv.models.build import build
@@ -354,15 +354,15 @@ def test_conclusions_take_the_best_and_need_figures() -> None:
 def test_the_noise_of_a_difference() -> None:
     groups = [[1.0, 3.0], [10.0, 14.0], [7.0]]
     pooled = math.sqrt((2.0 + 8.0) / 2)  # variances 2 and 8, each with one degree of freedom; one value has none
-    assert figures.deviation(groups) == pytest.approx(pooled)
-    gap = figures.difference(groups[1], groups[2], pooled)
+    assert result_tables.deviation(groups) == pytest.approx(pooled)
+    gap = result_tables.difference(groups[1], groups[2], pooled)
     assert (gap.value, gap.noise) == pytest.approx((5.0, 2 * pooled * math.sqrt(1 / 2 + 1)))
     assert not gap.told
-    gap = figures.difference(groups[1], groups[0], pooled)
+    gap = result_tables.difference(groups[1], groups[0], pooled)
     assert gap.told
-    assert not figures.difference(groups[1], groups[0], math.nan).told
-    assert figures.with_spread([1.0, 3.0]) == "2.00 ± 1.41"
-    assert figures.with_spread([1.0]) == "1.00"
+    assert not result_tables.difference(groups[1], groups[0], math.nan).told
+    assert result_tables.with_spread([1.0, 3.0]) == "2.00 ± 1.41"
+    assert result_tables.with_spread([1.0]) == "1.00"
 
 
 def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 10.0, pace: float = 1.0) -> list[Result]:

@@ -21,7 +21,7 @@ import torch
 
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv import auto, config
+from qkv import config
 from qkv.core import files
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
@@ -30,11 +30,12 @@ from qkv.run import Run
 from qkv.train import loop, optim
 from qkv.train import trainer as trainer_module
 from qkv.train.average import average, average_last
-from qkv.train.card import parameters
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
 from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate
+from qkv.training import auto_recipe
+from qkv.training.model_card import parameters
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +491,7 @@ def around(
 ) -> tuple[config.Config, list[str]]:
     """What is chosen around a user's settings."""
     fixed = set(map(config.path_of, settings))
-    return auto.choose(config.assign(given, list(settings)), prepared, minutes, fixed=fixed)
+    return auto_recipe.choose(config.assign(given, list(settings)), prepared, minutes, fixed=fixed)
 
 
 def lasting(given: config.Config, prepared: Prepared, steps: int) -> tuple[config.Config, list[str]]:
@@ -500,30 +501,30 @@ def lasting(given: config.Config, prepared: Prepared, steps: int) -> tuple[confi
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
     tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
-    assert auto.tokens_a_pass(prepared.train) == tokens
+    assert auto_recipe.tokens_a_pass(prepared.train) == tokens
     # A pass takes a second, and with R-Drop two.
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
-    short, reasons = auto.choose(given, prepared, minutes=1)
-    long, _ = auto.choose(given, prepared, minutes=500)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
+    short, reasons = auto_recipe.choose(given, prepared, minutes=1)
+    long, _ = auto_recipe.choose(given, prepared, minutes=500)
     passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
     assert passes == pytest.approx([30, 80], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
     assert all("\n" not in reason for reason in reasons)
-    wide, _ = auto.choose(given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, 1)
+    wide, _ = auto_recipe.choose(given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, 1)
     assert wide.train.tokens_per_step > 5000
 
 
 def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = Prepared.open(tiny / "store")
-    smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
-    monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
-    held = parameters(auto.PAIRS[1].model, prepared.tokenizers)
+    smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
+    monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
+    held = parameters(auto_recipe.PAIRS[1].model, prepared.tokenizers)
     widths = {}
     for read in (1.01 * held, 0.99 * held):  # target tokens in the ten minutes
-        seconds = 600 * auto.tokens_a_pass(prepared.train) / read
-        monkeypatch.setattr(auto, "seconds_a_pass", lambda *_, seconds=seconds: seconds)
-        chosen, reasons = auto.choose(Run.open(tiny).config, prepared, minutes=10)
+        seconds = 600 * auto_recipe.tokens_a_pass(prepared.train) / read
+        monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_, seconds=seconds: seconds)
+        chosen, reasons = auto_recipe.choose(Run.open(tiny).config, prepared, minutes=10)
         widths[read > held] = chosen.model.d_model
         assert any("smaller" in reason for reason in reasons) == (read < held)
     assert widths == {True: 256, False: 128}
@@ -531,24 +532,24 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
 
 def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = Prepared.open(tiny / "store")
-    small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto.PAIRS[:-1]]
-    monkeypatch.setattr(auto, "PAIRS", [*small, auto.PAIRS[-1]])  # this text counts as large
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600 / 50)
-    chosen, _ = auto.choose(Run.open(tiny).config, prepared, minutes=10)  # 50 passes, more than are worth while
-    assert (chosen.model.d_model, chosen.model.dropout) == (128, auto.PAIRS[-1].model.dropout)
+    small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto_recipe.PAIRS[:-1]]
+    monkeypatch.setattr(auto_recipe, "PAIRS", [*small, auto_recipe.PAIRS[-1]])  # this text counts as large
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600 / 50)
+    chosen, _ = auto_recipe.choose(Run.open(tiny).config, prepared, minutes=10)  # 50 passes, more than are worth while
+    assert (chosen.model.d_model, chosen.model.dropout) == (128, auto_recipe.PAIRS[-1].model.dropout)
 
 
 def test_a_short_training_on_a_cpu_takes_small_updates() -> None:
     text = 10_000_000  # target tokens
-    assert [auto.tokens_per_step(text, read, "cpu") for read in (1e5, 8e6, 1e9)] == [1024, 2048, 8192]
-    assert {auto.tokens_per_step(text, read, "cuda") for read in (1e5, 1e9)} == {25_000}
+    assert [auto_recipe.tokens_per_step(text, read, "cpu") for read in (1e5, 8e6, 1e9)] == [1024, 2048, 8192]
+    assert {auto_recipe.tokens_per_step(text, read, "cuda") for read in (1e5, 1e9)} == {25_000}
 
 
 def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    size = dataclasses.replace(auto.PAIRS[0], r_drop=False)
-    monkeypatch.setattr(auto, "PAIRS", [size])
-    updates = auto.updates_a_pass(lasting(given, prepared, 1)[0], prepared)
+    size = dataclasses.replace(auto_recipe.PAIRS[0], r_drop=False)
+    monkeypatch.setattr(auto_recipe, "PAIRS", [size])
+    updates = auto_recipe.updates_a_pass(lasting(given, prepared, 1)[0], prepared)
     chosen = {passes: lasting(given, prepared, round(passes * updates))[0] for passes in (1, 20, 80, 200)}
     full = size.model.dropout
     dropouts = {passes: config.model.dropout for passes, config in chosen.items()}
@@ -557,10 +558,12 @@ def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
-    (once, _), (twice, reasons) = (auto.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1))
-    assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto.R_DROP)
-    assert twice.model.dropout == pytest.approx(auto.PAIRS[0].model.dropout * 2 / 3)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
+    (once, _), (twice, reasons) = (
+        auto_recipe.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1)
+    )
+    assert (once.train.r_drop, twice.train.r_drop) == (0.0, auto_recipe.R_DROP)
+    assert twice.model.dropout == pytest.approx(auto_recipe.PAIRS[0].model.dropout * 2 / 3)
     assert twice.train.steps < once.train.steps  # each of them takes twice the time
     assert any("R-Drop" in reason for reason in reasons)
     assert (once.train.optimizer, once.train.schedule, once.train.average) == ("adam", "wsd", 0)
@@ -590,10 +593,10 @@ def test_a_gpu_gets_muon_where_matrices_are_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
 ) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 0.01)
-    monkeypatch.setattr(auto, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto, "describe", str)
-    chosen, _ = auto.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 0.01)
+    monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(auto_recipe, "describe", str)
+    chosen, _ = auto_recipe.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
     assert (chosen.train.optimizer, chosen.train.schedule) == (optimizer, "wsd")
 
 
@@ -635,7 +638,7 @@ def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.Mon
         measured.append(tried)
         return 1.0
 
-    monkeypatch.setattr(auto, "seconds_a_pass", seconds)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", seconds)
     wide, _ = around(given, prepared, "model.d_model=192", "train.tokens_per_step=8192", minutes=1)
     assert {(each.model.d_model, each.train.tokens_per_step) for each in (*measured, wide)} == {(192, 8192)}
     sure, reasons = around(given, prepared, "model.dropout=0", minutes=1)
@@ -649,10 +652,10 @@ def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.Mon
     paper, _ = around(given, prepared, "train.schedule=paper", minutes=1)
     assert paper.train.learning_rate == 1.0
     few, reasons = around(given, prepared, "train.epochs=3", minutes=1)
-    assert few.train.steps == pytest.approx(3 * auto.updates_a_pass(few, prepared), abs=1)
+    assert few.train.steps == pytest.approx(3 * auto_recipe.updates_a_pass(few, prepared), abs=1)
     assert "3.0 passes over the text (as you say)" in " ".join(reasons)
-    monkeypatch.setattr(auto, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto, "describe", str)
+    monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(auto_recipe, "describe", str)
     rates = [
         around(given, prepared, f"train.optimizer={optimizer}", minutes=1)[0].train.learning_rate
         for optimizer in ("adam", "muon")
@@ -662,8 +665,8 @@ def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.Mon
 
 def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
-    alone, four = (auto.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
+    alone, four = (auto_recipe.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
     assert four == pytest.approx(4 * alone, rel=0.03)
 
 
@@ -678,8 +681,8 @@ def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, mo
     given = config.Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
     prepared = prepare(data, config.TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
     clock = itertools.count(0.0, 0.5)
-    monkeypatch.setattr(auto.time, "perf_counter", lambda: next(clock))
-    assert auto.seconds_a_pass(given, prepared) == 0.5 * auto.updates_a_pass(given, prepared)
+    monkeypatch.setattr(auto_recipe.time, "perf_counter", lambda: next(clock))
+    assert auto_recipe.seconds_a_pass(given, prepared) == 0.5 * auto_recipe.updates_a_pass(given, prepared)
 
 
 def test_languages_are_read_from_the_names_of_the_files(corpus: tuple[str, str], tmp_path: Path) -> None:
@@ -706,29 +709,29 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600.0)
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
     chosen, reasons = lasting(given, prepared, 60)
     assert (chosen.train.steps, chosen.train.warmup) == (60, 20)
     assert chosen.train.validate_every <= 60
     assert "as you say" in " ".join(reasons)
-    floor, reasons = auto.choose(given, prepared, minutes=0.1)
-    assert floor.train.steps == auto.FEWEST
+    floor, reasons = auto_recipe.choose(given, prepared, minutes=0.1)
+    assert floor.train.steps == auto_recipe.FEWEST
     assert "fewer steps teach nothing, so longer than 0.1 min" in " ".join(reasons)
-    few = dataclasses.replace(auto.PAIRS[0], passes=1)
-    monkeypatch.setattr(auto, "PAIRS", [few])
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 1e-3)
-    assert "(fewer steps teach nothing)" in " ".join(auto.choose(given, prepared)[1])
+    few = dataclasses.replace(auto_recipe.PAIRS[0], passes=1)
+    monkeypatch.setattr(auto_recipe, "PAIRS", [few])
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 1e-3)
+    assert "(fewer steps teach nothing)" in " ".join(auto_recipe.choose(given, prepared)[1])
 
 
 def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number of steps the default number of minutes decides nothing."""
     prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    smallest = dataclasses.replace(auto.PAIRS[0], limit=10.0)
-    monkeypatch.setattr(auto, "PAIRS", [smallest, *auto.PAIRS[1:]])  # this text counts as larger
-    monkeypatch.setattr(auto, "seconds_a_pass", lambda *_: 600.0)
-    assert auto.choose(given, prepared)[0].model.d_model == 128
+    smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
+    monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
+    monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
+    assert auto_recipe.choose(given, prepared)[0].model.d_model == 128
     large, _ = lasting(given, prepared, 1_000_000)
-    assert (large.model.d_model, large.train.r_drop) == (256, auto.R_DROP)
+    assert (large.model.d_model, large.train.r_drop) == (256, auto_recipe.R_DROP)
     small, reasons = lasting(given, prepared, 5)
     assert (small.model.d_model, small.train.r_drop) == (128, 0.0)
     assert "all that could be read in 5 steps" in " ".join(reasons)

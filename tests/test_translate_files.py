@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from conftest import PATIENCE, Call, sentences, wait_until
 from qkv import cli
-from qkv.api import Translation, files, journal
-from qkv.api.files import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
-from qkv.api.journal import Part
+from qkv.api import Translation, file_translation, output_journal
+from qkv.api.file_translation import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
+from qkv.api.output_journal import Part
 from qkv.core.errors import QkvError, UsageError
 
 LINES = [f"line {number} {'ä' * (number % 7)}" for number in range(23)]
@@ -141,7 +141,7 @@ def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", range(7))
 def test_stopped_at_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, interval: float) -> None:
     """What was done is not done again, whether it was flushed at each chunk or only in the end."""
-    monkeypatch.setattr(journal, "INTERVAL", interval)
+    monkeypatch.setattr(output_journal, "INTERVAL", interval)
     out = tmp_path / "out"
     done: list[int] = []
 
@@ -273,7 +273,7 @@ def test_nothing_done_is_nothing_kept(tmp_path: Path) -> None:
 
 
 def test_two_do_not_write_one_file(unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "PATIENCE", 0.0)
+    monkeypatch.setattr(output_journal, "PATIENCE", 0.0)
     with (
         Part(unfinished, {"model": "a", "chunk": SIZE}, {}) as part,
         pytest.raises(UsageError, match="another process is writing it: wait for it, or stop it"),
@@ -316,9 +316,9 @@ def test_a_file_system_without_locks_is_enough_for_one(tmp_path: Path, monkeypat
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "INTERVAL", 0.0)
+    monkeypatch.setattr(output_journal, "INTERVAL", 0.0)
     out = tmp_path / "out"
-    real = journal._write
+    real = output_journal._write
 
     def full(file: Any, data: bytes) -> None:
         if b"13\t" in data:
@@ -327,7 +327,7 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.
         real(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "_write", full)
+        patch.setattr(output_journal, "_write", full)
         with pytest.raises(QkvError, match="out: cannot be written: No space left on device: 12 lines are kept"):
             attempt(out)
     assert attempt(out, lambda chunk: upper(chunk) if chunk.number >= 3 else pytest.fail("done twice"))
@@ -432,7 +432,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     """Each does its share, some of eight have none; and no matter who is late."""
-    monkeypatch.setattr(files, "POLL", 0.05)
+    monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 
     def work(chunk: Chunk) -> tuple[str, dict[str, int]]:
@@ -449,10 +449,12 @@ def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "POLL", 0.05)
+    monkeypatch.setattr(file_translation, "POLL", 0.05)
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_watched", lambda *crew: contextlib.nullcontext())  # else each would end all of us
+        patch.setattr(
+            file_translation, "_watched", lambda *crew: contextlib.nullcontext()
+        )  # else each would end all of us
 
         def work(chunk: Chunk) -> tuple[str, dict[str, int]]:
             if chunk.number >= 3:
@@ -567,7 +569,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
     monkeypatch.setattr("qkv.api.Translator", lambda *arguments, **options: found)
-    monkeypatch.setattr("qkv.api.files.fingerprint", lambda run, weights: f"{run.path.name} {weights}")
+    monkeypatch.setattr("qkv.api.file_translation.fingerprint", lambda run, weights: f"{run.path.name} {weights}")
     return found
 
 
@@ -616,7 +618,7 @@ def test_every_option_of_decoding_is_there() -> None:
 
     from qkv import cli
     from qkv.api import Options
-    from qkv.cli.translating import AROUND
+    from qkv.cli.translation_verbs import AROUND
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
     assert {each.name for each in command.params} - {*AROUND, "help"} == set(HOW)

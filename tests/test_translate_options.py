@@ -17,14 +17,14 @@ import torch
 import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
-from qkv.api.asking import Asked
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import Prepared
-from qkv.decode.phrases import find
-from qkv.decode.shortlist import Shortlist, Shortlisted, translation_table
+from qkv.decoding.constraints import find
+from qkv.decoding.search_request import Asked
+from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
 from qkv.models.base import TranslationModel
+from qkv.segmentation.sentences import split
 from qkv.text import Tokenizer, Tokenizers
-from qkv.text.split import split
 
 TEXTS = [text for text, _ in sentences(14, seed=41)]
 

@@ -15,11 +15,11 @@ from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
-from qkv.explain.importance import HeadImportance, draw, importance, matrices
-from qkv.explain.what_if import WhatIf, edit, source_words, what_if
+from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
+from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record
 from qkv.models.attention import heads_of, without
-from qkv.models.conv import ConvMemory
+from qkv.models.convs2s import ConvMemory
 from qkv.text import Tokenizer, Tokenizers
 
 CPU = torch.device("cpu")

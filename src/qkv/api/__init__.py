@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Unpack
 
 from qkv import config as configs
-from qkv.api.asking import Options
-from qkv.api.augmenting import Augmented, Augmenter, augment
-from qkv.api.completing import Completer, Completion
-from qkv.api.exporting import export
-from qkv.api.filling import Filler, Filling
+from qkv.api.augmentation import Augmented, Augmenter, augment
+from qkv.api.completer import Completer, Completion
 from qkv.api.results import OtherWord, Scored, Translation
-from qkv.api.translating import CHUNK, Translator
+from qkv.api.run_training import train
+from qkv.api.text_encoder import Filler, Filling
+from qkv.api.translator import CHUNK, Translator
 from qkv.core.errors import UsageError
-from qkv.evaluate import metrics
-from qkv.evaluate.diagnosis import Diagnosis
-from qkv.evaluate.diagnosis import diagnose as diagnose_texts
+from qkv.decoding.search_request import Options
+from qkv.evaluation import metrics
+from qkv.evaluation.diagnosis import Diagnosis
+from qkv.evaluation.diagnosis import diagnose as diagnose_texts
+from qkv.interop.export_folder import export
 from qkv.run import Run
-from qkv.train.begin import train
 
 __all__ = [
     "CHUNK",

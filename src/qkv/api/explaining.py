@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from qkv.api.asking import tag_before
 from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
-from qkv.explain.align import Alignment, align_pairs, alignment_head
-from qkv.explain.align import Head as AlignmentHead
-from qkv.explain.importance import HeadImportance, importance
-from qkv.explain.record import AttentionMap, attention_map
-from qkv.explain.steps import decoding, forced_steps
-from qkv.explain.what_if import WhatIf, edit, what_if
+from qkv.decoding.search_request import tag_before
+from qkv.explain.attention_maps import AttentionMap, attention_map
+from qkv.explain.counterfactuals import WhatIf, edit, what_if
+from qkv.explain.decoding_tree import decoding, forced_steps
+from qkv.explain.head_analysis import HeadImportance, importance
+from qkv.explain.word_alignment import Alignment, align_pairs, alignment_head
+from qkv.explain.word_alignment import Head as AlignmentHead
 from qkv.models.attention import Head
 from qkv.models.base import TranslationModel
 
 
 class Changes(TypedDict, total=False):
-    """What to change about a translation (`qkv.explain.what_if`)."""
+    """What to change about a translation (`qkv.explain.counterfactuals`)."""
 
     heads_off: Iterable[Head]
     force: tuple[int, str | int] | None

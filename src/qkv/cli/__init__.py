@@ -5,16 +5,13 @@ A verb is a plain function in one of the modules here, and takes its place in th
 
 from __future__ import annotations
 
-from qkv.cli.augmenting import augment
 from qkv.cli.command import app, lab, main
-from qkv.cli.explaining import align, explain, heads, report
-from qkv.cli.exporting import export
-from qkv.cli.measuring import ablate, doctor, speed, table1, table2, table3
-from qkv.cli.serving import serve
-from qkv.cli.training import average, config, train
-from qkv.cli.translating import translate
-from qkv.cli.using import evaluate, score
-from qkv.cli.writing import complete, fill
+from qkv.cli.explain_verbs import align, explain, heads, report
+from qkv.cli.lab_verbs import ablate, doctor, speed, table1, table2, table3
+from qkv.cli.serving_verbs import export, serve
+from qkv.cli.text_verbs import complete, evaluate, fill, score
+from qkv.cli.training_verbs import augment, average, config, train
+from qkv.cli.translation_verbs import translate
 
 __all__ = ["app", "main"]
 

@@ -26,7 +26,8 @@ class Rules:
 
     Lengths are in tokens, </s> not counted. `coverage` is β of Wu et al. (2016): source tokens that were never attended
     to lower a score. `diversity` is by how much a token becomes less likely for each hypothesis of an earlier group
-    that has just taken it (Vijayakumar et al., 2018). `forbid` are further rules, such as `qkv.decode.phrases.Avoid`.
+    that has just taken it (Vijayakumar et al., 2018). `forbid` are further rules, such as
+    `qkv.decoding.constraints.Avoid`.
     """
 
     min_length: int = 0

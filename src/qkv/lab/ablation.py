@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import auto
 from qkv import config as configs
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
-from qkv.lab import figures, trials
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.training import auto_recipe
 
 AS_IT_IS = "as it is"
 EQUAL = ("time", "steps")
@@ -60,7 +60,7 @@ def measure(
     With `equal="time"` what takes longer for an update has fewer of them, by the time of an update measured beforehand;
     the schedule is stretched to them. `out` is the working directory: given again, the table goes on from there.
     """
-    figures.check_outputs(output)
+    result_tables.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if not isinstance(config.model, configs.TranslationConfig):
@@ -79,13 +79,13 @@ def measure(
         variants = _at_equal_time(variants, texts, folder)
     found = _train(variants, texts, folder, seeds, jobs or trials.usual_jobs(device))
     result = {
-        **figures.about(device, command),
+        **result_tables.about(device, command),
         "equal": equal,
         "text": trials.text_words(base, texts[AS_IT_IS]),
         "trials": [each.to_dict() for results in found.values() for each in results],
     }
     title = f"Changes of a recipe at equal {equal}, {seeds} seeds; {result['text']}"
-    figures.publish(result, [_sheet(title, found)], [], output)
+    result_tables.publish(result, [_sheet(title, found)], [], output)
     return result
 
 
@@ -125,7 +125,7 @@ def _at_equal_time(
 
 
 def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
-    return auto.seconds_a_pass(config, prepared) / auto.updates_a_pass(config, prepared)
+    return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
 def _lasting(config: configs.Config, share: float) -> configs.Config:
@@ -147,21 +147,21 @@ def _train(
     return {name: [result for result in results if result.name == name] for name in variants}
 
 
-def _sheet(title: str, found: dict[str, list[Result]]) -> figures.Sheet:
+def _sheet(title: str, found: dict[str, list[Result]]) -> result_tables.Sheet:
     good = {name: [result for result in results if not result.error] for name, results in found.items()}
     bleus = {name: [result.bleu for result in results] for name, results in good.items()}
     losses = {name: [result.loss for result in results] for name, results in good.items()}
-    spread = figures.deviation(bleus.values())
+    spread = result_tables.deviation(bleus.values())
     rows = []
     for name, results in good.items():
         gained = ""
         if name != AS_IT_IS and bleus[name] and bleus[AS_IT_IS]:
-            gain = figures.difference(bleus[name], bleus[AS_IT_IS], spread)
+            gain = result_tables.difference(bleus[name], bleus[AS_IT_IS], spread)
             verdict = "more than chance" if gain.told else "chance"
             gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
         steps = f"{results[0].steps:,}" if results else "failed"
-        mean = [figures.with_spread(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
-        seconds = figures.with_spread([result.seconds for result in results], 0)
+        mean = [result_tables.with_spread(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
+        seconds = result_tables.with_spread([result.seconds for result in results], 0)
         rows.append((name, *mean, gained, steps, seconds))
     columns = ("change", "BLEU", "loss at the end", "BLEU gained", "updates", "seconds of training")
-    return figures.Sheet(title, columns, tuple(rows))
+    return result_tables.Sheet(title, columns, tuple(rows))

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qkv import config
 from qkv.core.errors import QkvError
 from qkv.models.attention import attend
-from qkv.models.conv import GatedConvolution, dilations
+from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
 
 WIDTH = 64  # of an attention head: more of them as d grows, as in the paper's two models

@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import auto
 from qkv import config as configs
+from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.lab import figures, trials
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo
-from qkv.terminal import say
 from qkv.text import Tokenizers
-from qkv.train.card import parameters, shape
+from qkv.training import auto_recipe
+from qkv.training.model_card import parameters, shape
 
 OURS = "Transformer"
 EQUAL = ("flops", "time", "steps")
@@ -69,7 +69,7 @@ def measure(
     device; without files, the text is the demo corpus. `out` is the working directory: give it again to go on with a
     table, or to print it once more.
     """
-    figures.check_outputs(output)
+    result_tables.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if norm not in ("post", "pre"):
@@ -87,7 +87,7 @@ def measure(
     found = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
     remarks = [*table.remarks(rates, jobs), *verdict(found)]
     result = {
-        **figures.about(device, command),
+        **result_tables.about(device, command),
         "text": trials.text_words(base, prepared),
         "equal": equal,
         "norm": norm,
@@ -96,7 +96,7 @@ def measure(
         "trials": [each.to_dict() for each in table.results.values()],
     }
     title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {seeds} seeds; {result['text']}"
-    figures.publish(result, [_sheet(title, found), _paper()], remarks, output)
+    result_tables.publish(result, [_sheet(title, found), _paper()], remarks, output)
     return result
 
 
@@ -110,7 +110,7 @@ def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") ->
     """
     ours: configs.ModelConfig = base.model
     if base.data.train != demo().data.train:
-        ours = next(size.model for size in auto.PAIRS if len(prepared.train) <= size.limit)
+        ours = next(size.model for size in auto_recipe.PAIRS if len(prepared.train) <= size.limit)
     assert isinstance(ours, configs.TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
@@ -187,7 +187,7 @@ class Competition:
             return trials.flops_per_token(self.config(name), self.prepared)
         if equal == "time":
             trial = Trial(name, self.config(name), self.prepared)
-            return trials.measured_once(trial, self.folder, auto.seconds_a_pass)
+            return trials.measured_once(trial, self.folder, auto_recipe.seconds_a_pass)
         return 1.0
 
     def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:
@@ -238,12 +238,12 @@ def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
     good = {name: [result for result in results if not result.error] for name, results in found.items()}
     if missing := [name for name, results in good.items() if not results]:
         return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
-    spread = figures.deviation([[result.bleu for result in results] for results in good.values()])
+    spread = result_tables.deviation([[result.bleu for result in results] for results in good.values()])
     lines, signs = [], []
     for name in good:
         if name == OURS:
             continue
-        gap = figures.difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
+        gap = result_tables.difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
         cost = _cost_of_reaching(good[OURS], good[name])
         back = _cost_of_reaching(good[name], good[OURS])
         lines.append(
@@ -272,7 +272,7 @@ def _share(cost: tuple[float, float], whose: str) -> str:
     return f"after {operations:.0%} of {whose}'s operations ({seconds:.0%} of its time)"
 
 
-def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> figures.Sheet:
+def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.Sheet:
     columns = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
     rows = []
     for name, results in found.items():
@@ -285,9 +285,9 @@ def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> figures.Sheet:
         rows.append(
             (
                 label,
-                figures.with_spread([result.bleu for result in good]),
-                figures.with_spread([result.test_bleu for result in good if result.test_bleu is not None]),
-                figures.with_spread([result.loss for result in good], 4),
+                result_tables.with_spread([result.bleu for result in good]),
+                result_tables.with_spread([result.test_bleu for result in good if result.test_bleu is not None]),
+                result_tables.with_spread([result.loss for result in good], 4),
                 f"{good[0].parameters / 1e6:.2f} M",
                 f"{statistics.fmean(result.flops for result in good):.2e}",
                 f"{seconds:,.0f}",
@@ -295,9 +295,11 @@ def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> figures.Sheet:
                 f"{good[0].steps:,}",
             )
         )
-    return figures.Sheet(title, columns, tuple(rows))
+    return result_tables.Sheet(title, columns, tuple(rows))
 
 
-def _paper() -> figures.Sheet:
+def _paper() -> result_tables.Sheet:
     rows = [(name, f"{bleu:g}", f"{cost:.1e}" if cost else "–") for name, (bleu, cost) in PAPER.items()]
-    return figures.Sheet("The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs"), tuple(rows))
+    return result_tables.Sheet(
+        "The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs"), tuple(rows)
+    )

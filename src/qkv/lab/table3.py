@@ -18,7 +18,7 @@ from typing import Any
 from qkv import config as configs
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
-from qkv.lab import figures, trials
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import PRESETS, TABLE_3
 
@@ -89,7 +89,7 @@ def measure(
     What is left out or 0 is chosen by the device; without files, the text is the demo corpus. `out` is the working
     directory: give it again to go on with a table, or to print it once more.
     """
-    figures.check_outputs(output)
+    result_tables.check_outputs(output)
     if unknown := set(rows) - set(ROWS):
         raise UsageError(f"--row {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
     usual = CPU if choose_device(device).type == "cpu" else GPU
@@ -107,7 +107,7 @@ def measure(
     by_name = {name: [result for result in found if result.name == name] for name in names}
     conclusions = [judge(claim, by_name) for claim in CLAIMS]
     result = {
-        **figures.about(device, command),
+        **result_tables.about(device, command),
         "scale": dataclasses.asdict(scale),
         "text": trials.text_words(base, prepared),
         "conclusions": [dataclasses.asdict(conclusion) for conclusion in conclusions],
@@ -117,7 +117,7 @@ def measure(
         f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
         f"tokens, {seeds} seeds; {result['text']}"
     )
-    figures.publish(result, [_sheet(title, by_name)], [str(each) for each in conclusions], output)
+    result_tables.publish(result, [_sheet(title, by_name)], [str(each) for each in conclusions], output)
     return result
 
 
@@ -146,7 +146,7 @@ def peak_rate(d_model: int) -> float:
     return round(7e-4 * math.sqrt(512 / d_model), 6)
 
 
-def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> figures.Sheet:
+def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> result_tables.Sheet:
     columns = ("row", "perplexity", "BLEU", "params", "updates", "paper: perplexity, BLEU, params")
     rows = []
     for name, results in by_name.items():
@@ -157,14 +157,14 @@ def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> figures.Sheet:
         rows.append(
             (
                 name.removeprefix("table3_").removeprefix("paper_") + failed,
-                figures.with_spread([result.perplexity for result in good]),
-                figures.with_spread([result.bleu for result in good]),
+                result_tables.with_spread([result.perplexity for result in good]),
+                result_tables.with_spread([result.bleu for result in good]),
                 size,
                 steps,
                 f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
             )
         )
-    return figures.Sheet(title, columns, tuple(rows))
+    return result_tables.Sheet(title, columns, tuple(rows))
 
 
 # ---- conclusions -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
         # Perplexities are compared as losses, whose noise does not grow with them.
         what = "loss" if measure == PERPLEXITY else "bleu"
         values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
-        gap = figures.difference(values[best], values[claim.worse], figures.deviation(values.values()))
+        gap = result_tables.difference(values[best], values[claim.worse], result_tables.deviation(values.values()))
         gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
         means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
         words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")

@@ -31,22 +31,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config as configs
 from qkv.api import Translator
+from qkv.console import bars, say
 from qkv.core import files
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
-from qkv.evaluate import metrics
+from qkv.evaluation import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.presets import demo
 from qkv.run import Run
-from qkv.terminal import bars, say
-from qkv.train.card import parameters, vocabulary
 from qkv.train.loop import Interrupted, fit
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import make_updates
+from qkv.training.model_card import parameters, vocabulary
 from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"

@@ -3,7 +3,7 @@
 from qkv.models.attention import MultiHeadAttention, attend, attention_mask, attention_weights, record
 from qkv.models.base import Model, TranslationModel, parameter_count
 from qkv.models.build import build
-from qkv.models.conv import Convolutional
+from qkv.models.convs2s import Convolutional
 from qkv.models.rnn import Recurrent
 from qkv.models.transformer import DecoderOnly, EncoderOnly, Transformer
 

@@ -6,7 +6,7 @@ from typing import overload
 
 from qkv import config
 from qkv.models.base import Model, TranslationModel
-from qkv.models.conv import Convolutional
+from qkv.models.convs2s import Convolutional
 from qkv.models.rnn import Recurrent
 from qkv.models.transformer import DecoderOnly, EncoderOnly, Transformer
 

@@ -22,9 +22,9 @@ from qkv.core import files
 from qkv.core.errors import QkvError
 from qkv.data.loader import Position
 from qkv.run import Run, by_step, load_weights, step_of
-from qkv.train import sharding
-from qkv.train.distributed import ALONE, World
 from qkv.train.optim import Ema
+from qkv.training import distributed
+from qkv.training.distributed import ALONE, World
 
 
 @dataclass
@@ -70,7 +70,9 @@ def save(
         }
         if ema is not None:
             tensors["ema"] = ema.tensors()
-        whole = ((name, sharding.whole(values, world)) for name, values in tensors.items())  # one in memory at a time
+        whole = (
+            (name, distributed.whole(values, world)) for name, values in tensors.items()
+        )  # one in memory at a time
         if world.first:
             _write(folder, progress, whole)
         else:
@@ -135,7 +137,7 @@ def clear_away(run: Run, progress: Progress) -> None:
 def _parts(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Of each of the model's tensors what this rank keeps."""
     own = dict(model.named_parameters())
-    return {name: sharding.part(value, own[name]) if name in own else value for name, value in tensors.items()}
+    return {name: distributed.part(value, own[name]) if name in own else value for name, value in tensors.items()}
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:
@@ -163,7 +165,7 @@ def _load_optimizer(
         own = parameters[name]
         # What has the weight's shape is divided as it is; counts and the like are the same on all ranks.
         slots.setdefault(name, {})[slot] = (
-            sharding.part(value, own) if value.shape == own.shape else value.to(own.device)
+            distributed.part(value, own) if value.shape == own.shape else value.to(own.device)
         )
     for name, values in slots.items():
         optimizer.state[parameters[name]] = values

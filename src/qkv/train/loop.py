@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
+from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError
 from qkv.data.loader import Step
@@ -18,14 +19,13 @@ from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.models.base import Model
 from qkv.run import Run, load_weights
-from qkv.terminal import say
 from qkv.train import checkpoint
 from qkv.train.average import average
 from qkv.train.checkpoint import Progress
-from qkv.train.distributed import ALONE, World
 from qkv.train.log import Log
 from qkv.train.trainer import Outcome, Trainer
 from qkv.train.validate import Validation, validate
+from qkv.training.distributed import ALONE, World
 
 MOST_SKIPPED = 10  # updates in a row without a finite loss before training gives up
 

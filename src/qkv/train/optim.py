@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv import config
-from qkv.train.matrices import MatrixOptimizer
-from qkv.train.muon import Muon
-from qkv.train.soap import Soap
+from qkv.training.matrix_optimizers import MatrixOptimizer, Muon, Soap
 
 DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
 MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"muon": Muon, "soap": Soap}

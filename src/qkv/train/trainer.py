@@ -22,11 +22,12 @@ from qkv.data.store import Prepared
 from qkv.models.base import Model
 from qkv.models.build import build
 from qkv.run import load_weights
-from qkv.train import memory, optim, sharding
+from qkv.train import optim
 from qkv.train.checkpoint import Progress
-from qkv.train.distributed import ALONE, World
 from qkv.train.guided import Guide
 from qkv.train.loss import agreeing_loss, smoothed_loss
+from qkv.training import distributed, memory_limits
+from qkv.training.distributed import ALONE, World
 
 RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator looks at
 
@@ -92,13 +93,13 @@ class Trainer:
         self.model = self._build()
         world.copy(self.model.parameters())  # other processors may have drawn other bits
         if spec.checkpointing:
-            memory.recompute(self.model)
+            memory_limits.recompute(self.model)
         if self.sharded:
-            sharding.shard(self.model, self.device, world)
+            distributed.shard(self.model, self.device, world)
         self.optimizer = optim.build(self.model, spec)
         self.ema = optim.Ema(self.model, spec.ema) if spec.ema else None
         self.guide = Guide(self.model, spec.guided_alignment) if spec.guided_alignment else None
-        self.room = memory.Room(self.device)
+        self.room = memory_limits.Room(self.device)
         # A parameter's device has a number; the loader's thread has no current one of its own.
         self.updates = self.read(config, prepared, next(self.model.parameters()).device, world)
         self.go_on_from(Progress(micro_tokens=self.updates.micro_tokens))
@@ -232,7 +233,7 @@ class Trainer:
         missing = self.world.most(len(micros)) - len(micros)
         if not missing:
             return micros
-        return micros + [memory.idle(micros[0] if micros else self._least)] * missing
+        return micros + [memory_limits.idle(micros[0] if micros else self._least)] * missing
 
     @cached_property
     def _least(self) -> Batch:
@@ -253,9 +254,9 @@ class Trainer:
     def _divide(self, gradients: list[Tensor], sums: Tensor) -> Tensor:
         """Make the sum a mean over tokens, clipped if the config says so; returns its norm before clipping."""
         tokens = sums[2]
-        norm = sharding.norm(gradients, self.world) / tokens
+        norm = distributed.norm(gradients, self.world) / tokens
         clipped = (self.spec.clip / (norm + 1e-6)).clamp(max=1.0) if self.spec.clip else torch.ones_like(norm)
-        sharding.scale(gradients, clipped / tokens)
+        distributed.scale(gradients, clipped / tokens)
         return norm
 
     def padded(self, update: Step) -> list[Batch]:
@@ -289,7 +290,7 @@ class Trainer:
             yield self.model
             return
         own = dict(self.model.named_parameters())
-        weights = sharding.whole(own if self.ema is None else self.ema.tensors(), self.world)
+        weights = distributed.whole(own if self.ema is None else self.ema.tensors(), self.world)
         if not self.world.first:
             yield self.model
             return

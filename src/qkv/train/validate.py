@@ -25,7 +25,7 @@ from qkv.data.store import Prepared
 from qkv.decode.batched import search_all
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
-from qkv.evaluate import metrics
+from qkv.evaluation import metrics
 from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
 from qkv.models.transformer import DecoderOnly

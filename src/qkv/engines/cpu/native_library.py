@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkv.console import say
 from qkv.engines.cpu.packed_transformer import scaled
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding
 from qkv.models.transformer import DecoderOnly, Transformer
-from qkv.terminal import say
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 

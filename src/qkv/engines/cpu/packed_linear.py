@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.base import Model
-from qkv.models.conv import WeightNorm
+from qkv.models.convs2s import WeightNorm
 
 # oneDNN keeps a kernel for each shape it has met, up to 1,024: hundreds of megabytes in a search whose batches shrink.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
+from qkv.console import say
 from qkv.core.device import choose_device, choose_precision
 from qkv.data.loader import Batch, Pairs, Step, Updates, collate
 from qkv.data.ragged import LONGEST, TILES, Ragged
@@ -27,11 +28,10 @@ from qkv.data.store import Prepared
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
 from qkv.models.transformer import Transformer
-from qkv.terminal import say
-from qkv.train.distributed import ALONE, World
 from qkv.train.optim import Ema
-from qkv.train.soap import Soap
 from qkv.train.trainer import Outcome, Trainer, make_updates
+from qkv.training.distributed import ALONE, World
+from qkv.training.matrix_optimizers import Soap
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 

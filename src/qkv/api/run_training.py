@@ -1,0 +1,223 @@
+"""From a config to a trained run folder: prepare the text, settle the recipe, train, write the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from qkv import config as configs
+from qkv.console import bars, say
+from qkv.core import files
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import QkvError, UsageError
+from qkv.data.languages import languages
+from qkv.data.store import Prepared, prepare
+from qkv.run import Run
+from qkv.train.loop import Interrupted, fit
+from qkv.train.trainer import make_updates
+from qkv.training.distributed import World, joined
+from qkv.training.model_card import card, parameters, unit, vocabulary
+
+# What completes a config once the text is known, for so many ranks, and why so.
+Recipe = Callable[[configs.Config, Prepared, int], tuple[configs.Config, list[str]]]
+
+# What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
+SETTLED = (
+    "data.",
+    "tokenizer.",
+    "model.",
+    "train.seed",
+    "train.optimizer",
+    "train.metric",
+    "train.tokens_per_step",
+    "train.micro_tokens",
+)
+FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
+
+
+def train(
+    config: configs.Config | None = None,
+    run: str | Path | None = None,
+    *,
+    resume: bool = False,
+    recipe: Recipe | None = None,
+    settings: list[str] | None = None,
+    start: str | Path | Run | None = None,
+    command: str = "",
+) -> Run:
+    """Train a model and return its run folder; by default `runs/NAME` with the config's `train.name`.
+
+    `recipe` completes the config once the text is known (see `qkv.training.auto_recipe`); `settings` are
+    `section.key=value` strings that have the last word. Training begins with the weights of the run `start`, if given,
+    and with its model, subwords and languages, whatever the config says of these. With `resume`, training goes on from
+    the newest state in the folder, from the beginning if there is none yet; config and text are then the folder's own.
+    """
+    with joined() as world, ExitStack() as held:
+        if world.first:
+            folder = _folder(config, run, resume=resume)
+            held.callback(_leave, [each for each in (folder, *folder.parents) if not each.exists()])
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(Run(folder).lock())
+            if config is None:
+                opened, prepared = _reopen(folder, settings or [])
+            else:
+                source = start if isinstance(start, Run) or start is None else Run.open(start)
+                opened, prepared = _begin(folder, config, recipe, settings or [], command, world.size, source)
+            world.tell(str(opened.path.resolve()))
+            say(_headline(opened.config, prepared, world))
+        else:
+            opened, prepared = _follow(Path(world.tell()))
+        page = opened.path / "card.md"
+        if (fit(opened, prepared, world) or not page.exists()) and world.first:
+            files.write_text(page, card(opened, prepared))
+    return opened
+
+
+def _folder(config: configs.Config | None, run: str | Path | None, *, resume: bool) -> Path:
+    """The folder to train in: a new one, or that of a run to go on with."""
+    if resume:
+        if config is not None:
+            raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
+        if run is None:
+            raise UsageError("--resume needs --run, the folder to go on with")
+        if Path(run).is_dir() and not Run(Path(run)).exists():
+            raise UsageError(
+                f"{run}: nothing to resume: a run begins when its text is prepared; "
+                f"give the whole command again, without --resume"
+            )
+        return Run.open(run).path
+    if config is None or not config.data.train:
+        raise UsageError("nothing to train on: name the text with --src and --tgt, or as data.train in a config")
+    return Path(run) if run is not None else Path("runs") / config.train.name
+
+
+def _leave(made: list[Path]) -> None:
+    """Of folders made for a run, those in which nothing came to be are needed by nobody."""
+    with suppress(OSError):  # one is not empty
+        for folder in made:
+            folder.rmdir()
+
+
+def _follow(folder: Path) -> tuple[Run, Prepared]:
+    """The run that rank 0 has opened, as the other ranks see it."""
+    run = Run(folder)
+    if not run.exists() or not run.store.is_dir():
+        raise QkvError(
+            f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
+            f"the run folder and the prepared text must lie on a disk that all of them share"
+        )
+    return run, Prepared.open(run.store)
+
+
+def _begin(
+    folder: Path,
+    config: configs.Config,
+    recipe: Recipe | None,
+    settings: list[str],
+    command: str,
+    ranks: int = 1,
+    start: Run | None = None,
+) -> tuple[Run, Prepared]:
+    """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
+    if Run(folder).exists():
+        raise UsageError(
+            f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run"
+        )
+    if (folder / "state").exists():
+        raise UsageError(
+            f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
+        )
+    config = configs.assign(config, settings) if start is None else _as_in(start, config, settings)
+    config = dataclasses.replace(config, data=languages(config.data))
+    choose_device(config.train.device)  # refuses one that is not there before any work is done
+    _check_text(config)
+    prepared = _prepare(folder, config, start)
+    say(str(prepared.report))
+    if recipe is not None:
+        config, reasons = recipe(config, prepared, ranks)
+        config = configs.assign(config, settings)
+        for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
+            say(reason)
+    make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
+    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start), prepared
+
+
+def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.Config:
+    """The config with the settings, and with everything that the weights of a run depend on as it is there."""
+    there = start.config
+    start.weights()  # refuses a run that has none yet
+    named = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
+    data = dataclasses.replace(config.data, **named)
+    config = dataclasses.replace(config, data=data, tokenizer=there.tokenizer, model=there.model)
+    changed = configs.assign(config, settings)
+    own = [path for path, _, _ in configs.difference(config, changed) if path.startswith(("model.", "tokenizer."))]
+    if settled := [path for path in own if path not in (*configs.DROPPING, "tokenizer.dropout")]:
+        raise UsageError(f"{start.path}: its weights depend on {', '.join(settled)}: leave that as it is there")
+    return changed
+
+
+def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
+    """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
+    run = Run.open(folder)
+    changed = configs.assign(run.config, settings)
+    paths = [path for path, _, _ in configs.difference(run.config, changed)]
+    if settled := [path for path in paths if path.startswith(SETTLED) and path not in FREE]:
+        raise UsageError(
+            f"--resume cannot change {', '.join(settled)}: the training depends on it; begin a new run instead, "
+            f"with --from {folder} if it is to go on from these weights"
+        )
+    choose_device(changed.train.device)
+    stored = (run.store / "manifest.json").exists()
+    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
+        raise QkvError(
+            f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
+        )
+    if paths:
+        run.write_config(changed)
+    return run, prepared
+
+
+def _check_text(config: configs.Config) -> None:
+    """Refuse pairs where plain text is wanted, and the reverse."""
+    plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
+    if isinstance(config.model, configs.TranslationConfig):
+        if plain:
+            raise UsageError(
+                f"model.kind = {kind} translates: give pairs (--src, --tgt), or set model.kind=decoder or encoder"
+            )
+    elif not plain:
+        raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
+
+
+def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> Prepared:
+    """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
+    stream = isinstance(config.model, configs.DecoderOnlyConfig)  # a language model reads on where a line ends
+    try:
+        with bars() as report:
+            return prepare(
+                config.data,
+                config.tokenizer,
+                Run(folder).store,
+                tokenizers=None if start is None else start.tokenizers,
+                progress=report,
+                seed=config.train.seed,
+                stream=stream,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            signal.SIGINT, "interrupted while preparing the text: to train, give the same command again"
+        ) from None
+
+
+def _headline(config: configs.Config, prepared: Prepared, world: World) -> str:
+    """One line about what is about to be trained."""
+    together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
+    return (
+        f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "
+        f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} {unit(config)}, "
+        f"on {describe(choose_device(config.train.device))}{together}"
+    )

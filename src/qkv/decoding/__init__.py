@@ -1,0 +1,1 @@
+"""More search: logits processors, constraints, ensembles, minimum Bayes risk, shortlists."""

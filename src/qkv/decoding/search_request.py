@@ -1,0 +1,335 @@
+"""The options of a translation: what a call may ask for, checked, and made into what the search takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from qkv import config as configs
+from qkv.core.errors import QkvError, UsageError
+from qkv.decode.batched import score_all, search_all
+from qkv.decode.board import Hypothesis, Ids
+from qkv.decode.rules import Rules
+from qkv.decode.sampling import Sampling
+from qkv.decode.step import length_penalty
+from qkv.decode.workers import search_in
+from qkv.decoding.constraints import Avoid, Required, check_conflict, clean, constrained
+from qkv.decoding.mbr import UTILITIES, rerank
+from qkv.decoding.shortlist import Shortlist, search_short
+from qkv.engines.cuda_decoding.continuous_batching import Pool
+from qkv.evaluation.metrics import tokenizer_for
+from qkv.models.attention import is_watched
+from qkv.models.state import StepModel
+from qkv.text import Tokenizer, Tokenizers
+from qkv.worker_pool import ProcessWorkers
+
+CANDIDATES = 16  # among which `rerank` chooses, unless told
+SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
+
+
+class Options(TypedDict, total=False):
+    """How to translate; None is as the run's config has it, or not at all.
+
+    `n_best` translations of each text come back. `beam`, `length_penalty` and `alpha` are those of the config; lengths
+    are in tokens. With `sample` each is drawn, seeded for each text alone, instead of searched for; what is said of
+    drawing is in `qkv.decode.sampling.Sampling`, of the rules in `qkv.decode.rules.Rules`.
+
+    Every translation begins with `prefix`, has the phrases `must_include`, in this order if `ordered`, and none of
+    `avoid` (`qkv.decoding.constraints`); for several texts, `prefix` and `must_include` may be lists with one entry for
+    each. `shortlist` looks only at words that the source's can need. `rerank` is chrf or bleu: of so many `candidates`
+    the one that the others agree with most. `first` is how many texts of the same input came before, for the seeds.
+    """
+
+    beam: int | None
+    n_best: int
+    length_penalty: str | None
+    alpha: float | None
+    min_length: int
+    max_length: int | None
+    coverage: float
+    repetition_penalty: float
+    no_repeat_ngram: int
+    groups: int
+    diversity: float
+    sample: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    prefix: str | Sequence[str]
+    must_include: Sequence[str] | Sequence[Sequence[str]]
+    ordered: bool
+    avoid: Sequence[str]
+    shortlist: bool
+    rerank: str | None
+    candidates: int | None
+    tag: str
+    first: int
+    progress: Callable[[int], None]
+
+
+def without_spaces(language: str) -> bool:
+    """Whether a language, by its code, is written without spaces between words."""
+    return re.split(r"[-_]", language.lower())[0] in SPACELESS
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the search is asked for in a call, the same for all its texts."""
+
+    spec: configs.DecodeConfig
+    rules: Rules
+    n_best: int
+    candidates: int  # hypotheses searched for, of which n_best come back
+    rerank: str | None
+    avoid: Avoid | None
+    whole_words: bool
+    ordered: bool
+    shortlist: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: configs.Config,
+        tokenizer: Tokenizer,
+        *,
+        beam: int | None = None,
+        n_best: int = 1,
+        length_penalty: str | None = None,
+        alpha: float | None = None,
+        sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        must_include: Sequence[str] = (),
+        ordered: bool = False,
+        avoid: Sequence[str] = (),
+        shortlist: bool = False,
+        rerank: str | None = None,
+        candidates: int | None = None,
+        **rules: Any,
+    ) -> Asked:
+        """The options of a call, with all phrases that any text must have; those of `Rules` go there as they are."""
+        if n_best < 1:
+            raise UsageError(f"n_best = {n_best}: must be at least 1")
+        if sample and beam is not None:
+            raise UsageError("sample and beam exclude each other: samples are drawn one by one")
+        searched = {"beam": beam, "length_penalty": length_penalty, "alpha": alpha}
+        given = {name: value for name, value in searched.items() if value is not None}
+        drawn: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+        }
+        how = {name: value for name, value in drawn.items() if value is not None}
+        if how and not sample:
+            raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
+        spec, own = (config.replace(decode=given) if given else config).decode, Rules(**rules)
+        if "diversity" in rules and own.groups == 1:
+            raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
+        if alpha is not None and spec.length_penalty != "gnmt":
+            raise UsageError(f"alpha: for the gnmt penalty only, and this is {spec.length_penalty}: leave it out")
+        if ordered and not must_include:
+            raise UsageError("ordered: for required phrases only: give them too (must_include, --must-include)")
+        if shortlist and own.coverage:
+            raise UsageError("coverage looks at attention, which the model of a shortlist does not tell: leave out one")
+        whole_words = not without_spaces(config.data.tgt_lang)
+        spelt = Required.of(must_include, tokenizer, whole_words=whole_words).spelt
+        never = Avoid(avoid, tokenizer, whole_words, exempt=spelt) if avoid else None
+        return cls(
+            spec=spec,
+            rules=Rules(**rules, sampling=Sampling(**how) if sample else None, forbid=(never,) if never else ()),
+            n_best=n_best,
+            candidates=_candidates(rerank, candidates, n_best),
+            rerank=rerank,
+            avoid=never,
+            whole_words=whole_words,
+            ordered=ordered,
+            shortlist=shortlist,
+        )
+
+    def required(self, phrases: Sequence[str], prefix: str, tokenizer: Tokenizer) -> Required | None:
+        """The phrases that one text must have, if they can be had."""
+        if self.avoid is not None:
+            check_conflict(clean(phrases, "must_include"), prefix, self.avoid)
+        if not phrases:
+            return None
+        if self.rules.sampling is not None or self.rules.groups > 1:
+            raise UsageError("must_include is for one beam: leave out sample and groups")
+        return Required.of(phrases, tokenizer, ordered=self.ordered, whole_words=self.whole_words)
+
+
+def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
+    """How many hypotheses to search for."""
+    if rerank is None:
+        if candidates is not None:
+            raise UsageError("candidates are for choosing among them: say by what (rerank, --rerank chrf)")
+        return n_best
+    if rerank not in UTILITIES:
+        raise UsageError(f'rerank = "{rerank}": must be one of {", ".join(UTILITIES)}')
+    if candidates is not None and candidates < n_best:
+        raise UsageError(f"candidates = {candidates}: must be at least n_best, {n_best}")
+    return max(n_best, CANDIDATES) if candidates is None else candidates
+
+
+def tag_before(tag: str, tokenizers: Tokenizers, config: configs.Config) -> list[int]:
+    """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
+    if tag:
+        return [tokenizers.src.tag(tag)]
+    if tokenizers.src.tags and all(corpus.tag for corpus in config.data.train):
+        known = ", ".join(tokenizers.src.tags)
+        raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
+    return []
+
+
+def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:
+    """The beginning that is asked for of each text."""
+    if isinstance(prefix, str):
+        return [prefix] * texts
+    if len(prefix) != texts:
+        raise UsageError(f"{len(prefix)} prefixes for {texts} texts: give one for all, or one for each")
+    return list(prefix)
+
+
+def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -> list[list[str]]:
+    """The phrases that are asked for of each text: one list for all, or a list for each."""
+    if isinstance(must_include, str):
+        raise UsageError("must_include takes a list of phrases: put the phrase in brackets")
+    if all(isinstance(each, str) for each in must_include):
+        return [[str(each) for each in must_include]] * texts
+    if len(must_include) != texts or any(isinstance(each, str) for each in must_include):
+        raise UsageError(f"must_include has {len(must_include)} lists for {texts} texts: give one for each")
+    return [list(each) for each in must_include]
+
+
+# ---- From the sources of a call to its hypotheses: the right search for each, then what is done with what ------------
+
+
+Heard = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sentences to translate, and what each of them has of its own."""
+
+    sources: list[list[int]]
+    prefixes: list[list[int]]
+    required: list[Required | None]
+    numbers: list[int]  # in the whole input: draws are seeded by them
+
+    def some(self, indices: Sequence[int]) -> Work:
+        """The sentences of these places."""
+        return Work(*([getattr(self, each.name)[i] for i in indices] for each in dataclasses.fields(self)))
+
+
+@dataclass(frozen=True)
+class Finder:
+    """A model and everything it searches with."""
+
+    model: StepModel[Any, Any]
+    plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
+    tokenizers: Tokenizers
+    device: torch.device
+    tgt_lang: str = ""
+    narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the same with these tokens alone, …
+    shortlist: Shortlist | None = None  # … which it chooses
+    pool: Pool | None = None
+    workers: ProcessWorkers[Any] | None = None
+
+    def find(self, work: Work, asked: Asked, progress: Heard = lambda finished: None) -> list[list[Hypothesis]]:
+        """The n best hypotheses of each sentence, by score, or by `rerank`."""
+        free = [i for i, required in enumerate(work.required) if required is None]
+        bound = [i for i, required in enumerate(work.required) if required is not None]
+        found: list[list[Hypothesis]] = [[] for _ in work.sources]
+
+        def heard(indices: list[int]) -> Heard:
+            def tell(finished: Sequence[int]) -> None:
+                progress([indices[i] for i in finished])
+
+            return tell
+
+        for indices in (free, bound):
+            if indices:
+                for i, hypotheses in zip(indices, self._search(work.some(indices), asked, heard(indices)), strict=True):
+                    found[i] = hypotheses
+        if asked.rules.groups > 1:
+            found = [_distinct(hypotheses) for hypotheses in found]
+        if asked.shortlist:
+            found = self._rescored(work, found, asked)
+        self._check(work, found)
+        if asked.rerank is not None:
+            found = [self._reranked(hypotheses[: asked.candidates], asked) for hypotheses in found]
+        return [hypotheses[: asked.n_best] for hypotheses in found]
+
+    def _search(self, work: Work, asked: Asked, progress: Heard) -> list[list[Hypothesis]]:
+        """Sentences that all have required phrases, or none of which has."""
+        # Groups may find the same: of all that they find, the best that differ are kept.
+        wanted = max(asked.candidates, asked.spec.beam) if asked.rules.groups > 1 else asked.candidates
+        options: dict[str, Any] = {
+            "n_best": wanted,
+            "choice": asked.rules.choice(),
+            "max_length": asked.rules.max_length,
+            "progress": progress,
+        }
+        each: dict[str, Sequence[Any]] = {"prefixes": work.prefixes, "numbers": work.numbers}
+        required = [own for own in work.required if own is not None]
+        # Only the plain model tells its attention, and lets heads be muted.
+        watched = bool(asked.rules.coverage) or is_watched()
+        if self.workers is not None and not (required or asked.shortlist or asked.avoid or watched):
+            return search_in(self.workers, work.sources, asked.spec, each=each, **options)
+        if required:
+            options["kind"] = lambda batch: constrained([required[i] for i in batch])
+        else:
+            options["pool"] = self.pool
+        where: dict[str, Any] = {"device": self.device, **options, **each}
+        if asked.shortlist and self.narrow is not None and self.shortlist is not None:
+            del where["pool"], where["prefixes"]
+            return search_short(self.narrow, self.shortlist, work.sources, asked.spec, self.tokenizers, **where)
+        model = self.plain if watched else self.model
+        return search_all(model, work.sources, asked.spec, self.tokenizers, **where)
+
+    def _rescored(self, work: Work, found: list[list[Hypothesis]], asked: Asked) -> list[list[Hypothesis]]:
+        """With the model's own log-probabilities: over a shortlist all are larger."""
+        sources: list[Ids] = [source for source, each in zip(work.sources, found, strict=True) for _ in each]
+        targets = [hypothesis.tokens for each in found for hypothesis in each]
+        rows = iter(score_all(self.model, sources, targets, self.tokenizers, device=self.device))
+
+        def again(old: Hypothesis) -> Hypothesis:
+            logprob = sum(next(rows))
+            gain = (logprob - old.logprob) / float(length_penalty(len(old.tokens) + 1.0, asked.spec))
+            return dataclasses.replace(old, logprob=logprob, score=old.score + gain)
+
+        return [sorted((again(old) for old in hypotheses), key=lambda h: -h.score) for hypotheses in found]
+
+    def _reranked(self, hypotheses: list[Hypothesis], asked: Asked) -> list[Hypothesis]:
+        texts = [self.tokenizers.tgt.decode(hypothesis.tokens) for hypothesis in hypotheses]
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        drawn = asked.rules.sampling is not None
+        logprobs = None if drawn else [hypothesis.logprob for hypothesis in hypotheses]
+        order = rerank(texts, scores, asked.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
+        return [hypotheses[place] for place in order]
+
+    def _check(self, work: Work, found: list[list[Hypothesis]]) -> None:
+        """What was required is there: the search sees to it, and the text is the proof."""
+        for required, hypotheses in zip(work.required, found, strict=True):
+            for hypothesis in hypotheses if required is not None else ():
+                text = self.tokenizers.tgt.decode(hypothesis.tokens).replace("\n", " ")
+                if required is not None and (missing := required.missing(text)):
+                    raise QkvError(f'must_include: "{required.phrases[missing[0]]}" was not met in "{text}"')
+
+
+def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    """The first of each that are alike."""
+    first = {tuple(hypothesis.tokens): hypothesis for hypothesis in reversed(hypotheses)}
+    return sorted(first.values(), key=lambda hypothesis: -hypothesis.score)

@@ -1,1 +1,0 @@
-"""How good a translation is, against references that are never changed."""

@@ -1,0 +1,162 @@
+"""Our Transformer as a model of Hugging Face's transformers: MarianMTModel, or Pegasus where the norm comes first.
+
+Both have the sines of the positions in the first half of d_model and the cosines in the second, where ours take turns,
+so everything that touches the residual stream changes its order. Their attentions have biases: zero if ours has none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.core.errors import UsageError
+from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
+from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
+
+POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
+CAN: dict[str, tuple[Any, ...]] = {
+    "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
+    "activation": ("relu", "gelu"),
+    "attention": ("scaled", "dot", "general"),
+    "rms_norm": (False,),
+    "window": (0,),
+}
+
+
+def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any:
+    """A transformers model with a copy of these weights, on the CPU: `.generate`, `.save_pretrained` and all.
+
+    Our search's rules are in its generation config: never <pad> or <s>, and </s> at the longest length allowed.
+    """
+    spec = model.spec
+    check(spec, "transformers", CAN | ({"tie": ("all",)} if spec.norm == "pre" else {}))  # Pegasus has one matrix
+    for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
+        if width * spec.heads != spec.d_model:
+            raise UsageError(f"model.{name} = {width}: transformers cannot express it, only d_model / heads")
+    theirs = _empty(spec, len(model.source.tokens.weight), len(model.target.tokens.weight), max_positions)
+    ours = dict(_weights(model))
+    kept = {
+        name: tensor for name, tensor in theirs.state_dict().items() if name.endswith(("positions.weight", "_bias"))
+    }
+    theirs.load_state_dict(kept | ours)
+    theirs.generation_config.update(suppress_tokens=[PAD, BOS], forced_eos_token_id=EOS)
+    return theirs.eval()
+
+
+def write_huggingface(model: Transformer, folder: Path, search: config.DecodeConfig, longest: int) -> None:
+    """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
+    theirs = to_huggingface(model, max_positions=reach(longest))
+    several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
+    theirs.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **several)
+    bars = engine("transformers").utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    theirs.save_pretrained(folder)
+    if shown:
+        bars.enable_progress_bar()
+
+
+def reach(longest: int) -> int:
+    """How many positions the model is given, where translations have up to `longest` tokens; a source has no more."""
+    return max(POSITIONS, longest + 1)
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str = "") -> None:
+    """Write one side's tokenizer as AutoTokenizer reads it; a special token's name in a text is text to it too."""
+    pad, bos, eos = SPECIALS
+    theirs = engine("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.to_library(tag),
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        model_max_length=reach(longest),
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    theirs.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which version 4 and 5 both know
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+    transformers = engine("transformers")
+    shape = {
+        "vocab_size": src_vocab,
+        "d_model": spec.d_model,
+        "encoder_layers": spec.encoder_layers,
+        "decoder_layers": spec.decoder_layers,
+        "encoder_ffn_dim": spec.d_ff,
+        "decoder_ffn_dim": spec.d_ff,
+        "encoder_attention_heads": spec.heads,
+        "decoder_attention_heads": spec.heads,
+        "activation_function": spec.activation,
+        "dropout": spec.dropout,
+        "max_position_embeddings": max_positions,
+        "scale_embedding": True,
+        "tie_word_embeddings": spec.tie != "none",
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "decoder_start_token_id": BOS,
+        "eos_token_id": EOS,
+        "forced_eos_token_id": EOS,
+    }
+    if spec.norm == "pre":
+        return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**shape))
+    apart = {"share_encoder_decoder_embeddings": spec.tie == "all", "decoder_vocab_size": tgt_vocab}
+    return transformers.MarianMTModel(transformers.MarianConfig(**shape, **apart))
+
+
+def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Our weights under their names."""
+    d_model = model.spec.d_model
+    order = torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])  # sines, then cosines
+    source, target = (side.tokens.weight.detach().cpu()[:, order] for side in (model.source, model.target))
+    if model.spec.tie == "all":
+        yield "model.shared.weight", target
+    yield "model.encoder.embed_tokens.weight", source
+    yield "model.decoder.embed_tokens.weight", target
+    yield "lm_head.weight", model.output.weight.detach().cpu()[:, order]
+    for stack in ("encoder", "decoder"):
+        for i, layer in enumerate(getattr(model, stack)):
+            for name, tensor in _layer(layer, order):
+                yield f"model.{stack}.layers.{i}.{name}", tensor
+        final = getattr(model, f"{stack}_norm")
+        if isinstance(final, nn.LayerNorm):
+            yield from _norm(f"model.{stack}.layer_norm", final, order)
+
+
+def _layer(layer: EncoderLayer | DecoderLayer, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+    attentions = {"self_attn": layer.attention}
+    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
+        attentions["encoder_attn"] = layer.cross_attention
+    for name, attention in attentions.items():
+        *inputs, output = projections(attention)
+        for part, linear in zip("qkv", inputs, strict=True):
+            yield from _linear(f"{name}.{part}_proj", linear, order, reads=True)
+        yield from _linear(f"{name}.out_proj", output, order, reads=False)
+    yield from _linear("fc1", Linear.of(layer.feed_forward.inner), order, reads=True)
+    yield from _linear("fc2", Linear.of(layer.feed_forward.outer), order, reads=False)
+    for name, residual in zip([*attentions, "final"], layer.residuals, strict=True):
+        yield from _norm(f"{name}_layer_norm", residual.norm, order)  # type: ignore[arg-type]
+
+
+def _linear(name: str, linear: Linear, order: Tensor, *, reads: bool) -> Iterator[tuple[str, Tensor]]:
+    """What reads the residual stream has its order in the columns, what writes it in the rows."""
+    weight = linear.weight.cpu()
+    bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.cpu()
+    yield f"{name}.weight", weight[:, order] if reads else weight[order]
+    yield f"{name}.bias", bias if reads else bias[order]
+
+
+def _norm(name: str, norm: nn.LayerNorm, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"{name}.weight", norm.weight.detach().cpu()[order]
+    yield f"{name}.bias", norm.bias.detach().cpu()[order]

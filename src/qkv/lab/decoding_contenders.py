@@ -1,0 +1,322 @@
+"""The engines that decode the same weights: ours in each of its settings, and those a user might choose instead.
+
+A setting is a name and a function that opens a run as a decoder, sentences in and tokens out; a new engine is one more
+line in `settings`. What is not installed, or cannot express the model, refuses to open and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from qkv import config, presets
+from qkv.core import files
+from qkv.core.errors import UsageError
+from qkv.data.loader import pad
+from qkv.decode.batched import search_all
+from qkv.decode.board import Hypothesis
+from qkv.decode.workers import open_run, search_in
+from qkv.engines.cpu import pack
+from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
+from qkv.interop import to_ctranslate2, to_huggingface
+from qkv.interop.exported_weights import engine
+from qkv.lab.training_contenders import TorchTransformer
+from qkv.models.transformer import Transformer
+from qkv.run import Run
+from qkv.text import Tokenizers
+from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
+from qkv.worker_pool import ProcessWorkers
+
+Sources = Sequence[Sequence[int]]
+Outputs = list[list[list[int]]]  # hypotheses of each sentence, best first, with </s> where it was written
+
+OURS, TRANSFORMERS, CTRANSLATE2, TORCH = "qkv", "transformers", "CTranslate2", "torch.nn.Transformer"
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every engine is asked for. There is no length penalty: others divide by other things under its name."""
+
+    beam: int
+    batch: int  # sentences at once
+    extra: int  # tokens by which an output may be longer than its source
+    n_best: int = 1
+
+
+Decoder = Callable[[Sources, Task], Outputs]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The weights that all engines share: a run folder on a device, and a folder for what they must write."""
+
+    run: Run
+    device: torch.device
+    folder: Path
+
+    @cached_property
+    def model(self) -> Transformer:
+        model = self.run.model(self.device)
+        if not isinstance(model, Transformer):
+            raise UsageError(
+                f"{self.run.path}: not a Transformer that translates: the other engines know no other kind"
+            )
+        return model
+
+    @cached_property
+    def exported(self) -> Path:
+        """The weights as CTranslate2 reads them."""
+        to_ctranslate2(self.model, self.run.tokenizers, self.folder / "ctranslate2")
+        return self.folder / "ctranslate2"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine and how it is set."""
+
+    engine: str
+    how: str
+    open: Callable[[Subject], Decoder]
+    exact: bool = False  # it computes in fp32 and so must write the same tokens
+    most: int = 0  # sentences it decodes in one round, because it is slow; 0: any number
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.how}"
+
+
+def settings(device: torch.device, threads: int = 0) -> list[Setting]:
+    """All there are for a device; the first is the reference for the others' outputs."""
+    return _on_cpu(threads or torch.get_num_threads()) if device.type == "cpu" else _on_gpu()
+
+
+def _on_cpu(threads: int) -> list[Setting]:
+    one = f"{threads} thread{'s' * (threads > 1)}"
+    found = [Setting(OURS, f"fp32, {one}", _plain, exact=True)]
+    for dtype in ("fp32", "bf16", "int8"):
+        found.append(Setting(OURS, f"packed {dtype}, {one}", partial(_packed, dtype=dtype), exact=dtype == "fp32"))
+        if threads > 1:
+            several = partial(_in_processes, dtype=dtype, processes=threads)
+            found.append(Setting(OURS, f"packed {dtype}, {threads} processes", several, exact=dtype == "fp32"))
+    for dtype in ("float32", "int8"):
+        for replicas in sorted({1, threads}):
+            how = f"{dtype}, {replicas} × {threads // replicas}"
+            opened = partial(_ctranslate2, dtype=dtype, replicas=replicas, threads=threads // replicas)
+            found.append(Setting(CTRANSLATE2, how, opened, exact=dtype == "float32"))
+    found.append(Setting(TRANSFORMERS, f"fp32, {one}", _transformers, exact=True))
+    found.append(Setting(TORCH, f"fp32, no cache, {one}", _without_cache, exact=True, most=64))
+    return found
+
+
+def _on_gpu() -> list[Setting]:
+    found = []
+    for name, numbers in FLOATS.items():
+        found.append(Setting(OURS, name, partial(_plain, dtype=numbers), exact=name == "fp32"))
+        found.append(Setting(OURS, f"{name}, captured", partial(_captured, dtype=numbers), exact=name == "fp32"))
+    for dtype in ("float32", "bfloat16", "int8_bfloat16"):
+        opened = partial(_ctranslate2, dtype=dtype, replicas=1, threads=1)
+        found.append(Setting(CTRANSLATE2, dtype, opened, exact=dtype == "float32"))
+    for name, numbers in FLOATS.items():
+        found.append(Setting(TRANSFORMERS, name, partial(_transformers, dtype=numbers), exact=name == "fp32"))
+    found.append(Setting(TORCH, "fp32, no cache", _without_cache, exact=True, most=64))
+    return found
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+
+
+def _plain(subject: Subject, dtype: torch.dtype = torch.float32) -> Decoder:
+    return _searching(subject.run.model(subject.device).to(dtype), subject)
+
+
+def _packed(subject: Subject, dtype: str) -> Decoder:
+    packed: Any = pack(subject.model, dtype)
+    if packed.engine.dtype != dtype:
+        raise UsageError(packed.engine.reason)
+    return _searching(packed, subject)
+
+
+def _captured(subject: Subject, dtype: torch.dtype) -> Decoder:
+    """The step of the search as a graph. It has as many slots as it is given sentences, up to what it holds at most."""
+    model: Any = subject.run.model(subject.device).to(dtype)
+    pool, tokenizers = Pool(model), subject.run.tokenizers
+
+    def decode(sources: Sources, task: Task) -> Outputs:
+        spec = _spec(sources, task)
+        outputs: Outputs = [[] for _ in sources]
+        for batch in _batches(sources, task.batch if task.batch < MOST else len(sources)):
+            rows = [sources[i] for i in batch]
+            found = search_all(model, rows, spec, tokenizers, n_best=task.n_best, device=subject.device, pool=pool)
+            for i, hypotheses in zip(batch, _outputs(found), strict=True):
+                outputs[i] = hypotheses
+        return outputs
+
+    return decode
+
+
+def _in_processes(subject: Subject, dtype: str, processes: int) -> Decoder:
+    _packed(subject, dtype)  # refuses here what the processes would not say
+    workers = ProcessWorkers(processes, open_run, str(subject.run.path), "", dtype)
+
+    def decode(sources: Sources, task: Task) -> Outputs:
+        return _outputs(search_in(workers, sources, _spec(sources, task), n_best=task.n_best))
+
+    return decode
+
+
+def _without_cache(subject: Subject) -> Decoder:
+    return _searching(TorchTransformer(subject.model).to(subject.device).eval(), subject)
+
+
+def _searching(model: Any, subject: Subject) -> Decoder:
+    tokenizers, device = subject.run.tokenizers, subject.device
+
+    def decode(sources: Sources, task: Task) -> Outputs:
+        spec = _spec(sources, task)
+        return _outputs(search_all(model, sources, spec, tokenizers, n_best=task.n_best, device=device))
+
+    return decode
+
+
+def _spec(sources: Sources, task: Task) -> config.DecodeConfig:
+    """Our search cuts batches by their tokens: so many that `task.batch` sentences of mean length fit."""
+    tokens = sum(len(source) + 1 for source in sources) / len(sources)
+    budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
+    return config.DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+
+
+def _batches(sources: Sources, size: int) -> Iterator[list[int]]:
+    """Places of so many sentences at a time, longest first."""
+    order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+    return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _outputs(found: list[list[Hypothesis]]) -> Outputs:
+    return [[[*hypothesis.tokens, EOS] for hypothesis in hypotheses] for hypotheses in found]
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
+
+
+def _ctranslate2(subject: Subject, dtype: str, replicas: int, threads: int) -> Decoder:
+    package = engine("ctranslate2")
+    device, ours = subject.device.type, torch.get_num_threads()
+    try:
+        if dtype not in package.get_supported_compute_types(device):
+            raise UsageError(f"ctranslate2 has no {dtype} on this {device}")
+        translator = package.Translator(
+            str(subject.exported),
+            device=device,
+            device_index=subject.device.index or 0,
+            compute_type=dtype,
+            inter_threads=replicas,
+            intra_threads=threads,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"ctranslate2 cannot use this {device}: {error}") from None
+    finally:
+        torch.set_num_threads(ours)  # both have the same OpenMP, and it sets the number for this thread too
+    names = subject.run.tokenizers.src.names
+    ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
+
+    def decode(sources: Sources, task: Task) -> Outputs:
+        found = translator.translate_batch(
+            [[names[token] for token in (*source, EOS)] for source in sources],
+            max_batch_size=task.batch,
+            beam_size=task.beam,
+            num_hypotheses=task.n_best,
+            length_penalty=0.0,
+            max_input_length=0,
+            min_decoding_length=0,
+            max_decoding_length=max(map(len, sources)) + task.extra,
+            return_end_token=True,
+        )
+        return [[[ids[name] for name in tokens] for tokens in each.hypotheses] for each in found]
+
+    return decode
+
+
+def _transformers(subject: Subject, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = to_huggingface(subject.model).to(subject.device, dtype)
+
+    def decode(sources: Sources, task: Task) -> Outputs:
+        outputs: Outputs = [[] for _ in sources]
+        for batch in _batches(sources, task.batch):
+            found = generate([sources[i] for i in batch], task)
+            for i, hypotheses in zip(batch, found, strict=True):
+                outputs[i] = hypotheses
+        return outputs
+
+    def generate(sources: Sources, task: Task) -> Outputs:
+        source = pad([np.asarray(row) for row in sources], PAD, last=EOS).to(subject.device)
+        options: dict[str, Any] = {"num_beams": task.beam, "num_return_sequences": task.n_best}
+        if task.beam > 1:
+            options["length_penalty"] = 0.0
+        rows = model.generate(
+            source,
+            attention_mask=(source != PAD).long(),
+            do_sample=False,
+            max_new_tokens=max(map(len, sources)) + task.extra + 1,
+            **options,
+        ).tolist()
+        texts = [row[1 : row.index(EOS) + 1] for row in rows]  # <s> before it, and padding behind
+        return [texts[i : i + task.n_best] for i in range(0, len(texts), task.n_best)]
+
+    return decode
+
+
+# ---- A run folder of random weights, so that any size of model can be decoded without training it first --------------
+
+
+SIZES: dict[str, tuple[config.ModelConfig, int]] = {  # the model, and its vocabulary
+    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
+    "base": (presets.paper_base().model, 37_000),
+    "demo": (presets.demo().model, 2000),
+}
+
+
+def make_run(size: str, folder: Path, *, seed: int = 0) -> Run:
+    """A run of that size, `small`, `base` or `demo`, in the folder."""
+    if size not in SIZES:
+        raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
+    spec, vocab = SIZES[size]
+    assert isinstance(spec, config.TransformerConfig)
+    # Tied to the output a random embedding would have each word followed by itself.
+    settings = config.Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
+    assert isinstance(settings.model, config.TransformerConfig)
+    tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
+    torch.manual_seed(seed)
+    model = Transformer(settings.model, vocab, vocab)
+    forget_the_end(model)
+    run = Run.create(folder, settings, Tokenizers(tokenizer, tokenizer))
+    files.write_tensors(folder / "weights" / "best.safetensors", dict(model.named_parameters()))
+    return run
+
+
+def forget_the_end(model: Transformer) -> None:
+    """Make <pad>, <s> and </s> as good as impossible: their logits are -32, whatever was read and written.
+
+    The last norm is made to give 4 in one of its d_model outputs, and these tokens read nothing but that.
+    """
+    last = model.decoder_norm if model.spec.norm == "pre" else model.decoder[-1].residuals[-1].norm
+    assert isinstance(last, nn.LayerNorm)
+    with torch.no_grad():
+        last.weight[0], last.bias[0] = 0.0, 4.0
+        for token in (PAD, BOS, EOS):
+            model.output.weight[token] = 0.0
+            model.output.weight[token, 0] = -8.0
+
+
+def sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
+    """Random sources: `count` of exactly `length` tokens."""
+    draws = torch.Generator().manual_seed(seed)
+    drawn: list[list[int]] = torch.randint(EOS + 1, run.tokenizers.src.size, (count, length), generator=draws).tolist()
+    return drawn

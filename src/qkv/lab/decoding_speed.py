@@ -1,0 +1,378 @@
+"""Decoding speed: ours in each setting against other engines on the same weights and the same sentences.
+
+First the outputs are compared: whatever computes in fp32 must write the same tokens. Then all settings take turns,
+round after round, so that whatever else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.console import say
+from qkv.core.device import choose_device
+from qkv.core.errors import QkvError, UsageError
+from qkv.data.lines import Lines
+from qkv.lab import decoding_contenders, training_speed
+from qkv.lab.decoding_contenders import Setting, Sources, Subject, Task
+from qkv.lab.result_tables import Sheet, about, check_outputs, publish
+from qkv.models.base import parameter_count
+from qkv.run import Run
+from qkv.text.tokenizer import EOS
+
+BEAMS, BATCHES = (1, 4), (1, 64, 512)
+AT_LEAST = 3  # rounds
+SAME = 0.99  # of the sentences must have the same tokens in fp32; the rest are ties that rounding decides
+PAUSE = 0.02  # seconds in which the threads of the engine before come to rest
+ONE_BY_ONE = 8  # sentences of a round with batch 1
+DRAWN = {"cpu": (256, 40), "gpu": (512, 30)}  # random sentences, and the tokens of each
+EXTRA = 50  # tokens by which a translation may be longer than its source, as in the paper
+PACKAGES = ("transformers", "ctranslate2")
+FIXED = "all hypotheses of the beam, in any order; random weights exaggerate what a lower precision changes"
+
+
+@dataclass(frozen=True)
+class Text:
+    """The sentences that are decoded, and how their outputs compare."""
+
+    name: str
+    sources: Sources
+    extra: int
+    fixed: bool  # all outputs have one length
+
+    def of(self, setting: Setting, batch: int) -> Sources:
+        """What a setting decodes in one round: all, or few where it is slow; every k-th, so that lengths are alike."""
+        most = ONE_BY_ONE if batch == 1 else len(self.sources)
+        if self.fixed and setting.engine in (decoding_contenders.TRANSFORMERS, decoding_contenders.TORCH):
+            most = min(most, max(batch, ONE_BY_ONE))  # batch after batch alike: one tells as much as several
+        most = min(most, setting.most or most)
+        return self.sources[:: max(1, len(self.sources) // most)][:most]
+
+
+@dataclass
+class Row:
+    """One setting with one beam and batch: what it wrote, and how fast it was in each round."""
+
+    setting: Setting
+    task: Task
+    sources: Sources
+    decode: decoding_contenders.Decoder
+    same: float = 0.0
+    tokens: int = 0
+    speeds: list[float] = field(default_factory=list)  # tokens a second
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.speeds)
+
+    def run(self) -> None:
+        """One round."""
+        time.sleep(PAUSE)
+        _wait()
+        start = time.perf_counter()
+        found = self.decode(self.sources, self.task)
+        _wait()
+        seconds = time.perf_counter() - start
+        self.tokens = sum(
+            token != EOS for hypotheses in found for token in hypotheses[0]
+        )  # some write </s>, some do not
+        self.speeds.append(self.tokens / seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting.name,
+            "engine": self.setting.engine,
+            "fp32": self.setting.exact,
+            "beam": self.task.beam,
+            "batch": self.task.batch,
+            "sentences": len(self.sources),
+            "tokens": self.tokens,
+            "tokens_per_second": self.median,
+            "low": min(self.speeds),
+            "high": max(self.speeds),
+            "ms_per_token": 1000 / self.median if self.task.batch == 1 else None,
+            "rounds": len(self.speeds),
+            "same": self.same,
+        }
+
+
+def measure_decoding(
+    *,
+    model: str = "",
+    run: str = "",
+    src: str = "",
+    beams: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    only: Sequence[str] = (),
+    seconds: float = 10.0,
+    device: str = "auto",
+    outputs: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Measure, print tables, and write .json or .md: random weights of a size, or a trained run on a text.
+
+    `only` keeps the settings whose names hold one of these words. The result says where, with what and on what it was
+    measured; `rows` has every setting with each beam and batch, `ratios` our fastest against each peer's fastest, by
+    batch (None: of any), in fp32 and in any precision; `missing` has the reason for what is not there.
+    """
+    check_outputs(outputs)
+    beams, batches = beams or BEAMS, batches or BATCHES
+    if bool(run) != bool(src) or (run and model):
+        raise UsageError("give --run and --src together, a trained run and a text, or --model alone")
+    if min(*beams, *batches, 1) < 1:
+        raise UsageError("--beam and --batch: give numbers from 1")
+    chosen = choose_device(device)
+    with tempfile.TemporaryDirectory(prefix="qkv-") as folder:
+        size = model or ("small" if chosen.type == "cpu" else "base")
+        opened = Run.open(run) if run else decoding_contenders.make_run(size, Path(folder) / "run")
+        subject = Subject(opened, chosen, Path(folder))
+        text = _read(opened, src) if src else _draw(opened, chosen, max(batches))
+        decoders, missing = _open(subject, only)
+        reference = decoding_contenders.settings(chosen)[0].open(subject)
+        rows = [row for beam in beams for row in _take_turns(decoders, reference, text, beam, batches, seconds)]
+        result = about(device, command) | {
+            "versions": {name: _version(name) for name in PACKAGES},
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
+            "text": text.name,
+            "compared": FIXED if text.fixed else "the best hypothesis",
+            "length_penalty": "none",
+            "rows": [row.to_dict() for row in rows],
+            "missing": missing,
+            "ratios": _ratios(rows),
+        }
+    publish(result, _sheets(result), _remarks(result), outputs)
+    return result
+
+
+def _read(run: Run, src: str) -> Text:
+    lines = [line for line in Lines(src) if line]
+    if not lines:
+        raise UsageError(f"{src}: no text in it")
+    sources = [run.tokenizers.src.encode(line) for line in lines]
+    return Text(f"{src}, {len(sources):,} lines", sources, EXTRA, fixed=False)
+
+
+def _draw(run: Run, device: torch.device, batch: int) -> Text:
+    count, length = DRAWN["cpu" if device.type == "cpu" else "gpu"]
+    count = max(count, batch) if batch > 1 else ONE_BY_ONE
+    sources = decoding_contenders.sentences(run, count, length)
+    return Text(f"{count} sentences of {length} random tokens, outputs of {length} tokens", sources, 0, fixed=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _open(subject: Subject, only: Sequence[str]) -> tuple[dict[Setting, decoding_contenders.Decoder], dict[str, str]]:
+    """The settings that are to be had, and why the others are not."""
+    known = decoding_contenders.settings(subject.device)
+    wanted = [each for each in known if not only or any(word in each.name for word in only)]
+    if not wanted:
+        names = "; ".join(each.name for each in known)
+        raise UsageError(f"--only {' '.join(only)}: no setting is called so; there are {names}")
+    found, missing = {}, {}
+    for setting in wanted:
+        try:
+            found[setting] = setting.open(subject)
+        except UsageError as reason:
+            missing[setting.name] = str(reason)
+    if not found:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
+    return found, missing
+
+
+# ---- comparing and timing --------------------------------------------------------------------------------------------
+
+
+def _take_turns(
+    decoders: dict[Setting, decoding_contenders.Decoder],
+    reference: decoding_contenders.Decoder,
+    text: Text,
+    beam: int,
+    batches: Sequence[int],
+    seconds: float,
+) -> list[Row]:
+    """Every setting with every batch, at one beam: outputs compared, then rounds in which each runs once."""
+    rows = [
+        Row(setting, Task(beam, batch, text.extra), text.of(setting, batch), decode)
+        for batch in batches
+        for setting, decode in decoders.items()
+        if not setting.most or batch <= setting.most
+    ]
+    if not rows:
+        raise UsageError("--batch: these settings are measured with smaller batches only: give one of up to 64")
+    _compare(rows, reference, text.fixed)
+    say(f"beam {beam}: the outputs are compared, {len(rows)} rows take turns")
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST:
+        for row in rows:
+            row.run()
+        say(f"beam {beam}: {len(rows[0].speeds)} rounds in {time.perf_counter() - begun:.0f} s")
+    return rows
+
+
+def _compare(rows: Sequence[Row], reference: decoding_contenders.Decoder, fixed: bool) -> None:
+    """The share of sentences for which each row writes the reference's tokens; less in fp32 than it must is refused.
+
+    Where all outputs are cut at one length, engines rank them with </s>, which ours writes, or without: all hypotheses
+    of the beam are compared, in any order.
+    """
+    known: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for row in rows:
+        task = replace(row.task, n_best=row.task.beam if fixed else 1)
+        missing = [source for source in row.sources if tuple(source) not in known]
+        if missing:
+            batch = replace(task, batch=64)
+            known |= zip(map(tuple, missing), map(_written, reference(missing, batch)), strict=True)
+        found = map(_written, row.decode(row.sources, task))
+        if task != row.task:
+            row.decode(row.sources, row.task)  # whatever is made only once is now made
+        equal = [written == known[tuple(source)] for source, written in zip(row.sources, found, strict=True)]
+        row.same = sum(equal) / len(equal)
+        if row.setting.exact and row.same < SAME:
+            raise QkvError(
+                f"{row.setting.name}, beam {task.beam}, batch {task.batch}: {row.same:.1%} of the sentences have the "
+                f"tokens that our plain model writes: the comparison would mean nothing"
+            )
+
+
+def _written(hypotheses: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
+    """The texts of one sentence's hypotheses, without </s>."""
+    return {tuple(token for token in tokens if token != EOS) for tokens in hypotheses}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Our fastest setting against each peer's: in fp32 and in any precision, with each batch and with any."""
+    found = []
+    for beam in dict.fromkeys(row.task.beam for row in rows):
+        several = [row for row in rows if row.task.beam == beam]
+        batches = [*dict.fromkeys(row.task.batch for row in several)]
+        for batch in [*batches, None] if len(batches) > 1 else batches:
+            for exact in (True, False):
+                chosen = [
+                    row
+                    for row in several
+                    if (batch is None or row.task.batch == batch) and (row.setting.exact or not exact)
+                ]
+                found += [{"beam": beam, "batch": batch, "fp32": exact} | ratio for ratio in _against(chosen)]
+    return found
+
+
+def _against(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    best: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.median):
+        best[row.setting.engine] = row
+    ours = best.pop(decoding_contenders.OURS, None)
+    found: list[dict[str, Any]] = []
+    if ours is None:
+        return found
+    for peer, row in best.items():
+        ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=True)]
+        found.append(
+            {
+                "peer": peer,
+                "ours": _label(ours),
+                "theirs": _label(row),
+                "ratio": statistics.median(ratios),
+                "low": min(ratios),
+                "high": max(ratios),
+            }
+        )
+    return found
+
+
+def _label(row: Row) -> str:
+    return f"{row.setting.name}, batch {row.task.batch}"
+
+
+def _sheets(result: dict[str, Any]) -> list[Sheet]:
+    sheets = []
+    for beam in dict.fromkeys(row["beam"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["beam"] == beam]
+        batches = [*dict.fromkeys(row["batch"] for row in rows)]
+        lines = []
+        for name in dict.fromkeys(row["setting"] for row in rows):
+            own = {row["batch"]: row for row in rows if row["setting"] == name}
+            same = min(row["same"] for row in own.values())
+            lines.append((name, f"{same:.1%}", *(_cell(own.get(batch)) for batch in batches)))
+        title = f"{'greedy' if beam == 1 else f'beam {beam}'}: tokens a second, median (range)"
+        sheets.append(Sheet(title, ("", "same tokens", *(f"batch {batch}" for batch in batches)), tuple(lines)))
+    lines = [
+        (
+            f"beam {ratio['beam']}, {'any batch' if ratio['batch'] is None else 'batch ' + str(ratio['batch'])}",
+            "fp32" if ratio["fp32"] else "any",
+            ratio["peer"],
+            f"{ratio['ratio']:.2f} × ({ratio['low']:.2f} – {ratio['high']:.2f})",
+            ratio["ours"],
+            ratio["theirs"],
+        )
+        for ratio in result["ratios"]
+    ]
+    if not lines:
+        return sheets
+    columns = ("", "precision", "peer", "ours / peer", "ours", "theirs")
+    return [*sheets, Sheet("our fastest setting against each peer's fastest", columns, tuple(lines))]
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    latency = f", {row['ms_per_token']:.2f} ms a token" if row["ms_per_token"] and row["beam"] == 1 else ""
+    return f"{row['tokens_per_second']:,.0f} ({row['low']:,.0f} – {row['high']:,.0f}){latency}"
+
+
+def _remarks(result: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"{result['model']}; {result['text']}; {result['cores']} cores, {result['threads']} threads; {versions}",
+        f"same tokens: {result['compared']}",
+        *(f"left out: {name}: {reason}" for name, reason in result["missing"].items()),
+    ]
+
+
+# ---- `qkv lab speed`: which speed is measured, of training or of decoding, each in a module of its own ---------------
+
+
+DECODING = {"run": "--run", "src": "--src", "beams": "--beam", "batches": "--batch"}  # what training has no use for
+
+
+def measure_speed(what: str, *, outputs: Sequence[str] = (), tokens: int = 0, **options: Any) -> dict[str, Any]:
+    """The speed of training, of decoding, or of both; options are those of their own `measure`."""
+    if what not in ("train", "decode", "all"):
+        raise UsageError(f"lab speed {what}: choose one of train, decode, all")
+    if what == "all" and outputs:
+        raise UsageError("--output: one file for one table: measure train and decode one after the other")
+    if what == "decode" and tokens:
+        raise UsageError("--tokens is for lab speed train: leave it out, or give --batch")
+    given = {name: value for name, value in options.items() if name in DECODING and value}
+    if what == "train" and given:
+        raise UsageError(f"{DECODING[next(iter(given))]} is for lab speed decode: leave it out")
+    results = {}
+    if what != "decode":
+        shared = {name: value for name, value in options.items() if name not in DECODING}
+        results["train"] = training_speed.measure_training(outputs=outputs, tokens=tokens, **shared)
+    if what != "train":
+        results["decode"] = measure_decoding(outputs=outputs, **options)
+    return results

@@ -1,0 +1,382 @@
+"""Those who train the same model: ours, and what a user might write instead, each set up as who knows it well would.
+
+A contender prepares itself on the shared weights, shows its logits, and takes training steps; a new one is one more
+line in `contenders`. On a GPU all compute in bf16 with fp32 weights, on a CPU in fp32, all with torch's fused Adam.
+What is not installed refuses to be prepared and says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv import config
+from qkv.core.errors import UsageError
+from qkv.data.loader import Batch
+from qkv.data.ragged import Flat, Ragged, lay
+from qkv.engines.cuda_training.cuda_trainer import Captured
+from qkv.interop import to_huggingface
+from qkv.models.transformer import Transformer
+from qkv.text.tokenizer import BOS, EOS, PAD
+from qkv.train import optim
+from qkv.train.loss import smoothed_loss
+
+OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
+STEP = 256  # a batch of ours is filled up to a multiple of so many tokens, so that its shapes are few
+RATE = 1e-4  # the learning rate: that of no schedule, as nothing is to be learned
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all contenders begin with."""
+
+    model: Transformer  # on the CPU; nobody may change it
+    device: torch.device
+    width: int  # of a batch: no sentence is longer
+    spec: config.TrainConfig
+
+    @property
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+class Contender(ABC):
+    """One way to train: `prepare`, then `logits` for the comparison and `step` for the race."""
+
+    exact = True  # it has our architecture and weights, so its logits must be ours
+
+    def __init__(self, engine: str, how: str) -> None:
+        self.engine, self.how = engine, how
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.how}"
+
+    @abstractmethod
+    def prepare(self, subject: Subject) -> None:
+        """Make model and optimiser on the device."""
+
+    def laid(self, batch: Batch) -> Any:
+        """A batch as this one wants it, on the host: the work of a loader's thread, which is not timed."""
+        return batch
+
+    @abstractmethod
+    def logits(self, batch: Batch) -> Tensor:
+        """(batch, target, vocab), in fp32 and without dropout."""
+
+    @abstractmethod
+    def step(self, batch: Any) -> int:
+        """One update of the weights; returns the target tokens it learned from, and need not wait for the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back the memory."""
+
+
+class Written(Contender):
+    """A model in the loop that everyone writes: loss under autocast, backward, fused Adam.
+
+    `make` gives a module from (source, lengths, target) to logits; `compiled` has torch compile it with its loss, for
+    the one shape that there is.
+    """
+
+    def __init__(self, engine: str, make: Callable[[Subject], nn.Module], *, compiled: bool = False) -> None:
+        super().__init__(engine, "compiled" if compiled else "eager")
+        self.make, self.compiled = make, compiled
+
+    def prepare(self, subject: Subject) -> None:
+        self.subject = subject
+        self.model: Any = self.make(subject).to(subject.device).train()
+        self.run = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
+        betas = (subject.spec.beta1, subject.spec.beta2)
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=subject.spec.eps, fused=True)
+
+    def logits(self, batch: Batch) -> Tensor:
+        with evaluating(self.model):
+            found: Tensor = self.model(*batch.inputs)
+        return found
+
+    def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """The mean over the real tokens."""
+        smoothing = self.subject.spec.label_smoothing
+        logits = self.model(*batch)  # (batch, target, vocab)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=smoothing)
+
+    def step(self, batch: Batch) -> int:
+        with self.subject.autocast:
+            loss = self.run(batch.inputs, batch.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return batch.tokens
+
+    def close(self) -> None:
+        self.model = self.run = self.optimizer = None  # type: ignore[assignment]
+        torch.compiler.reset()
+
+
+class Plain(Written):
+    """Our model and our loss, which never holds all logits, one operation after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(OURS, lambda subject: copy.deepcopy(subject.model))
+        self.how = "plain"
+
+    def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        hidden = self.model.hidden_at(labels != PAD, *batch)
+        smoothing = self.subject.spec.label_smoothing
+        loss, _ = smoothed_loss(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
+        return loss / (labels != PAD).sum()
+
+
+class Fast(Contender):
+    """Our fused pass over sentences laid end to end; on a GPU, as CUDA graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(OURS, "captured")
+
+    def prepare(self, subject: Subject) -> None:
+        self.model = copy.deepcopy(subject.model).to(subject.device).train()
+        optimizer = optim.build(self.model, subject.spec)
+        dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
+        self.captured = Captured(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
+        self.steps = 0
+
+    def laid(self, batch: Batch) -> Ragged:
+        real = batch.labels != PAD
+        lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
+        rows = [
+            np.concatenate([row[:length] for row, length in zip(ids.numpy(), own, strict=True)])
+            for ids, own in zip((batch.source, batch.labels), lengths, strict=True)
+        ]
+        return lay(*map(Flat, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
+
+    def logits(self, batch: Batch) -> Tensor:
+        with evaluating(self.model):
+            found: Tensor = self.model(*batch.inputs)
+        return found
+
+    def step(self, batch: Ragged) -> int:
+        self.steps += 1
+        self.captured.add_gradient(batch, self.steps)
+        self.captured.update(rate=RATE)
+        return batch.tokens
+
+    def close(self) -> None:
+        self.model = self.captured = None  # type: ignore[assignment]
+
+
+class OtherArchitecture(Written):
+    """One whose layers are not the paper's: of the same sizes, but its logits are its own."""
+
+    exact = False
+
+
+def contenders(device: torch.device) -> list[Contender]:
+    """All there are; ours come first, the plain one as the reference for the others' logits."""
+    found: list[Contender] = [Plain(), Fast()] if device.type == "cuda" else [Plain()]
+    for engine, make in ((TRANSFORMERS, _marian), (TORCH, _torch)):
+        found += [Written(engine, make, compiled=compiled) for compiled in (False, True)]
+    return [*found, OtherArchitecture(X_TRANSFORMERS, _x_transformers)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+# ---- what they are made of -------------------------------------------------------------------------------------------
+
+
+class _Marian(nn.Module):
+    """transformers' model, with the signature of ours."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
+        self.model.set_attn_implementation("sdpa")
+        self.model.config.attention_dropout = subject.model.spec.attention_dropout
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
+        made = self.model(
+            input_ids=source, attention_mask=real.long(), decoder_input_ids=target, use_cache=False, return_dict=True
+        )
+        logits: Tensor = made.logits
+        return logits
+
+
+def _marian(subject: Subject) -> nn.Module:
+    return _Marian(subject)
+
+
+def _torch(subject: Subject) -> nn.Module:
+    """torch's layers; their dropout inside attention and feed-forward, which the paper has not, is that of our spec."""
+    peer = TorchTransformer(copy.deepcopy(subject.model))
+    spec = subject.model.spec
+    for module in peer.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = spec.attention_dropout
+        elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            module.dropout.p = spec.activation_dropout
+    return peer
+
+
+class _XTransformer(nn.Module):
+    """x-transformers' encoder and decoder of our sizes, its own choices in all else; output tied to the embedding."""
+
+    def __init__(self, subject: Subject, package: Any) -> None:
+        super().__init__()
+        spec, vocab = subject.model.spec, len(subject.model.output.weight)
+        shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
+        inner = {"ff_mult": spec.d_ff / spec.d_model, "pre_norm": spec.norm == "pre"}
+        shared = {"num_tokens": vocab, "max_seq_len": subject.width, "emb_dropout": spec.dropout}
+        encoder = package.Encoder(depth=spec.encoder_layers, layer_dropout=0.0, **shape, **inner)
+        decoder = package.Decoder(depth=spec.decoder_layers, cross_attend=True, **shape, **inner)
+        self.encoder = package.TransformerWrapper(attn_layers=encoder, **shared)
+        self.decoder = package.TransformerWrapper(attn_layers=decoder, tie_embedding=True, **shared)
+        self.encoder.token_emb = self.decoder.token_emb
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
+        memory = self.encoder(source, mask=real, return_embeddings=True)
+        logits: Tensor = self.decoder(target, context=memory, context_mask=real)
+        return logits
+
+
+def _x_transformers(subject: Subject) -> nn.Module:
+    try:
+        return _XTransformer(subject, importlib.import_module("x_transformers"))
+    except ImportError:
+        raise UsageError("x-transformers is not installed: pip install x-transformers") from None
+
+
+# ---- What a user would otherwise build: the same architecture from torch.nn.Transformer's layers, without ------------
+
+
+@dataclass
+class Prefixes:
+    """Without a cache, all there is to remember is what was written."""
+
+    memory: Tensor
+    padding: Tensor
+    tokens: Tensor
+    beam: int
+
+    def select(self, rows: Tensor) -> Prefixes:
+        return Prefixes(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
+
+
+class TorchTransformer(nn.Module):
+    """torch's encoder and decoder layers around our embeddings, holding a copy of one of our models' weights."""
+
+    def __init__(self, ours: Transformer) -> None:
+        super().__init__()
+        spec = ours.spec
+        self.source, self.target, self.output = ours.source, ours.target, ours.output
+        shape = {
+            "d_model": spec.d_model,
+            "nhead": spec.heads,
+            "dim_feedforward": spec.d_ff,
+            "dropout": spec.dropout,
+            "batch_first": True,
+            "norm_first": spec.norm == "pre",
+        }
+        final = (lambda: nn.LayerNorm(spec.d_model)) if spec.norm == "pre" else (lambda: None)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**shape),  # type: ignore[arg-type]
+            spec.encoder_layers,
+            final(),
+            enable_nested_tensor=False,
+        )
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(**shape),  # type: ignore[arg-type]
+            spec.decoder_layers,
+            final(),
+        )
+        self.load_state_dict(_renamed(ours), strict=True)
+
+    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        padding = _padding(source, lengths)
+        memory = self.encoder(self.source(source), src_key_padding_mask=padding)
+        return self._decode(target, memory, padding)
+
+    def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        return F.linear(self.hidden(source, lengths, target), self.output.weight)
+
+    def encode(self, source: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        padding = _padding(source, lengths)
+        return self.encoder(self.source(source), src_key_padding_mask=padding), padding
+
+    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> Prefixes:
+        values, padding = (part.repeat_interleave(beam, 0) for part in memory)
+        nothing = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
+        return Prefixes(values, padding, nothing, beam)
+
+    def step(self, tokens: Tensor, state: Prefixes) -> tuple[Tensor, Prefixes]:
+        state.tokens = torch.cat([state.tokens, tokens], dim=1)
+        hidden = self._decode(state.tokens, state.memory, state.padding)[:, -tokens.shape[1] :]
+        return F.linear(hidden, self.output.weight), state
+
+    def _decode(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+        length = target.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        decoded: Tensor = self.decoder(
+            self.target(target), memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding
+        )
+        return decoded
+
+
+def _padding(source: Tensor, lengths: Tensor) -> Tensor:
+    """torch's convention is the reverse of ours: True = padding, not to be attended to."""
+    return torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
+
+
+def _renamed(ours: Transformer) -> dict[str, Tensor]:
+    """Our weights under torch's names; torch's attention has biases, which are zero here if ours has none."""
+    state = {
+        name: tensor
+        for name, tensor in ours.state_dict().items()
+        if name.split(".")[0] in ("source", "target", "output")
+    }
+    norms = {"encoder": ("norm1", "norm2"), "decoder": ("norm1", "norm2", "norm3")}
+    sides: list[tuple[str, list[Any]]] = [("encoder", list(ours.encoder)), ("decoder", list(ours.decoder))]
+    for side, layers in sides:
+        for i, layer in enumerate(layers):
+            prefix = f"{side}.layers.{i}"
+            attentions = {"self_attn": layer.attention}
+            if side == "decoder":
+                attentions["multihead_attn"] = layer.cross_attention
+            for name, attention in attentions.items():
+                for inner, linear in (("in_proj_", attention.qkv), ("out_proj.", attention.output)):
+                    state[f"{prefix}.{name}.{inner}weight"] = linear.weight
+                    bias = linear.bias if linear.bias is not None else linear.weight.new_zeros(len(linear.weight))
+                    state[f"{prefix}.{name}.{inner}bias"] = bias
+            for name, linear in (("linear1", layer.feed_forward.inner), ("linear2", layer.feed_forward.outer)):
+                state[f"{prefix}.{name}.weight"], state[f"{prefix}.{name}.bias"] = linear.weight, linear.bias
+            for name, residual in zip(norms[side], layer.residuals, strict=True):
+                state[f"{prefix}.{name}.weight"], state[f"{prefix}.{name}.bias"] = (
+                    residual.norm.weight,
+                    residual.norm.bias,
+                )
+        final = getattr(ours, f"{side}_norm")
+        if isinstance(final, nn.LayerNorm):
+            state[f"{side}.norm.weight"], state[f"{side}.norm.bias"] = final.weight, final.bias
+    return {name: tensor.detach().clone() for name, tensor in state.items()}

@@ -1,0 +1,1 @@
+"""Texts cut into sentences and put together again."""

@@ -1,0 +1,1 @@
+"""More training: automatic recipe, distributed, matrix optimizers, memory limits."""

@@ -1,0 +1,328 @@
+"""What Muon and SOAP have in common: a rule of their own for the matrices inside the layers, AdamW for everything else.
+
+A step is made of tensor operations alone and never waits for the device, so it can be captured in a CUDA graph; the
+learning rate may be a tensor there. As with torch's fused Adam, a step is left out on the device itself where the
+tensor `found_inf` is 1, and gradients are divided by the tensor `grad_scale`. Both are attributes that a caller sets.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from qkv.models.attention import MultiHeadAttention
+from qkv.models.base import Model
+
+Group = dict[str, Any]
+
+
+def matrices(model: nn.Module) -> dict[Tensor, list[int]]:
+    """The weights of the linear maps inside the layers, and how many rows each matrix that lies in them has.
+
+    W^Q, W^K and W^V are three matrices in one parameter, the gates of a recurrent cell three or four. Embeddings,
+    positions and the output are tables of vectors and no maps of a space to another: they are not here.
+    """
+    found: dict[Tensor, list[int]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            found.setdefault(module.weight, [len(module.weight)])
+        elif isinstance(module, MultiHeadAttention):
+            found[module.qkv.weight] = [module.heads * width for width in (module.d_k, module.d_k, module.d_v)]
+        elif isinstance(module, nn.RNNBase):
+            for weight in module.parameters():
+                if weight.dim() == 2:
+                    found[weight] = [module.hidden_size] * (len(weight) // module.hidden_size)
+    if isinstance(model, Model):
+        found.pop(model.output.weight)
+    return found
+
+
+def lying(tensors: Iterable[Tensor], rows: Iterable[list[int]]) -> list[Tensor]:
+    """Views of the matrices in these tensors, each at least as wide as high: what is alike then has one shape."""
+    parts = (part for tensor, each in zip(tensors, rows, strict=True) for part in tensor.split(each))
+    return [part if part.shape[0] <= part.shape[1] else part.mT for part in parts]
+
+
+def by_shape(pieces: Sequence[Tensor]) -> list[list[int]]:
+    """Places of the pieces, those of one shape together, so that they can be worked on as one stack."""
+    places: dict[torch.Size, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        places.setdefault(piece.shape, []).append(place)
+    return list(places.values())
+
+
+class MatrixOptimizer(torch.optim.Optimizer, ABC):
+    """The frame: the first group holds the matrices, the others what AdamW takes care of."""
+
+    _step_supports_amp_scaling = True  # so torch's GradScaler leaves both of these to the step
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self, model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-9, weight_decay: float = 0
+    ) -> None:
+        inside = matrices(model)
+        rest = [p for p in model.parameters() if p not in inside]
+        groups: list[Group] = [
+            {"params": list(inside), "rows": list(inside.values()), "weight_decay": weight_decay},
+            {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
+            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps})
+
+    @abstractmethod
+    def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
+        """One step of the matrices in these parameters; what `unless_skipped` and `rate` say holds for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inside, *rest = self.param_groups
+        for group in rest:
+            self._adamw(group)
+        learned = [(p, rows) for p, rows in zip(inside["params"], inside["rows"], strict=True) if p.grad is not None]
+        if learned:
+            parameters = [p for p, _ in learned]
+            grads = [p.grad for p in parameters]
+            if self.grad_scale is not None:
+                grads = [grad / self.grad_scale for grad in grads]
+            self.update(parameters, grads, [rows for _, rows in learned], inside)
+        return loss
+
+    def rate(self, group: Group) -> Tensor | float:
+        """The learning rate: zero in a step that is left out."""
+        rate: Tensor | float = group["lr"]
+        return rate if self.found_inf is None else rate * (1 - self.found_inf)
+
+    def unless_skipped(self, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+        """These tensors, or the ones before them in a step that is left out: what averages both does not change."""
+        if self.found_inf is None:
+            return new
+        return [torch.where(self.found_inf > 0, before, now) for now, before in zip(new, old, strict=True)]
+
+    def count(self, steps: list[Tensor]) -> None:
+        """One more step for each, but where it is left out."""
+        torch._foreach_add_(steps, 1)
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf.reshape(())] * len(steps))
+
+    def slots(self, parameters: Iterable[Tensor], name: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The state under this name, made where there is none."""
+        found = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if name not in state:
+                state[name] = make(parameter)
+            found.append(state[name])
+        return found
+
+    def decay(self, parameters: list[Tensor], group: Group) -> None:
+        """Decoupled weight decay."""
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - self.rate(group) * group["weight_decay"])
+
+    def _adamw(self, group: Group) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [p.grad for p in parameters],
+            self.slots(parameters, "exp_avg", torch.zeros_like),
+            self.slots(parameters, "exp_avg_sq", torch.zeros_like),
+            [],
+            self.slots(parameters, "step", zero),
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def zero(parameter: Tensor) -> Tensor:
+    """A counter beside a parameter."""
+    return torch.zeros((), device=parameter.device)
+
+
+# ---- Muon (Jordan et al., 2024): the momentum of a matrix, made orthogonal, is the step that it takes ----------------
+
+
+MOMENTUM = 0.95
+RMS = 0.2  # about that of Adam's steps, so that one learning rate serves both (Liu et al., 2025)
+
+# a, b and c of x ← ax + bx³ + cx⁵, one line a step: together the best polynomial of their kind for singular values
+# between 0.001 and 1 (Amsel et al., 2025: Polar Express). They allow for a norm 2 % above the true one.
+POLAR = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """The orthogonal matrices nearest to x (…, rows, columns), no higher than wide: x = UΣVᵀ gives about UVᵀ.
+
+    A Newton–Schulz iteration, which is products of matrices alone: in bf16 on a GPU, where that is all they need.
+    """
+    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)  # no singular value above 1
+    for a, b, c in POLAR:
+        square = x @ x.mT  # (…, rows, rows)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x
+
+
+class Muon(MatrixOptimizer):
+    """Muon with Nesterov's momentum for the matrices inside the layers, AdamW for the rest."""
+
+    def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
+        momenta = self.slots(parameters, "momentum_buffer", torch.zeros_like)
+        grads = self.unless_skipped(grads, momenta)
+        torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+        ahead = lying(torch._foreach_lerp(grads, momenta, MOMENTUM), rows)
+        self.decay(parameters, group)
+        places = lying([p.detach() for p in parameters], rows)
+        for stack in by_shape(ahead):
+            steps = orthogonal(torch.stack([ahead[i] for i in stack]))  # (matrices, rows, columns)
+            steps = steps * (self.rate(group) * RMS * math.sqrt(steps.shape[-1]))
+            torch._foreach_sub_([places[i] for i in stack], list(steps.to(places[stack[0]].dtype).unbind()))
+
+
+# ---- SOAP (Vyas et al., 2024): Adam in the eigenbases of Shampoo's covariances of a gradient's rows and c ------------
+
+
+EVERY = 10  # steps between two refreshments of the bases
+LARGEST = 2048  # a side longer than this keeps its own basis: the decomposition would take too long
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix: views of its weight, gradient and moments, and its own slots in the state of the parameter."""
+
+    weight: Tensor
+    grad: Tensor
+    average: Tensor
+    square: Tensor  # in the eigenbases
+    state: dict[str, Tensor]
+    number: int  # in the parameter
+
+    def slot(self, name: str) -> Tensor | None:
+        return self.state.get(f"{name}.{self.number}")
+
+    def covariance(self, side: str, like: Tensor) -> Tensor:
+        """That of a side, made with its basis where there is none."""
+        if self.slot(side) is None:
+            self.state[f"{side}.{self.number}"] = torch.zeros_like(like)
+            self.state[f"{side}_basis.{self.number}"] = torch.eye(len(like), device=like.device, dtype=like.dtype)
+        return self.state[f"{side}.{self.number}"]
+
+
+class Soap(MatrixOptimizer):
+    """SOAP for the matrices inside the layers, AdamW for the rest. `every` = 0 leaves the bases alone: this is Adam.
+
+    Moments are kept where Adam keeps them; matrix number i of a parameter has the slots `left.i` and `right.i`, its
+    covariances, and `left_basis.i` and `right_basis.i`.
+    """
+
+    def __init__(self, *arguments: Any, every: int = EVERY, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.every = every
+        self._calls = -1  # of `step`; the first one looks into the state, which may be that of a resumed run
+
+    def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
+        averages, squares = (self.slots(parameters, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
+        calls = self.slots(parameters, "calls", zero)
+        if self._calls < 0:
+            self._calls = int(calls[0])
+        self.count(self.slots(parameters, "step", zero))
+        grads = self.unless_skipped(grads, averages)
+        torch._foreach_lerp_(averages, grads, 1 - group["betas"][0])
+        owners = [(self.state[p], i) for p, each in zip(parameters, rows, strict=True) for i in range(len(each))]
+        views = (lying(tensors, rows) for tensors in ([p.detach() for p in parameters], grads, averages, squares))
+        found = [Matrix(*four, *owner) for *four, owner in zip(*views, owners, strict=True)]
+        stacks = [[found[i] for i in places] for places in by_shape([matrix.weight for matrix in found])]
+        for stack in stacks:
+            self._observe(stack, group)
+        if self.every and self._calls % self.every == 0:
+            self.refresh(first=self._calls == 0)
+        torch._foreach_add_(calls, 1)
+        self._calls += 1
+        self.decay(parameters, group)
+        for stack in stacks:
+            self._descend(stack, group)
+
+    def _observe(self, stack: list[Matrix], group: Group) -> None:
+        """Average GGᵀ and GᵀG over the steps, for matrices of one shape."""
+        grad = torch.stack([matrix.grad for matrix in stack])  # (matrices, rows, columns)
+        for side, size in zip(("left", "right"), grad.shape[1:], strict=True):
+            if size <= LARGEST:
+                new = list((grad @ grad.mT if side == "left" else grad.mT @ grad).unbind())
+                old = [matrix.covariance(side, new[0]) for matrix in stack]
+                torch._foreach_lerp_(old, self.unless_skipped(new, old), 1 - group["betas"][1])
+
+    def _descend(self, stack: list[Matrix], group: Group) -> None:
+        """Adam's step in the eigenbases, for matrices of one shape."""
+        beta1, beta2 = group["betas"]
+        left, right = (_stacked([matrix.slot(f"{side}_basis") for matrix in stack]) for side in ("left", "right"))
+        step = torch.stack([matrix.state["step"] for matrix in stack])[:, None, None]
+        grad = _turned(torch.stack([matrix.grad for matrix in stack]), left, right)  # (matrices, rows, columns)
+        squares = [matrix.square for matrix in stack]
+        torch._foreach_lerp_(squares, self.unless_skipped(list(grad.square().unbind()), squares), 1 - beta2)
+        scale = (torch.stack(squares) / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        average = _turned(torch.stack([matrix.average for matrix in stack]), left, right) / (1 - beta1**step)
+        back = _turned(average / scale, None if left is None else left.mT, None if right is None else right.mT)
+        torch._foreach_sub_([matrix.weight for matrix in stack], list((back * self.rate(group)).unbind()))
+
+    @torch.no_grad()
+    def refresh(self, *, first: bool = False) -> None:
+        """Turn the bases towards the eigenvectors of the covariances, or into them the `first` time.
+
+        They stay in order of their eigenvalues, and the second moments follow, so that both keep belonging together.
+        """
+        group = self.param_groups[0]
+        for parameter, rows in zip(group["params"], group["rows"], strict=True):
+            state = self.state[parameter]
+            squares = lying([state["exp_avg_sq"]], [rows]) if "exp_avg_sq" in state else []
+            for number, square in enumerate(squares):
+                for dim, side in enumerate(("left", "right")):
+                    if f"{side}.{number}" not in state:
+                        continue
+                    covariance, basis = state[f"{side}.{number}"], state[f"{side}_basis.{number}"]
+                    if first:
+                        basis.copy_(torch.linalg.eigh(covariance).eigenvectors.flip(-1))
+                        continue
+                    seen = covariance @ basis
+                    order = (basis * seen).sum(0).argsort(descending=True, stable=True)
+                    basis.copy_(torch.linalg.qr(seen[:, order]).Q)
+                    square.copy_(square.index_select(dim, order))
+
+
+def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """LᵀxR: x (matrices, rows, columns) as its bases see it."""
+    if left is not None:
+        x = left.mT @ x
+    return x if right is None else x @ right
+
+
+def _stacked(bases: list[Tensor | None]) -> Tensor | None:
+    known = [basis for basis in bases if basis is not None]
+    return torch.stack(known) if known else None
