@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from qkv import config
+from qkv.assembly import build_model
+from qkv.core.transformer import Transformer
 from qkv.data.loader import Batch, pad
 from qkv.data.ragged import TILES, Flat, Ragged, lay
 from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
-from qkv.models.transformer import Transformer
 from qkv.train.loss import agreeing_loss, smoothed_loss
 
 VOCAB = 50
@@ -47,7 +48,7 @@ def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
 def small(**options: object) -> Transformer:
     torch.manual_seed(0)
     settings: dict[str, object] = {"d_model": 32, "d_ff": 48, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
-    return Transformer(config.TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
+    return build_model(config.TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [1, 64])

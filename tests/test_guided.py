@@ -19,7 +19,7 @@ from qkv.data import links
 from qkv.data import store as store_module
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.models.attention import record
+from qkv.explain.attention_hooks import record_attention
 from qkv.train import checkpoint
 from qkv.train.guided import Guide, guided_layer, guided_loss
 from qkv.train.trainer import Trainer
@@ -86,7 +86,7 @@ def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer
     assert guide is not None
     assert [guided_layer(layers) for layers in (1, 2, 3, 6)] == [0, 0, 1, 4]
     made.model.eval()
-    with guide.watching(), record() as recording:
+    with guide.watching(), record_attention() as recording:
         plain = made.model.hidden(*batch.inputs)
     (used,) = recording.weights["decoder.1.cross"]
     torch.testing.assert_close(guide.log_weights().exp(), used[:, 0])

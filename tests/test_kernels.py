@@ -12,6 +12,7 @@ import pytest
 CHECKS = """
 import torch
 from torch import nn
+from qkv.assembly import build_model
 from qkv.engines.cuda_decoding import inference_kernels as kernels
 
 torch.manual_seed(0)
@@ -94,7 +95,7 @@ from qkv.decode.board import Board
 from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.decode.step import PLAIN, Special
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
-from qkv.models import Transformer
+from qkv.core.transformer import Transformer
 from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain, scan_plain, top
 from qkv.text import Tokenizer, Tokenizers
 
@@ -173,7 +174,7 @@ beams.top = top
 torch.manual_seed(3)
 both = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
 spec = config.TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
-model = Transformer(spec, both.src.size, both.tgt.size).eval()
+model = build_model(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
 lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1, 4, 2, 3)]

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
-from qkv.models.transformer import Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
@@ -93,7 +93,7 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
 def subject_of(spec: config.TransformerConfig, vocab: int) -> training_contenders.Subject:
     torch.manual_seed(1)
     return training_contenders.Subject(
-        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, config.TrainConfig()
+        build_model(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, config.TrainConfig()
     )
 
 

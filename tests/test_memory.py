@@ -13,10 +13,10 @@ from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import QkvError
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.models.build import build
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import Trainer, largest
 from qkv.training import memory_limits
@@ -157,7 +157,7 @@ def test_layers_computed_twice_give_the_same_gradient(spec: config.AttentionMode
     """Dropout included, which must fall alike both times."""
     spec = dataclasses.replace(spec, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     torch.manual_seed(1)
-    model = build(spec, 30, 30)  # type: ignore[call-overload]
+    model = build_model(spec, 30, 30)  # type: ignore[call-overload]
     ids, lengths = torch.randint(3, 30, (4, 6)), torch.tensor([6, 5, 6, 2])
     inputs = {"transformer": (ids, lengths, ids), "decoder": (ids,), "encoder": (ids, lengths)}[spec.kind]
 

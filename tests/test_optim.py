@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import qkv
 from conftest import tiny_config
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core import files
-from qkv.models.build import build as build_model
-from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.train import checkpoint, optim
 from qkv.training import matrix_optimizers
@@ -88,7 +87,7 @@ def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
 
 
 def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
-    model = Transformer(TINY, 17, 17)
+    model = build_model(TINY, 17, 17)
     before = weights(model)
     optimizer = build(model, "muon", rate=0.01)
     model(torch.randint(3, 17, (8, 7)), torch.full((8,), 7), torch.randint(3, 17, (8, 6))).logsumexp(
@@ -109,7 +108,7 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
 
 
 def test_the_matrices_are_those_inside_the_layers() -> None:
-    model = Transformer(TINY, 17, 17)
+    model = build_model(TINY, 17, 17)
     names = {name for name, p in model.named_parameters() if p in matrices(model)}
     assert names == {
         name
@@ -117,7 +116,7 @@ def test_the_matrices_are_those_inside_the_layers() -> None:
         if p.dim() == 2 and name.startswith(("encoder.", "decoder.")) and name.endswith("weight")
     }
     assert matrices(model)[model.encoder[0].attention.qkv.weight] == [6, 6, 8]  # W^Q, W^K, W^V: d_k = 3, d_v = 4
-    untied = Transformer(config.TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
+    untied = build_model(config.TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
     assert untied.output.weight not in matrices(untied)
 
 

@@ -16,11 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.assembly import build_model
+from qkv.core.attention import MultiHeadAttention, attention_mask
+from qkv.core.transformer import Transformer
 from qkv.decode.board import Hypothesis
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.decode.search import search
-from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
+from qkv.explain.attention_hooks import record_attention
+from qkv.models.language_models import DecoderOnly
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -88,7 +92,7 @@ def test_multi_head_attention_is_torchs(masks: str, bias: bool, recorded: bool) 
         return theirs(x, keys, keys, ignored, attn_mask=forbidden, average_attn_weights=False)
 
     our_inputs, their_inputs = ([i.clone().requires_grad_() for i in inputs] for _ in range(2))
-    with record() if recorded else nullcontext() as recording:
+    with record_attention() if recorded else nullcontext() as recording:
         found = attend_ours(*our_inputs)
     expected, weights = attend_theirs(*their_inputs)
     assert_close(found, expected)
@@ -179,7 +183,7 @@ def from_marian(marian: MarianMTModel, positions: str) -> Transformer:
         ours[f"{side}.tokens.weight"] = embedding if hf.scale_embedding else embedding / math.sqrt(hf.d_model)
         if positions == "learned":
             ours[f"{side}.positions.table"] = theirs[f"model.{stack}.embed_positions.weight"]
-    model = Transformer(spec, hf.vocab_size, hf.vocab_size).eval()
+    model = build_model(spec, hf.vocab_size, hf.vocab_size).eval()
     model.load_state_dict(ours)
     return model
 
@@ -372,7 +376,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> DecoderOnly:
     ours["target.tokens.weight"] = theirs["transformer.wte.weight"] / math.sqrt(hf.n_embd)
     ours["target.positions.table"] = theirs["transformer.wpe.weight"]
     ours["output.weight"] = theirs["lm_head.weight"]
-    model = DecoderOnly(spec, hf.vocab_size).eval()
+    model = build_model(spec, hf.vocab_size, hf.vocab_size).eval()
     model.load_state_dict(ours)
     return model
 

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.data.loader import collate, pad
 from qkv.decode.board import Board, Hypothesis
@@ -22,7 +23,6 @@ from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.decoding.constraints import Avoid, Constrained, Required, check_conflict, constrained, find, spell
-from qkv.models.build import build
 from qkv.text import Tokenizer, Tokenizers
 from qkv.text.tokenizer import spell as printable
 from test_search import Prefix, TableModel
@@ -289,7 +289,7 @@ KINDS: list[Any] = [
 @pytest.mark.parametrize("spec", KINDS, ids=lambda spec: spec.kind)
 def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
     torch.manual_seed(1)
-    model = build(spec, WORDS.size, WORDS.size).eval()
+    model = build_model(spec, WORDS.size, WORDS.size).eval()
     required, avoid = Required.of(["the cat", "dog."], WORDS), Avoid(["cats", "é"], WORDS)
     rows = [np.array(WORDS.encode(text), np.int64) for text in ("cat.", "the dog (cat)", "s")]
     lengths = torch.tensor([len(row) + 1 for row in rows])

@@ -21,13 +21,14 @@ import qkv
 from conftest import Call, sentences, tiny_config
 from qkv import config
 from qkv.api.completer import TextDecoder
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks
 from qkv.data.store import Prepared, Store, prepare
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
-from qkv.models import DecoderOnly, EncoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.text import Tokenizer, Tokenizers, learn
 
 LINES = [source for source, _ in sentences(400, seed=5)]
@@ -239,7 +240,7 @@ SPEC = config.DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2, dropout=
 
 def language_model(**options: Any) -> DecoderOnly:
     torch.manual_seed(1)
-    model = DecoderOnly(config.DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
+    model = build_model(config.DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30, 30).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
@@ -602,7 +603,7 @@ def test_without_positions_order_is_nothing() -> None:
     for positions, permutes in (("none", True), ("sinusoidal", False), ("learned", False), ("rotary", False)):
         torch.manual_seed(2)
         spec = config.EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
-        model = EncoderOnly(spec, 20).eval()
+        model = build_model(spec, 20, 20).eval()
         with torch.inference_mode():
             moved = model.hidden(tokens[:, order], lengths)
             there = model.hidden(tokens, lengths)[:, order]

@@ -11,8 +11,8 @@ import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
 from qkv import config
-from qkv.models.build import build
-from qkv.models.layers import Embedding
+from qkv.assembly import build_model
+from qkv.core.transformer import Embedding
 from qkv.train.trainer import Trainer
 
 KINDS: list[config.ModelConfig] = [
@@ -83,5 +83,5 @@ def test_unseen_tokens_leave_their_places() -> None:
 
 def test_the_option_reaches_both_sides() -> None:
     spec = config.TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, token_dropout=0.3)
-    model = build(spec, 20, 20)
+    model = build_model(spec, 20, 20)
     assert model.source.unseen == model.target.unseen == 0.3

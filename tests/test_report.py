@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
+from qkv.explain.attention_hooks import record_attention
 from qkv.explain.training_report import history, page, report
-from qkv.models.attention import record
-from qkv.models.build import build
 from qkv.run import Run
 from qkv.text import Tokenizers, learn
 from qkv.train import validate
@@ -361,7 +361,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
     """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
     torch.manual_seed(0)
     spec = config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
-    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
+    model = build_model(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     rows = [np.asarray(tokenizers.src.encode(text), np.int64) for text in TEXT]
 
     def batch(chosen: list[int]) -> Any:
@@ -381,7 +381,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
-            with record() as recording:
+            with record_attention() as recording:
                 model.hidden(*batch([i]).inputs)
             for name, parts in recording.weights.items():
                 weights = torch.cat(parts, dim=2)[0].double().numpy()  # (heads, queries, keys)
@@ -413,7 +413,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
 
 def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
     """What is not a number cannot be written as JSON."""
-    model = build(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build_model(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

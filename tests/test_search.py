@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import QkvError
+from qkv.core.transformer import Transformer
 from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
-from qkv.models import Transformer
 from qkv.text import Tokenizer, Tokenizers
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
@@ -316,7 +317,7 @@ VOCAB = 12  # so few that </s> comes often
 def transformer() -> Transformer:
     torch.manual_seed(0)
     spec = config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, tie="none")
-    model = Transformer(spec, VOCAB, VOCAB).eval()
+    model = build_model(spec, VOCAB, VOCAB).eval()
     for name, p in model.named_parameters():  # far from its beginnings, so that sentences differ and end
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.5)
     return model

@@ -53,22 +53,36 @@ BACKWARD: dict[str, set[str]] = {
     "qkv.decoding.search_request": {
         "qkv.engines.cuda_decoding.continuous_batching",
     },
-    "qkv.models.layers": {
-        "qkv.engines.cuda_decoding.inference_kernels",
-        "qkv.engines.cuda_training.elementwise_kernels",
-        "qkv.engines.cuda_training.vocabulary_kernels",
+    "qkv.core.transformer": {
+        "qkv.config",
+    },
+    "qkv.run": {
+        "qkv.assembly",
     },
     "qkv.train.loop": {
         "qkv.engines.cuda_training.cuda_trainer",
     },
+    "qkv.train.trainer": {
+        "qkv.assembly",
+    },
     "qkv.training.auto_recipe": {
         "qkv.engines.cuda_training.cuda_trainer",
+    },
+    "qkv.training.model_card": {
+        "qkv.assembly",
     },
 }
 
 # Stages that load without waiting for torch, but for the modules that compute with tensors.
 LIGHT = "core worker_pool console kinds config presets text data evaluation segmentation cli".split()
-HEAVY = ["qkv.core.device", "qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
+HEAVY = [
+    "qkv.core.attention",
+    "qkv.core.device",
+    "qkv.core.transformer",
+    "qkv.data.loader",
+    "qkv.data.plain",
+    "qkv.data.ragged",
+]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve export config doctor average
     lab

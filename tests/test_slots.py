@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
+from qkv.core.transformer import Transformer
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.rules import Rules
@@ -18,8 +20,7 @@ from qkv.decode.sampling import Sampling
 from qkv.decode.step import PLAIN, Special
 from qkv.decode.trace import trace
 from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
-from qkv.models import Transformer
-from qkv.models.attention import heads_of, record, without
+from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.text import Tokenizer, Tokenizers
 
 BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
@@ -29,7 +30,7 @@ SMALL: dict[str, Any] = {"d_model": 16, "heads": 2, "d_ff": 32, "encoder_layers"
 
 def model(**options: Any) -> Transformer:
     torch.manual_seed(3)
-    made = Transformer(
+    made = build_model(
         config.TransformerConfig(**SMALL | {"dropout": 0.0} | options), BYTES.src.size, BYTES.tgt.size
     ).eval()
     for parameter in made.parameters():
@@ -125,9 +126,9 @@ def test_what_is_watched_is_no_work_for_a_pool() -> None:
     pool = Pool(made)
     with trace():
         assert not pool.serves(made, PLAIN)
-    with without(["decoder.0.cross"], heads_of(made, CPU)):
+    with mute_heads(["decoder.0.cross"], head_counts(made, CPU)):
         assert not pool.serves(made, PLAIN)
-    with record():
+    with record_attention():
         assert not pool.serves(made, PLAIN)
 
 

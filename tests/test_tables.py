@@ -18,13 +18,13 @@ import torch
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config, presets
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
+from qkv.core.transformer import parameter_count
 from qkv.data.loader import Position
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
-from qkv.models import parameter_count
-from qkv.models.build import build
 from qkv.train.loop import Interrupted
 from qkv.train.trainer import make_updates
 
@@ -33,7 +33,7 @@ from qkv.train.trainer import make_updates
 
 def size(spec: config.ModelConfig, vocab: int) -> int:
     with torch.device("meta"):  # shapes without numbers
-        return parameter_count(build(spec, vocab, vocab))
+        return parameter_count(build_model(spec, vocab, vocab))
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)

@@ -18,11 +18,11 @@ import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import TranslationModel
 from qkv.data.store import Prepared
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import Asked
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
-from qkv.models.base import TranslationModel
 from qkv.segmentation.sentences import split
 from qkv.text import Tokenizer, Tokenizers
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv import config, models, presets
     from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
+    from qkv.assembly import build_model
     from qkv.config import Config
     from qkv.core.errors import QkvError, UsageError
     from qkv.run import Run
@@ -29,6 +30,7 @@ _HOME = {
     "Translator": "qkv.api",
     "UsageError": "qkv.core.errors",
     "augment": "qkv.api",
+    "build_model": "qkv.assembly",
     "compare": "qkv.api",
     "config": "",
     "evaluate": "qkv.api",
@@ -49,6 +51,7 @@ __all__ = [
     "Translator",
     "UsageError",
     "augment",
+    "build_model",
     "compare",
     "config",
     "evaluate",

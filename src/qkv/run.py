@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qkv.models.base import Model
+    from qkv.core.transformer import Model
 
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
@@ -211,9 +211,9 @@ class Run:
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """The trained model, ready for use."""
-        from qkv.models.build import build
+        from qkv.assembly import build_model
 
-        model = build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+        model = build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
         path = self.weights(weights)
         load_weights(model, files.read_tensors(path), path)
         return model.to(device).eval()

@@ -18,7 +18,7 @@ from qkv.data.store import Prepared
 from qkv.decode.complete import Drawn, generate
 from qkv.decode.sampling import Sampling
 from qkv.evaluation.metrics import TextLoss
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.text import Tokenizer
 from qkv.train.validate import running_text, total_loss
 

@@ -18,7 +18,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import pad
 from qkv.data.plain import hide
 from qkv.decode.batched import by_length
-from qkv.models.transformer import EncoderOnly
+from qkv.models.language_models import EncoderOnly
 from qkv.text import Tokenizer
 
 GAP = "<mask>"
@@ -109,7 +109,7 @@ class Filler(Loaded[EncoderOnly]):
         loss, right, tokens = 0.0, 0, 0
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             random = [np.random.default_rng((int(i), 5)) for i in indices]
-            batch = hide([rows[i] for i in indices], self.tokenizer, self.model.spec.masked, random).to(self.device)
+            batch = hide([rows[i] for i in indices], self.tokenizer, self.model.config.masked, random).to(self.device)
             wanted = batch.labels != self.tokenizer.pad
             log_probs = self.model.project(self.model.hidden(*batch.inputs)[wanted]).float().log_softmax(-1)
             labels = batch.labels[wanted]

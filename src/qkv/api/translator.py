@@ -19,6 +19,7 @@ from qkv.api.results import Alternative, OtherWord, Scored, Translation
 from qkv.console import say
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import Model, StepModel
 from qkv.data.store import Prepared
 from qkv.decode.batched import score_all
 from qkv.decode.board import Hypothesis
@@ -32,8 +33,6 @@ from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
-from qkv.models.base import Model
-from qkv.models.state import StepModel
 from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.core.transformer import StepModel
 from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis, Ids
@@ -18,7 +19,6 @@ from qkv.decode.score import token_logprobs
 from qkv.decode.search import Kind, begin, check_prefix, search
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.engines.cuda_decoding.continuous_batching import Pool
-from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
 
 

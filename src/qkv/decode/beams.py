@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.attention import around_attention, observe_weights
 from qkv.decode.step import Search
 from qkv.decode.trace import watching
 from qkv.engines.cpu import native_search
 from qkv.engines.cuda_decoding.inference_kernels import CHUNK, top
 from qkv.engines.cuda_decoding.search_kernels import extend_beams, serves
-from qkv.models.attention import record
 
 
 class Beams(Search):
@@ -180,11 +180,10 @@ class Beams(Search):
     def _logits(self) -> Tensor:
         if not self.choice.coverage:
             return super()._logits()
-        with record() as recording:
+        crosses: dict[str, Tensor] = {}  # in the order of the layers, each (sentences, heads, rows, source)
+        with around_attention(observe_weights(crosses.__setitem__)):
             logits = super()._logits()
-        name = [name for name in recording.weights if name.endswith(".cross")][-1]
-        parts = recording.weights[name]  # each (sentences, heads, rows, source)
-        weights = torch.stack([part.mean(1) for part in parts]).mean(0)
+        weights = [weights for name, weights in crosses.items() if name.endswith(".cross")][-1].mean(1)
         self.covered = weights if self.covered is None else self.covered + weights
         return logits
 

@@ -10,7 +10,7 @@ import torch
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.sampling import Sampling, draw
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def generate(
         logprobs = log_probs.gather(-1, token[:, None]).squeeze(-1)
         yield Drawn(token.tolist(), logprobs.tolist())
         history = torch.cat([history, token[:, None]], dim=1)[:, -context:]
-        if state.length >= context:
+        if state.position >= context:
             logits, state = model.step(history[:, -max(1, context // 2) :], model.start(beam=rows))
         else:
             logits, state = model.step(token[:, None], state)

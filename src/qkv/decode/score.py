@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.transformer import StepModel
 from qkv.data.loader import Batch
-from qkv.models.state import StepModel
 
 
 @torch.inference_mode()

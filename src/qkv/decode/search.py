@@ -10,13 +10,13 @@ from torch import Tensor
 
 from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.transformer import StepModel
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.chains import Chains
 from qkv.decode.sampling import uniform_numbers
 from qkv.decode.step import LEAVING, PLAIN, Choice, Search, Special
 from qkv.decode.trace import watching
-from qkv.models.state import StepModel
 
 Kind = Callable[..., Search]  # makes a search, as `begin` does
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from qkv import config
 from qkv.core.errors import QkvError
+from qkv.core.transformer import StepModel
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
 from qkv.decode.trace import watching
 from qkv.engines.cpu import native_search
 from qkv.engines.cpu.native_transformer import NativeState
 from qkv.engines.cuda_decoding.inference_kernels import scan
-from qkv.models.state import StepModel
 
 # Leaving costs a copy of what the model remembers, so sentences leave in groups: when more than this part is done.
 LEAVING = 0.25

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
+from qkv.core.attention import is_wrapped
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import StepModel
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.rules import Rules
@@ -24,8 +26,6 @@ from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
 from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.evaluation.metrics import tokenizer_for
-from qkv.models.attention import is_watched
-from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
 from qkv.worker_pool import ProcessWorkers
 
@@ -285,7 +285,7 @@ class Finder:
         each: dict[str, Sequence[Any]] = {"prefixes": work.prefixes, "numbers": work.numbers}
         required = [own for own in work.required if own is not None]
         # Only the plain model tells its attention, and lets heads be muted.
-        watched = bool(asked.rules.coverage) or is_watched()
+        watched = bool(asked.rules.coverage) or is_wrapped()
         if self.workers is not None and not (required or asked.shortlist or asked.avoid or watched):
             return search_in(self.workers, work.sources, asked.spec, each=each, **options)
         if required:

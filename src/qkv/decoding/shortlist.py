@@ -23,12 +23,11 @@ from torch import Tensor
 from qkv import config
 from qkv.core import files
 from qkv.core.errors import QkvError
+from qkv.core.transformer import Model, StepModel
 from qkv.data.loader import pad
 from qkv.data.store import Store
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis, Ids
-from qkv.models.base import Model
-from qkv.models.state import StepModel
 from qkv.text import Tokenizers
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence

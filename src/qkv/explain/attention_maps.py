@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.transformer import StepModel
 from qkv.data.loader import collate
 from qkv.explain import figure_files
+from qkv.explain.attention_hooks import record_attention
 from qkv.explain.head_analysis import LEGEND, MEASURES, Head, measure
 from qkv.explain.head_analysis import rarest as rarest_of
-from qkv.models.attention import record
-from qkv.models.state import StepModel
 from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def attention_map(
 ) -> AttentionMap:
     """Force the target through the model and collect the weights it uses."""
     batch = collate([np.asarray(source, np.int64)], [np.asarray(target, np.int64)], tokenizers).to(device)
-    with record() as recording:
+    with record_attention() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
     tokens = tokenizers.tgt.tokens(target)
     first_piece = tokenizers.src.offset + 256  # the bytes come before what was learned

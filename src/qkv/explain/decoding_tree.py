@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.core.transformer import StepModel
 from qkv.decode.board import Hypothesis
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Ranking, Traced, trace
-from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
 
 CANDIDATES = 10  # shown at each step

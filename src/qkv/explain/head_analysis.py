@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.transformer import StepModel
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import by_length
 from qkv.decode.board import Ids
 from qkv.explain import figure_files
-from qkv.models.attention import heads_of, without
-from qkv.models.state import StepModel
+from qkv.explain.attention_hooks import head_counts, mute_heads
 from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def importance(
     """
     if not len(sources) or len(sources) != len(targets):
         raise UsageError(f"{len(sources)} sources and {len(targets)} targets: give as many of both, at least one")
-    known = heads_of(model, device)
+    known = head_counts(model, device)
     heads = [(name, head) for name, count in known.items() for head in range(count)]
     loss, lost, count = 0.0, dict.fromkeys(heads, 0.0), 0
     lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
@@ -207,7 +207,7 @@ def importance(
         memory = model.encode(batch.source, batch.lengths)
         loss += _loss(model, memory, batch, tokenizers.tgt.pad)
         for head in heads:
-            with without([head], known):
+            with mute_heads([head], known):
                 seen = memory
                 if head[0].startswith("encoder"):
                     seen = model.encode(batch.source, batch.lengths)

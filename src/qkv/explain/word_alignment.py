@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from qkv import config as configs
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import StepModel
 from qkv.data import links
 from qkv.data.links import Link, tokens_of_words
 from qkv.data.loader import collate
 from qkv.decode.batched import by_length
-from qkv.models.attention import record
-from qkv.models.state import StepModel
+from qkv.explain.attention_hooks import record_attention
 from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.train.guided import guided_layer
@@ -211,7 +211,7 @@ def _force(
     for some in by_length([max(len(s), len(t)) + 1 for s, t in zip(rows, written, strict=True)], TOKENS):
         given = [np.asarray(rows[i], np.int64) for i in some], [np.asarray(written[i], np.int64) for i in some]
         batch = collate(*given, tokenizers).to(device)
-        with record() as recording:
+        with record_attention() as recording:
             model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
         cross = {
             name: torch.cat(parts, dim=2).float().cpu().numpy()  # (batch, heads, target, source)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
+from qkv.core.transformer import DecoderLayer, Embedding, EncoderLayer, Transformer, sinusoids
 from qkv.interop.exported_weights import Linear, check, engine, projections
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
-from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.models.variants import LearnedPositions
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import SPECIALS
 
@@ -27,7 +27,7 @@ ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Path) -> None:
     """Write the weights as they are; `ctranslate2.Translator(folder, compute_type="int8")` makes its own of them."""
-    spec = model.spec
+    spec = model.config
     check(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})
     if spec.positions == "rotary":  # the query is turned before it meets W
         check(spec, "CTranslate2 with rotary positions", {"attention": ("scaled", "dot")})
@@ -96,11 +96,11 @@ def _set_attention(into: Any, attention: MultiHeadAttention, norm: nn.Module, *,
     _set_norm(into.layer_norm, norm)
 
 
-def _set_feed_forward(into: Any, ours: FeedForward, norm: nn.Module) -> None:
+def _set_feed_forward(into: Any, ours: Any, norm: nn.Module) -> None:
     _set_linear(into.linear_0, Linear.of(ours.inner))
     _set_linear(into.linear_1, Linear.of(ours.outer))
-    if ours.gate is not None:
-        _set_linear(into.linear_0_noact, Linear.of(ours.gate))
+    if (gate := getattr(ours, "gate", None)) is not None:
+        _set_linear(into.linear_0_noact, Linear.of(gate))
     _set_norm(into.layer_norm, norm)
 
 

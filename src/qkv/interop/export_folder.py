@@ -18,11 +18,11 @@ from qkv import config as configs
 from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import Transformer
 from qkv.decoding.search_request import tag_before
 from qkv.interop.ctranslate2 import to_ctranslate2
 from qkv.interop.exported_weights import penalty
 from qkv.interop.huggingface import write_huggingface, write_tokenizer
-from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.text import Tokenizers
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qkv import config
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
-from qkv.models.attention import MultiHeadAttention
+from qkv.models.variants import score_of
 
 
 def engine(name: str) -> Any:
@@ -69,7 +70,7 @@ def projections(attention: MultiHeadAttention) -> tuple[Linear, Linear, Linear, 
     widths = [attention.heads * width for width in (attention.d_k, attention.d_k, attention.d_v)]
     biases = [None] * 3 if bias is None else list(bias.split(widths))
     query, key, value = (Linear(*pair) for pair in zip(weight.split(widths), biases, strict=True))
-    if attention.score != "scaled":
+    if score_of(attention)[0] != "scaled":
         query = Linear(*(None if part is None else _unscaled(part, attention) for part in query))  # type: ignore[arg-type]
     return query, key, value, Linear.of(attention.output)
 
@@ -77,7 +78,7 @@ def projections(attention: MultiHeadAttention) -> tuple[Linear, Linear, Linear, 
 def _unscaled(part: Tensor, attention: MultiHeadAttention) -> Tensor:
     """Rows of W^Q, or its bias, whose product with a key is divided by √d_k once more."""
     heads = part.unflatten(0, (attention.heads, attention.d_k)) * math.sqrt(attention.d_k)  # (heads, d_k, …)
-    if attention.score_weight is not None:
-        heads = torch.einsum("hij,hi...->hj...", attention.score_weight.detach(), heads)
+    if (score_weight := score_of(attention)[1]) is not None:
+        heads = torch.einsum("hij,hi...->hj...", score_weight.detach(), heads)
     rows: Tensor = heads.flatten(0, 1)
     return rows

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
-from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
 
 POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
@@ -35,7 +35,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
 
     Our search's rules are in its generation config: never <pad> or <s>, and </s> at the longest length allowed.
     """
-    spec = model.spec
+    spec = model.config
     check(spec, "transformers", CAN | ({"tie": ("all",)} if spec.norm == "pre" else {}))  # Pegasus has one matrix
     for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
         if width * spec.heads != spec.d_model:
@@ -117,10 +117,10 @@ def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_p
 
 def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Our weights under their names."""
-    d_model = model.spec.d_model
+    d_model = model.config.d_model
     order = torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])  # sines, then cosines
     source, target = (side.tokens.weight.detach().cpu()[:, order] for side in (model.source, model.target))
-    if model.spec.tie == "all":
+    if model.config.tie == "all":
         yield "model.shared.weight", target
     yield "model.encoder.embed_tokens.weight", source
     yield "model.decoder.embed_tokens.weight", target

@@ -19,6 +19,7 @@ from torch import nn
 from qkv import config, presets
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.transformer import Transformer
 from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
@@ -28,7 +29,6 @@ from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.exported_weights import engine
 from qkv.lab.training_contenders import TorchTransformer
-from qkv.models.transformer import Transformer
 from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
@@ -306,7 +306,7 @@ def forget_the_end(model: Transformer) -> None:
 
     The last norm is made to give 4 in one of its d_model outputs, and these tokens read nothing but that.
     """
-    last = model.decoder_norm if model.spec.norm == "pre" else model.decoder[-1].residuals[-1].norm
+    last = model.decoder_norm if model.config.norm == "pre" else model.decoder[-1].residuals[-1].norm
     assert isinstance(last, nn.LayerNorm)
     with torch.no_grad():
         last.weight[0], last.bias[0] = 0.0, 4.0

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from qkv import __version__, config
+from qkv.assembly import build_model
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.data.loader import collate
 from qkv.decode.batched import score_all, search_all
-from qkv.models.build import build
 from qkv.text.learn import learn
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
@@ -51,7 +51,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     spec = config.TransformerConfig(
         d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre"
     )
-    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
+    model = build_model(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
     rows = [np.asarray(tokenizers.src.encode(line)) for line in text]
     batch = collate(rows, rows, tokenizers).to(device)
     optimizer = optim.build(model, config.TrainConfig())

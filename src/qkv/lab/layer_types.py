@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config
 from qkv.core.errors import QkvError
-from qkv.models.attention import attend
 from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
+from qkv.models.variants import ScoredAttention
 
 WIDTH = 64  # of an attention head: more of them as d grows, as in the paper's two models
 SMALL = 8  # d where only the pattern of dependence matters
@@ -75,7 +75,7 @@ def self_attention(shape: Shape) -> Operation:
 
     def fused(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (max(1, shape.d // WIDTH), -1)).transpose(1, 2)  # (batch, heads, n, width)
-        found = attend(heads, heads, heads, causal=shape.causal, window=shape.span)
+        found = ScoredAttention("scaled", None, "", window=shape.span).attend(heads, heads, heads, None, shape.causal)
         return found.transpose(1, 2).flatten(2)
 
     def written_out(x: Tensor) -> Tensor:

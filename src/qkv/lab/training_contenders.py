@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.transformer import Transformer
 from qkv.data.loader import Batch
 from qkv.data.ragged import Flat, Ragged, lay
 from qkv.engines.cuda_training.cuda_trainer import Captured
 from qkv.interop import to_huggingface
-from qkv.models.transformer import Transformer
 from qkv.text.tokenizer import BOS, EOS, PAD
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
@@ -212,7 +212,7 @@ class _Marian(nn.Module):
         super().__init__()
         self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
         self.model.set_attn_implementation("sdpa")
-        self.model.config.attention_dropout = subject.model.spec.attention_dropout
+        self.model.config.attention_dropout = subject.model.config.attention_dropout
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
@@ -230,7 +230,7 @@ def _marian(subject: Subject) -> nn.Module:
 def _torch(subject: Subject) -> nn.Module:
     """torch's layers; their dropout inside attention and feed-forward, which the paper has not, is that of our spec."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
-    spec = subject.model.spec
+    spec = subject.model.config
     for module in peer.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = spec.attention_dropout
@@ -244,7 +244,7 @@ class _XTransformer(nn.Module):
 
     def __init__(self, subject: Subject, package: Any) -> None:
         super().__init__()
-        spec, vocab = subject.model.spec, len(subject.model.output.weight)
+        spec, vocab = subject.model.config, len(subject.model.output.weight)
         shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
         inner = {"ff_mult": spec.d_ff / spec.d_model, "pre_norm": spec.norm == "pre"}
         shared = {"num_tokens": vocab, "max_seq_len": subject.width, "emb_dropout": spec.dropout}
@@ -289,7 +289,7 @@ class TorchTransformer(nn.Module):
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
-        spec = ours.spec
+        spec = ours.config
         self.source, self.target, self.output = ours.source, ours.target, ours.output
         shape = {
             "d_model": spec.d_model,

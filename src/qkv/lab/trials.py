@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config as configs
 from qkv.api import Translator
+from qkv.assembly import build_model
 from qkv.console import bars, say
 from qkv.core import files
 from qkv.core.device import choose_device, describe
@@ -39,7 +40,6 @@ from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
 from qkv.evaluation import metrics
-from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.presets import demo
 from qkv.run import Run
@@ -393,7 +393,7 @@ def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
     small = {"tokens_per_step": max(SMALL, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
     updates = make_updates(config.replace(train=small), prepared)
     tokenizers = prepared.tokenizers
-    model = build(config.model, tokenizers.src.size, tokenizers.tgt.size)
+    model = build_model(config.model, tokenizers.src.size, tokenizers.tgt.size)
     for part in model.modules():
         if isinstance(part, Layer):
             part.written_out = True

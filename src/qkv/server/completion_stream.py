@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv.api.completer import Completer, TextDecoder
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 
 Event = dict[str, Any]
 

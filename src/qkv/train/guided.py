@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.attention import Attend, MultiHeadAttention, around_attention
+from qkv.core.transformer import Model, Transformer
 from qkv.data.loader import Batch
-from qkv.models.attention import MultiHeadAttention, attention_scores
-from qkv.models.base import Model
-from qkv.models.transformer import Transformer
+from qkv.models.variants import attention_scores, score_of
 
 HEAD = 0
 
@@ -55,14 +55,15 @@ class Guide:
     def watching(self) -> Iterator[None]:
         """Keep the queries, keys and mask of the attention computed inside the block."""
 
-        def keep(_: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
-            self.seen = inputs[0], inputs[1], inputs[3]
+        def keep(
+            attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+        ) -> Tensor:
+            if attention is self.attention:
+                self.seen = q, k, mask
+            return attend(q, k, v, mask, causal)
 
-        handle = self.attention.register_forward_pre_hook(keep)
-        try:
+        with around_attention(keep):
             yield
-        finally:
-            handle.remove()
 
     def loss(self, batch: Batch) -> Tensor:
         """The weighted objective, summed over the batch, for what was seen last."""
@@ -75,10 +76,10 @@ class Guide:
         assert self.seen is not None
         (q, k, mask), self.seen = self.seen, None  # the graph must not outlive the step
         own = slice(HEAD, HEAD + 1)
-        weight = self.attention.score_weight
+        score, weight = score_of(self.attention)
         with torch.autocast(q.device.type, enabled=False):
             scores = attention_scores(
-                q[:, own].float(), k[:, own].float(), self.attention.score, None if weight is None else weight[own]
+                q[:, own].float(), k[:, own].float(), score, None if weight is None else weight[own]
             )  # (batch, 1, target, source)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)

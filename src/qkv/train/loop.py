@@ -14,10 +14,10 @@ from pathlib import Path
 from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError
+from qkv.core.transformer import Model
 from qkv.data.loader import Step
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
-from qkv.models.base import Model
 from qkv.run import Run, load_weights
 from qkv.train import checkpoint
 from qkv.train.average import average

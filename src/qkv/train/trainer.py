@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
+from qkv.assembly import build_model
 from qkv.core.device import choose_device, choose_precision
+from qkv.core.transformer import Model
 from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
-from qkv.models.base import Model
-from qkv.models.build import build
 from qkv.run import load_weights
 from qkv.train import optim
 from qkv.train.checkpoint import Progress
@@ -106,7 +106,7 @@ class Trainer:
 
     def _build(self) -> Model:
         tokenizers = self.prepared.tokenizers
-        return build(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
+        return build_model(self.config.model, tokenizers.src.size, tokenizers.tgt.size).to(self.device)
 
     def go_on_from(self, progress: Progress) -> None:
         """Read the text on from there, cut into the updates in which that was counted."""

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from qkv import config
+from qkv.core.attention import around_attention, observe_weights
+from qkv.core.transformer import Model, TranslationModel
 from qkv.data import batches
 from qkv.data.loader import Batch, collate
 from qkv.data.plain import block_batch, hide, text_blocks
@@ -26,9 +28,7 @@ from qkv.decode.batched import search_all
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.evaluation import metrics
-from qkv.models.attention import record
-from qkv.models.base import Model, TranslationModel
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.train.loss import smoothed_loss
 
 TOKENS = 4096  # of validation text computed at once
@@ -150,14 +150,15 @@ def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device
     0 is a single key looked at, log n all n keys alike. A model without attention has none.
     """
     moved = batch.to(device)
-    with record() as recording:
+    recorded: dict[str, list[torch.Tensor]] = {}
+    with around_attention(observe_weights(lambda name, weights: recorded.setdefault(name, []).append(weights))):
         model.hidden(*moved.inputs)
     written = moved.labels != pad  # (batch, target)
     read = written
     if len(moved.inputs) > 1:
         read = torch.arange(moved.source.shape[1], device=device) < moved.lengths[:, None]  # (batch, source)
     means = {}
-    for name, parts in recording.weights.items():
+    for name, parts in recorded.items():
         weights = torch.cat(parts, dim=2).float()  # a recurrent network makes one call for each word
         entropy = torch.special.entr(weights).sum(-1).mean(1)  # (batch, queries)
         means[name] = float(entropy[read if name.startswith("encoder") else written].mean())

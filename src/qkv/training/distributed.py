@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import Model
 from qkv.training.memory_limits import layers
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ def shard(model: nn.Module, device: torch.device, world: World) -> None:
     for module in [*layers(model), model]:
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
+    if isinstance(model, Model) and type(model).hidden_at is not Model.hidden_at:  # else it calls `hidden`
+        register_fsdp_forward_method(model, "hidden_at")
     for module in model.modules():
         if isinstance(module, FSDPModule):  # a sum, where the mean is usual
             module.set_gradient_divide_factor(1.0)

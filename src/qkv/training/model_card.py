@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from qkv import config as configs
+from qkv.assembly import build_model
+from qkv.core.transformer import parameter_count
 from qkv.data.store import Prepared
-from qkv.models.base import parameter_count
-from qkv.models.build import build
 from qkv.run import Run
 from qkv.text import Tokenizers
 
@@ -41,7 +41,7 @@ def card(run: Run, prepared: Prepared) -> str:
 def parameters(spec: configs.ModelConfig, tokenizers: Tokenizers) -> int:
     """How many parameters a model has, counted without making it."""
     with torch.device("meta"):
-        return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
+        return parameter_count(build_model(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
 def shape(spec: configs.ModelConfig) -> str:

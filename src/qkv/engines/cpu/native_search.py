@@ -73,7 +73,7 @@ def advance(
     assert isinstance(state, NativeState)
     rows = board.newest.numel()
     model.prepare(state, rows, 1)
-    steps = 1 + int(min(state.spare, max(0, model.target.limit - state.length - 1)))
+    steps = 1 + int(min(state.spare, max(0, model.target.limit - state.position - 1)))
     state.spare -= steps - 1  # before the call: if it is interrupted, what it wrote is counted
     logits = torch.empty(rows, model.vocabulary)
     chosen = board.length.new_empty(rows) if board.tokens.shape[1] > 1 else None

@@ -22,12 +22,12 @@ from torch import Tensor
 from qkv import config as configs
 from qkv.console import say
 from qkv.core.device import choose_device, choose_precision
+from qkv.core.transformer import Transformer
 from qkv.data.loader import Batch, Pairs, Step, Updates, collate
 from qkv.data.ragged import LONGEST, TILES, Ragged
 from qkv.data.store import Prepared
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
-from qkv.models.transformer import Transformer
 from qkv.train.optim import Ema
 from qkv.train.trainer import Outcome, Trainer, make_updates
 from qkv.training.distributed import ALONE, World

@@ -1,0 +1,48 @@
+"""From a config to its parts: the only module that maps a kind of model to functions."""
+
+from __future__ import annotations
+
+from typing import overload
+
+from qkv import config as configs
+from qkv.core.transformer import Model, Transformer, TranslationModel
+from qkv.engines.unpadded import UnpaddedTransformer
+from qkv.models.convs2s import ConvS2S
+from qkv.models.language_models import DecoderOnly, EncoderOnly
+from qkv.models.rnn import Rnn
+from qkv.models.variants import VariantLayers
+
+
+@overload
+def build_model(config: configs.TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
+
+
+@overload
+def build_model(config: configs.TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
+
+
+@overload
+def build_model(config: configs.DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
+
+
+@overload
+def build_model(config: configs.EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
+
+
+@overload
+def build_model(config: configs.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
+
+
+def build_model(config: configs.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+    """The model of a config, freshly initialised from torch's random state."""
+    match config:
+        case configs.TransformerConfig():
+            return UnpaddedTransformer(config, src_vocab, tgt_vocab, VariantLayers(config))
+        case configs.DecoderOnlyConfig():
+            return DecoderOnly(config, tgt_vocab, VariantLayers(config))
+        case configs.EncoderOnlyConfig():
+            return EncoderOnly(config, tgt_vocab, VariantLayers(config))
+        case configs.RnnConfig():
+            return Rnn(config, src_vocab, tgt_vocab)
+        case configs.ConvS2SConfig():
+            return ConvS2S(config, src_vocab, tgt_vocab)
