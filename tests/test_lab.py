@@ -17,9 +17,9 @@ from conftest import sentences
 from qkv import config
 from qkv.assembly import build_model
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
-from qkv.text.tokenizer import BOS, EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from qkv import config
 from qkv.assembly import build_model
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
@@ -21,9 +22,8 @@ from qkv.decode.step import PLAIN, Special
 from qkv.decode.trace import trace
 from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
-from qkv.text import Tokenizer, Tokenizers
 
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 16, "heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 2}
 

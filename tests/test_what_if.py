@@ -15,6 +15,7 @@ from qkv import config
 from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
 from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
@@ -23,10 +24,9 @@ from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
 from qkv.models.convs2s import ConvEncoderOutput, ConvS2S
 from qkv.models.rnn import Rnn
-from qkv.text import Tokenizer, Tokenizers
 
 CPU = torch.device("cpu")
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 SMALL = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 TRANSFORMERS = {
     "paper": config.TransformerConfig(**SMALL, d_ff=32, heads=4),

@@ -127,6 +127,8 @@ def attend(
 class MultiHeadAttention(nn.Module):
     """Concat(head_1 … head_h)·W^O with head_i = Attention(Q·W_i^Q, K·W_i^K, V·W_i^V) (section 3.2.2)."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, d_model: int, heads: int, d_k: int, d_v: int, *, bias: bool = False, name: str = "") -> None:
         super().__init__()
         self.heads, self.d_k, self.d_v, self.name = heads, d_k, d_v, name

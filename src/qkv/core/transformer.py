@@ -145,11 +145,9 @@ class Layers:
     def __init__(self, config: configs.AttentionModelConfig) -> None:
         self.config = config
         for spec in dataclasses.fields(config):
-            if spec.name not in self.implemented and getattr(config, spec.name) != spec.default:
-                raise UsageError(
-                    f'model.{spec.name} = "{getattr(config, spec.name)}" is not an option of the paper\'s layers: '
-                    f"build the model with `qkv.assembly.build_model`"
-                )
+            value = getattr(config, spec.name)
+            if spec.name not in self.implemented and value != spec.default:
+                raise UsageError(f"model.{spec.name} = {value}: not an option of the paper's layers: use `build_model`")
 
     def embedding(self, vocab: int) -> Embedding:
         d_model = self.config.d_model
@@ -213,8 +211,7 @@ class WholeSource:
     position: int = 0
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        mixed: Tensor = attention(*attention.project(x), self.mask)
-        return mixed
+        return attention(*attention.project(x), self.mask)
 
 
 @dataclass
@@ -225,14 +222,12 @@ class TeacherForcing:
     position: int = 0
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        mixed: Tensor = attention(*attention.project(x), causal=True)
-        return mixed
+        return attention(*attention.project(x), causal=True)
 
     def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         assert self.encoded is not None
         k, v = attention.project_memory(self.encoded.values)
-        mixed: Tensor = attention(attention.project_query(x), k, v, self.encoded.mask)
-        return mixed
+        return attention(attention.project_query(x), k, v, self.encoded.mask)
 
     def advance(self, tokens: int) -> None:
         """Nothing to move: the target is whole."""
@@ -250,15 +245,13 @@ class CachedDecoding:
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x, self.position)
-        mixed: Tensor = attention(q, *self.caches[layer].append(k, v))
-        return mixed
+        return attention(q, *self.caches[layer].append(k, v))
 
     def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         # All beams of a sentence read the same source, so they are queries of one attention and nothing is copied.
         rows, n, width = x.shape
         q = attention.project_query(x.reshape(rows // self.beam, self.beam * n, width))
-        mixed: Tensor = attention(q, *self.sources[layer], self.mask)
-        return mixed.reshape(rows, n, width)
+        return attention(q, *self.sources[layer], self.mask).reshape(rows, n, width)
 
     def advance(self, tokens: int) -> None:
         self.position += tokens

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.decode.batched import score_all
 from qkv.decode.board import Board, Hypothesis
@@ -23,7 +24,6 @@ from qkv.decode.step import length_penalty
 from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
-from qkv.text import Tokenizer, Tokenizers
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WhatIf:
 
 def what_if(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     spec: config.DecodeConfig,
     device: torch.device,
     text: str,
