@@ -1,7 +1,7 @@
 """The Transformer (paper, section 3): embedding, feed-forward, residual connections, layers, encoder and decoder.
 
 Training computes all positions at once (`hidden`), search one step at a time (`encode`, `start`, `step`). Both use the
-same layers: a *context* passed to a layer decides which keys its attentions see.
+same layers: a *context* passed to a layer decides which keys its attentions use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config as configs
-from qkv.core.attention import KVCache, MultiHeadAttention, attention_mask
+from qkv.core.attention import (
+    CachedDecoding,
+    DecoderContext,
+    EncoderContext,
+    EncoderOutput,
+    MultiHeadAttention,
+    TeacherForcing,
+    WholeSource,
+    attention_mask,
+)
 from qkv.core.errors import UsageError
 
 # ---- the parts of a layer (sections 3.1, 3.3 to 3.5) -----------------------------------------------------------------
@@ -169,106 +177,6 @@ class Layers:
     def final_norm(self) -> nn.Module:
         """The norm after the last layer: a post-norm stack already ends in one."""
         return nn.Identity()
-
-
-# ---- contexts: which keys the attentions of a layer see --------------------------------------------------------------
-
-
-class EncoderContext(Protocol):
-    """How the attention of an encoder layer sees the source."""
-
-    @property
-    def position(self) -> int | Tensor:
-        """That of the first token, as in `Embedding`."""
-        ...
-
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
-
-
-class DecoderContext(EncoderContext, Protocol):
-    """How the attentions of a decoder layer see the tokens before, and the source: x (rows, n, d_model) to the same."""
-
-    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
-
-    def advance(self, tokens: int) -> None:
-        """Move the position past the tokens that all layers have now seen."""
-        ...
-
-
-@dataclass
-class EncoderOutput:
-    """The last layer of the encoder (batch, source, d_model), and the mask (batch, 1, 1, source) of its real tokens."""
-
-    values: Tensor
-    mask: Tensor
-
-
-@dataclass
-class WholeSource:
-    """Context of the encoder: every position attends to all real tokens of its sentence."""
-
-    mask: Tensor | None
-    position: int = 0
-
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        return attention(*attention.project(x), self.mask)
-
-
-@dataclass
-class TeacherForcing:
-    """Context of training: the whole target at once, each position attending to those before it and to the source."""
-
-    encoded: EncoderOutput | None = None  # None: a language model
-    position: int = 0
-
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        return attention(*attention.project(x), causal=True)
-
-    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        assert self.encoded is not None
-        k, v = attention.project_memory(self.encoded.values)
-        return attention(attention.project_query(x), k, v, self.encoded.mask)
-
-    def advance(self, tokens: int) -> None:
-        """Nothing to move: the target is whole."""
-
-
-@dataclass
-class CachedDecoding:
-    """Context and state of search: the tokens so far as cached keys and values, the source once for all its beams."""
-
-    caches: list[KVCache]
-    sources: list[tuple[Tensor, Tensor]]  # for each layer: keys, values (sentences, heads, source, width)
-    mask: Tensor | None  # (sentences, 1, 1, source); None for a language model, which has no source
-    beam: int
-    position: int = 0
-
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        q, k, v = attention.project(x, self.position)
-        return attention(q, *self.caches[layer].append(k, v))
-
-    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        # All beams of a sentence read the same source, so they are queries of one attention and nothing is copied.
-        rows, n, width = x.shape
-        q = attention.project_query(x.reshape(rows // self.beam, self.beam * n, width))
-        return attention(q, *self.sources[layer], self.mask).reshape(rows, n, width)
-
-    def advance(self, tokens: int) -> None:
-        self.position += tokens
-
-    def select(self, rows: Tensor) -> CachedDecoding:
-        if self.mask is not None and (kept := kept_sentences(rows, self.beam, len(self.mask))) is not None:
-            self.sources = [(k.index_select(0, kept), v.index_select(0, kept)) for k, v in self.sources]
-            self.mask = self.mask.index_select(0, kept)
-        for cache in self.caches:
-            cache.select(rows)
-        return self
-
-
-def kept_sentences(rows: Tensor, beam: int, sentences: int) -> Tensor | None:
-    """The sentence of each `beam` selected rows; None if they are all sentences in their order."""
-    kept = rows[::beam] // beam
-    return None if torch.equal(kept, torch.arange(sentences, device=rows.device)) else kept
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

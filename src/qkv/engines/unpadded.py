@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.attention import MultiHeadAttention, attend, attention_mask
-from qkv.core.transformer import EncoderOutput, Transformer
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
+from qkv.core.transformer import Transformer
 from qkv.models.variants import rotary_of
 
 

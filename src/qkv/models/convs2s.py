@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config as configs
-from qkv.core.attention import attend, attention_mask
-from qkv.core.transformer import Embedding, TranslationModel, kept_sentences
+from qkv.core.attention import attend, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, TranslationModel
 from qkv.models.variants import ScoredAttention, make_positions
 
 REACH = 1024  # positions that the dilations of a deep stack span before they begin anew

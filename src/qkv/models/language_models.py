@@ -7,19 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from qkv import config as configs
-from qkv.core.attention import attention_mask
-from qkv.core.transformer import (
-    CachedDecoding,
-    DecoderContext,
-    DecoderLayer,
-    EncoderLayer,
-    Layers,
-    Model,
-    StateT,
-    TeacherForcing,
-    WholeSource,
-    run_stack,
-)
+from qkv.core.attention import CachedDecoding, DecoderContext, TeacherForcing, WholeSource, attention_mask
+from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, StateT, run_stack
 
 
 class DecoderOnly(Model):

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv import config as configs
-from qkv.core.attention import attend, attention_mask
-from qkv.core.transformer import Embedding, EncoderOutput, TranslationModel, kept_sentences
+from qkv.core.attention import EncoderOutput, attend, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, TranslationModel
 from qkv.models.variants import ScoredAttention
 
 Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM

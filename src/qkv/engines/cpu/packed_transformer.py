@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import MultiHeadAttention, attention_mask
-from qkv.core.transformer import Embedding, FeedForward, Transformer, kept_sentences
+from qkv.core.attention import MultiHeadAttention, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, FeedForward, Transformer
 from qkv.models.language_models import DecoderOnly
 from qkv.models.variants import ACTIVATIONS, PreNormResidual, rotary_of, rotate, score_of
 

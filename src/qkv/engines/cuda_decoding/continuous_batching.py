@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qkv import config
-from qkv.core.attention import MultiHeadAttention, is_wrapped
-from qkv.core.transformer import EncoderOutput, StepModel, Transformer
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
+from qkv.core.transformer import StepModel, Transformer
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.search import begin
 from qkv.decode.step import Choice, Search, Special

@@ -1,12 +1,8 @@
-"""The parameters of a model as one tensor each of masters, gradients and working copies.
+"""The training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
 
-Every parameter becomes a view into the masters, so the optimiser, validation and checkpoints know nothing of it; what
-concerns all of them (the norm of the gradient, a moving average, rounding to bf16) is one operation.
-
-The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
-
-The sublayers are those of `qkv.core.transformer`, with its parameters; here they read sentences laid end to end,
-(tokens, d_model), and each returns besides its result the function that takes the gradient of it back.
+All parameters are views into one tensor of fp32 masters, with one tensor of gradients and one of working copies beside
+it, so that the norm of the gradient, a moving average and rounding to bf16 are one operation each. The sublayers are
+those of `qkv.core.transformer`, for unpadded tokens (tokens, d_model); each returns its result and a backward function.
 """
 
 from __future__ import annotations
@@ -287,8 +283,7 @@ class Passes:
         self, part: MultiHeadAttention, rows: Rows, places: Tensor, *, causal: bool = False
     ) -> Callable[[Tensor], Sublayer]:
         turned = 2 * part.heads * part.d_k  # columns of queries and keys
-        rotary = rotary_of(part)
-        table = None if rotary is None else self.sinusoids[rotary]
+        table = self.sinusoids.get(rotary_of(part))
 
         def forward(x: Tensor) -> Sublayer:
             weight, bias = self._qkv(part)
