@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from conftest import leaves
 from qkv import config
-from qkv.core.transformer import EncoderLayer, parameter_count
+from qkv.core.transformer import parameter_count
 from qkv.decode.search import search
 from qkv.explain.attention_hooks import record_attention
-from qkv.models.convs2s import ConvS2S, GatedConvolution, dilations, neighbours
+from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 
 VOCAB = 20
 KINDS = ("contiguous", "dilated", "separable")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import overload
 
+import torch
+
 from qkv import config as configs
 from qkv.core.transformer import Model, Transformer, TranslationModel
+from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.unpadded import UnpaddedTransformer
 from qkv.models.convs2s import ConvS2S
 from qkv.models.language_models import DecoderOnly, EncoderOnly
@@ -35,6 +38,11 @@ def build_model(config: configs.ModelConfig, src_vocab: int, tgt_vocab: int) -> 
 
 def build_model(config: configs.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
+    model = _plain_model(config, src_vocab, tgt_vocab)
+    return use_fused_modules(model) if torch.cuda.is_available() else model
+
+
+def _plain_model(config: configs.ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     match config:
         case configs.TransformerConfig():
             return UnpaddedTransformer(config, src_vocab, tgt_vocab, VariantLayers(config))
