@@ -183,8 +183,8 @@ def _format(translation: Translation, number: int, ranked: bool, as_json: bool) 
     if as_json:
         return json.dumps({"line": number, **translation.to_dict()}, ensure_ascii=False)
     if ranked:
-        n_best = [translation, *translation.alternatives]
-        return "\n".join(f"{number}\t{rank}\t{one.score:.4f}\t{one.text}" for rank, one in enumerate(n_best, 1))
+        n_best = [(translation.score, translation.text), *((one.score, one.text) for one in translation.alternatives)]
+        return "\n".join(f"{number}\t{rank}\t{score:.4f}\t{text}" for rank, (score, text) in enumerate(n_best, 1))
     return translation.text
 
 
