@@ -18,9 +18,9 @@ import pytest
 
 from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import corpus, job, passes, store
 from qkv.data.store import Prepared, prepare
-from qkv.text import Tokenizer, Tokenizers
 
 CHARS = config.TokenizerConfig(kind="char")
 WORDS = "cat dog house tree sleeps sees likes the a big small café naïve never always".split()
@@ -180,7 +180,7 @@ def test_plain_text(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_stored_in_four_bytes(split: config.DataConfig, tmp_path: Path) -> None:
     pieces = [f"w{n}" for n in range(70_000)]
     words = Tokenizer("word", [*pieces, "Ġtree"])
-    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=Tokenizers(words, words))
+    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=TokenizerPair(words, words))
     assert prepared.train.src(0).dtype == np.uint32
     assert texts(prepared, "train") == sentences(300)
     assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 from qkv import config as configs
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.presets import PRESETS
-from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Run:
         cls,
         path: Path,
         config: configs.Config,
-        tokenizers: Tokenizers,
+        tokenizers: TokenizerPair,
         store: Path | None = None,
         command: str = "",
         start: Run | None = None,
@@ -162,8 +162,8 @@ class Run:
         self.__dict__.pop("config", None)
 
     @cached_property
-    def tokenizers(self) -> Tokenizers:
-        return Tokenizers.load(self.path / "tokenizer.json")
+    def tokenizers(self) -> TokenizerPair:
+        return TokenizerPair.load(self.path / "tokenizer.json")
 
     @cached_property
     def scores(self) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from qkv import config as configs
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo
-from qkv.text import Tokenizers
 from qkv.training import auto_recipe
 from qkv.training.model_card import parameters, shape
 
@@ -127,7 +127,7 @@ def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") ->
     }
 
 
-def match(model: configs.TranslationConfig, target: int, tokenizers: Tokenizers) -> configs.TranslationConfig:
+def match(model: configs.TranslationConfig, target: int, tokenizers: TokenizerPair) -> configs.TranslationConfig:
     """The model with the even d_model that comes nearest to so many parameters."""
 
     def of(half: int) -> configs.TranslationConfig:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from qkv import config as configs
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
 from qkv.run import Run
-from qkv.text import Tokenizers
 
 
 def card(run: Run, prepared: Prepared) -> str:
@@ -38,7 +38,7 @@ def card(run: Run, prepared: Prepared) -> str:
     return "\n".join(lines)
 
 
-def parameters(spec: configs.ModelConfig, tokenizers: Tokenizers) -> int:
+def parameters(spec: configs.ModelConfig, tokenizers: TokenizerPair) -> int:
     """How many parameters a model has, counted without making it."""
     with torch.device("meta"):
         return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
@@ -62,7 +62,7 @@ def unit(config: configs.Config) -> str:
     return "pairs" if isinstance(config.model, configs.TranslationConfig) else "lines"
 
 
-def vocabulary(tokenizers: Tokenizers) -> str:
+def vocabulary(tokenizers: TokenizerPair) -> str:
     """The size of one shared vocabulary, or of both."""
     src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
     return f"{tgt} tokens" if tokenizers.shared else f"{src} + {tgt} tokens"
