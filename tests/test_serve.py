@@ -128,7 +128,7 @@ def test_settings_for_a_page(server: Server) -> None:
     [
         ({"q": "a", "source": "xx", "target": "it"}, 400, "'xx' is not supported"),
         ({"q": "a", "source": "en", "target": "xx"}, 400, "'xx' is not available"),
-        ({"q": "a", "target": "xx"}, 400, "'xx' is not available as a target language: there is it"),
+        ({"q": "a", "target": "xx"}, 400, "'xx' is not available as a target language: available: it"),
         ({"source": "en", "target": "it"}, 422, "q"),
         ({"q": "a", "target": "it", "format": "pdf"}, 422, "format"),
         ({"q": "a", "target": "it", "alternatives": -1}, 422, "alternatives"),
@@ -494,8 +494,8 @@ def test_the_python_of_the_documentation_runs(server: Server, translator: qkv.Tr
         ("/score", FORM, b'{"source": "a", "target": "b"}', "Content-Type: application/json"),
         ("/translate_file", FORM, b"file=a", "a field called file"),
         ("/translate", JSON, b'{"q": "a", "target": "it", "alternatives": 99}', "ask for fewer"),
-        ("/translate", JSON, b'{"q": "a", "source": "it", "target": "en"}', "there is en"),
-        ("/nowhere", JSON, b"{}", "/openapi.json has every route"),
+        ("/translate", JSON, b'{"q": "a", "source": "it", "target": "en"}', "available: en"),
+        ("/nowhere", JSON, b"{}", "/openapi.json lists every route"),
         ("/documents/1", {}, None, "send it again"),
     ],
 )

@@ -353,7 +353,7 @@ def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: flo
         assert server.process.wait(PATIENCE) == (0 if times == 1 else 130)
         said = server.log.read_text().splitlines()[1:]
         assert said[0].startswith("stopping: ")
-        assert re.fullmatch(r"given up: \d requests? and 1 document", said[1])
+        assert re.fullmatch(r"stopping without \d requests? and 1 document", said[1])
         assert said[2:] == ([] if times == 1 else ["qkv: interrupted"])
 
 

@@ -1,4 +1,4 @@
-"""The parts of the server by themselves: the queue, keys and rates, HTML in parts, text before a stop text, names."""
+"""The parts of the server by themselves: the queue, keys and limiter, HTML in parts, text before a stop text, names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from qkv.core.errors import UsageError
 from qkv.documents import html_text
 from qkv.documents.html_text import unescape_markup
 from qkv.server import listener, served_models
-from qkv.server.auth import Rates, find_key, new_key, read_keys
-from qkv.server.completion_stream import Row
-from qkv.server.listener import listen
-from qkv.server.middleware import Limits, Metrics, Refusal, Wait, _form, _json
-from qkv.server.scheduler import Engine, FairQueue, Setup, Unit
-from qkv.server.served_models import Models, Served
-from qkv.server.worker_supervisor import Worker
+from qkv.server.auth import RateLimiter, find_key, new_key, read_keys
+from qkv.server.completion_stream import Continuation
+from qkv.server.listener import open_socket
+from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, parse_form, parse_json
+from qkv.server.scheduler import FairQueue, QueueItem, Scheduler, SchedulerOptions
+from qkv.server.served_models import ServedModel, ServedModels
+from qkv.server.worker_supervisor import ModelWorker
 
 GROUP = ("translate", "tiny", "")
 
@@ -74,12 +74,12 @@ def test_clients_take_turns() -> None:
     async def turns() -> None:
         queue = FairQueue()
         for number in range(100):
-            queue.add(Unit("large", GROUP, number, 1))
+            queue.add(QueueItem("large", GROUP, number, 1))
         for client in "abc":
-            queue.add(Unit(client, GROUP, client, 1))
+            queue.add(QueueItem(client, GROUP, client, 1))
         first = queue.take(8, 100)
-        assert Counter(unit.client for unit in first) == {"large": 5, "a": 1, "b": 1, "c": 1}
-        assert [unit.asked for unit in first if unit.client == "large"] == [0, 1, 2, 3, 4]
+        assert Counter(item.client for item in first) == {"large": 5, "a": 1, "b": 1, "c": 1}
+        assert [item.payload for item in first if item.client == "large"] == [0, 1, 2, 3, 4]
         assert (queue.count, queue.cost) == (95, 95)
 
     asyncio.run(turns())
@@ -89,7 +89,7 @@ def test_a_batch_has_one_group_and_keeps_to_its_budget() -> None:
     async def batches() -> None:
         queue, other = FairQueue(), ("score", "tiny", "")
         for client, group, cost in (("a", GROUP, 5), ("b", other, 1), ("c", GROUP, 4), ("a", GROUP, 9)):
-            queue.add(Unit(client, group, None, cost))
+            queue.add(QueueItem(client, group, None, cost))
         assert [(u.client, u.cost) for u in queue.take(10, 100)] == [("a", 5), ("c", 4)]
         assert [u.client for u in queue.take(10, 100)] == ["b"]
         assert [u.cost for u in queue.take(1, 100)] == [9]  # too much by itself, and taken all the same
@@ -102,72 +102,72 @@ def test_a_batch_has_one_group_and_keeps_to_its_budget() -> None:
 def test_what_nobody_waits_for_is_left_out() -> None:
     async def leave() -> None:
         queue = FairQueue()
-        units = [Unit("a", GROUP, number, 2) for number in range(4)]
-        for unit in units:
-            queue.add(unit)
-        units[0].answer.cancel()
-        units[2].answer.cancel()
+        items = [QueueItem("a", GROUP, number, 2) for number in range(4)]
+        for item in items:
+            queue.add(item)
+        items[0].result.cancel()
+        items[2].result.cancel()
         await asyncio.sleep(0)
         assert (queue.count, queue.cost) == (2, 4)
-        assert [unit.asked for unit in queue.take(100, 100)] == [1, 3]
+        assert [item.payload for item in queue.take(100, 100)] == [1, 3]
 
     asyncio.run(leave())
 
 
 def test_batches_are_of_like_length_and_shared_by_the_processes() -> None:
     async def plan() -> None:
-        engine = Engine(Setup({}, batch_tokens=20), Limits(), Metrics())
+        scheduler = Scheduler(SchedulerOptions({}, batch_tokens=20), RequestLimits(), Metrics())
         costs = [3, 9, 2, 8, 3, 9, 2, 8]
         for number, cost in enumerate(costs):
-            engine.sentences.add(Unit(number, GROUP, number, cost))
+            scheduler.queue.add(QueueItem(number, GROUP, number, cost))
         batches = []
-        while batch := engine._batch():
-            batches.append([unit.cost for unit in batch])
-            assert engine.waiting == len(costs) - sum(map(len, batches))
+        while batch := scheduler._next_batch():
+            batches.append([item.cost for item in batch])
+            assert scheduler.waiting == len(costs) - sum(map(len, batches))
         assert [cost for batch in batches for cost in batch] == sorted(costs)
         assert all(sum(batch) <= 20 + max(costs) / 2 for batch in batches)
-        assert engine.idle
+        assert scheduler.idle
 
         for number in range(6):
-            engine.sentences.add(Unit(number, GROUP, number, 19))
-        first, *_ = engine._batch()
-        for batch in engine.planned:
-            for unit in batch:
-                unit.answer.cancel()
-        assert engine.waiting == engine.sentences.count
+            scheduler.queue.add(QueueItem(number, GROUP, number, 19))
+        first, *_ = scheduler._next_batch()
+        for batch in scheduler.planned:
+            for item in batch:
+                item.result.cancel()
+        assert scheduler.waiting == scheduler.queue.count
         assert first.wanted
-        for waiting in engine.sentences.clients.values():  # all left, and the queue does not know it yet
-            for unit in waiting:
-                unit.answer.cancel()
-        assert engine._batch() == []
+        for waiting in scheduler.queue.clients.values():  # all left, and the queue does not know it yet
+            for item in waiting:
+                item.result.cancel()
+        assert scheduler._next_batch() == []
 
     asyncio.run(plan())
 
 
 def test_a_batch_waits_as_long_as_company_comes() -> None:
     async def come() -> None:
-        engine = Engine(Setup({}, batch_tokens=1000, wait=0.05), Limits(), Metrics())
+        scheduler = Scheduler(SchedulerOptions({}, batch_tokens=1000, batching_delay=0.05), RequestLimits(), Metrics())
 
         async def arrive() -> None:
             for number in range(3):
-                engine.sentences.add(Unit(number, GROUP, number, 1))
+                scheduler.queue.add(QueueItem(number, GROUP, number, 1))
                 await asyncio.sleep(0.04)
 
         coming = asyncio.create_task(arrive())
         await asyncio.sleep(0)
-        await engine._company()
+        await scheduler._wait_for_batch()
         assert coming.done()
-        assert len(engine._batch()) == 3
-        engine.sentences.add(Unit("much", GROUP, 0, 1000))  # a full batch, which waits for nobody
+        assert len(scheduler._next_batch()) == 3
+        scheduler.queue.add(QueueItem("much", GROUP, 0, 1000))  # a full batch, which waits for nobody
         late = asyncio.create_task(asyncio.sleep(0.04))
-        await engine._company()
+        await scheduler._wait_for_batch()
         assert not late.done()
         late.cancel()
-        assert engine._batch()
-        engine.usual = 20  # the half of which waits: a process that is free does not wait for more
-        engine.sentences.add(Unit("some", GROUP, 0, 10))
+        assert scheduler._next_batch()
+        scheduler.usual_batch_tokens = 20  # the half of which waits: a process that is free does not wait for more
+        scheduler.queue.add(QueueItem("some", GROUP, 0, 10))
         late = asyncio.create_task(asyncio.sleep(0.04))
-        await engine._company()
+        await scheduler._wait_for_batch()
         assert not late.done()
         late.cancel()
 
@@ -176,88 +176,89 @@ def test_a_batch_waits_as_long_as_company_comes() -> None:
 
 def test_a_process_that_is_alone_takes_the_whole_batch() -> None:
     async def plan() -> None:
-        engine = Engine(Setup({}, batch_tokens=100), Limits(), Metrics())
-        engine.workers = [Worker({}), Worker({})]
-        for worker in engine.workers:
+        scheduler = Scheduler(SchedulerOptions({}, batch_tokens=100), RequestLimits(), Metrics())
+        scheduler.workers = [ModelWorker({}), ModelWorker({})]
+        for worker in scheduler.workers:
             worker.ready.set()
-        for busy, sizes in (([], [3, 3]), ([engine.workers[0]], [6])):
-            engine.busy = busy
+        for busy, sizes in (([], [3, 3]), ([scheduler.workers[0]], [6])):
+            scheduler.busy = busy
             for number in range(6):
-                engine.sentences.add(Unit(number, GROUP, number, 5))
-            assert [len(engine._batch()) for _ in sizes] == sizes
-            assert not engine.waiting
+                scheduler.queue.add(QueueItem(number, GROUP, number, 5))
+            assert [len(scheduler._next_batch()) for _ in sizes] == sizes
+            assert not scheduler.waiting
 
     asyncio.run(plan())
 
 
 def test_a_process_gets_its_next_batch_only_when_no_other_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[Worker, int]] = []
+    sent: list[tuple[ModelWorker, int]] = []
     over = asyncio.Event()
 
-    async def result(self: Worker, kind: str, model: str, asked: Any) -> Any:
-        sent.append((self, len(asked["texts"])))
+    async def call(self: ModelWorker, kind: str, model: str, arguments: Any) -> Any:
+        sent.append((self, len(arguments["texts"])))
         await over.wait()
-        return {"results": [{"texts": [text]} for text in asked["texts"]]}
+        return {"results": [{"texts": [text]} for text in arguments["texts"]]}
 
-    async def live(self: Worker) -> None:
-        self.about = {"device": "cpu", "ready": {}}
+    async def supervise(self: ModelWorker) -> None:
+        self.info = {"device": "cpu", "ready": {}}
         self.ready.set()
         await asyncio.Event().wait()
 
     async def work() -> None:
-        engine = Engine(Setup({}, workers=2, wait=0.001), Limits(), Metrics())
-        engine.start()
+        scheduler = Scheduler(SchedulerOptions({}, workers=2, batching_delay=0.001), RequestLimits(), Metrics())
+        scheduler.start()
         await asyncio.sleep(0.01)
         asked = [
-            asyncio.create_task(engine.batch("a", ("translate", "m", ""), ["x"] * size, [5] * size)) for size in (4, 4)
+            asyncio.create_task(scheduler.submit("a", ("translate", "m", ""), ["x"] * size, [5] * size))
+            for size in (4, 4)
         ]
         await asyncio.sleep(0.05)
-        assert {worker for worker, _ in sent} == set(engine.workers)
+        assert {worker for worker, _ in sent} == set(scheduler.workers)
         assert [size for _, size in sent] == [4, 4]
-        asked += [asyncio.create_task(engine.batch("a", ("translate", "m", ""), ["y"], [5]))]
+        asked += [asyncio.create_task(scheduler.submit("a", ("translate", "m", ""), ["y"], [5]))]
         await asyncio.sleep(0.05)
         assert [size for _, size in sent] == [4, 4, 1]  # although both are busy
         over.set()
         assert [len(found) for found in await asyncio.gather(*asked)] == [4, 4, 1]
-        assert engine.idle
-        assert engine.busy == []
-        await engine.close()
+        assert scheduler.idle
+        assert scheduler.busy == []
+        await scheduler.close()
 
-    monkeypatch.setattr(Worker, "result", result)
-    monkeypatch.setattr(Worker, "live", live)
+    monkeypatch.setattr(ModelWorker, "call", call)
+    monkeypatch.setattr(ModelWorker, "supervise", supervise)
     run_simulated(work())
 
 
 def test_a_large_request_does_not_starve_single_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[str] = []
 
-    async def result(self: Worker, kind: str, model: str, asked: Any) -> Any:
+    async def call(self: ModelWorker, kind: str, model: str, arguments: Any) -> Any:
         await asyncio.sleep(0.01)
-        return {"results": [{"texts": [text]} for text in asked["texts"]]}
+        return {"results": [{"texts": [text]} for text in arguments["texts"]]}
 
-    async def live(self: Worker) -> None:
-        self.about = {"device": "cpu", "ready": {}}
+    async def supervise(self: ModelWorker) -> None:
+        self.info = {"device": "cpu", "ready": {}}
         self.ready.set()
         await asyncio.Event().wait()
 
-    async def ask(engine: Engine, client: str, size: int) -> None:
-        await engine.batch(client, ("translate", "m", ""), [client] * size, [5] * size)
+    async def ask(scheduler: Scheduler, client: str, size: int) -> None:
+        await scheduler.submit(client, ("translate", "m", ""), [client] * size, [5] * size)
         answered.append(client)
 
     async def work() -> None:
-        engine = Engine(Setup({}, workers=1, batch_tokens=64), Limits(), Metrics())
-        engine.start()
+        scheduler = Scheduler(SchedulerOptions({}, workers=1, batch_tokens=64), RequestLimits(), Metrics())
+        scheduler.start()
         await asyncio.sleep(0.01)
-        asked = [asyncio.create_task(ask(engine, "large", 900))]
+        asked = [asyncio.create_task(ask(scheduler, "large", 900))]
         await asyncio.sleep(0.05)  # several batches later
-        asked += [asyncio.create_task(ask(engine, client, 1)) for client in "abc"]
+        asked += [asyncio.create_task(ask(scheduler, client, 1)) for client in "abc"]
         await asyncio.gather(*asked)
         assert sorted(answered[:-1]) == ["a", "b", "c"]
         assert answered[-1] == "large"
-        await engine.close()
+        await scheduler.close()
 
-    monkeypatch.setattr(Worker, "result", result)
-    monkeypatch.setattr(Worker, "live", live)
+    monkeypatch.setattr(ModelWorker, "call", call)
+    monkeypatch.setattr(ModelWorker, "supervise", supervise)
     run_simulated(work())
 
 
@@ -265,10 +266,10 @@ def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
     async def waits() -> None:
         task = asyncio.current_task()
         assert task is not None
-        with pytest.raises(Refusal, match=r"not within 0.01 s") as late, Wait(0.01, 504, "not within {:g} s"):
+        with pytest.raises(Refusal, match=r"not within 0.01 s") as late, Deadline(0.01, 504, "not within {:g} s"):
             await asyncio.sleep(9)
         assert late.value.status_code == 504
-        wait = Wait(9, 504, "late")
+        wait = Deadline(9, 504, "late")
         for status in (499, 500):  # the second comes too late to matter
             asyncio.get_running_loop().call_soon(wait.end, status, "gone")
         with pytest.raises(Refusal) as left, wait:
@@ -276,7 +277,7 @@ def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
         assert left.value.status_code == 499
         assert not task.cancelling()
         wait.end(500, "it is over")
-        with Wait(0.001, 504, "late"):
+        with Deadline(0.001, 504, "late"):
             pass
         await asyncio.sleep(0.01)  # nothing ends this
         inner = asyncio.create_task(_hang())
@@ -286,7 +287,7 @@ def test_a_wait_ends_with_a_refusal_and_leaves_no_trace() -> None:
             await inner
 
     async def _hang() -> None:
-        with Wait(9, 504, "late"):
+        with Deadline(9, 504, "late"):
             await asyncio.sleep(9)
 
     run_simulated(waits())
@@ -317,13 +318,13 @@ def test_key_files_that_let_nobody_in_are_refused(tmp_path: Path, text: str) -> 
 
 
 def test_a_bucket_fills_again() -> None:
-    rates = Rates()
-    assert [rates.wait("a", 3, now=0.0) for _ in range(4)] == [0, 0, 0, 20]
-    assert rates.wait("b", 3, now=0.0) == 0  # another client has its own
-    assert rates.wait("a", 3, now=10.0) == pytest.approx(10)
-    assert rates.wait("a", 3, now=20.0) == 0
-    assert rates.wait("a", 3, now=20.0) == pytest.approx(20)
-    assert [rates.wait("a", 3, now=1e6) for _ in range(4)] == [0, 0, 0, 20]  # never more than a minute's worth
+    limiter = RateLimiter()
+    assert [limiter.take("a", 3, now=0.0) for _ in range(4)] == [0, 0, 0, 20]
+    assert limiter.take("b", 3, now=0.0) == 0  # another client has its own
+    assert limiter.take("a", 3, now=10.0) == pytest.approx(10)
+    assert limiter.take("a", 3, now=20.0) == 0
+    assert limiter.take("a", 3, now=20.0) == pytest.approx(20)
+    assert [limiter.take("a", 3, now=1e6) for _ in range(4)] == [0, 0, 0, 20]  # never more than a minute's worth
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -338,12 +339,12 @@ json_values = st.recursive(
 
 @given(json_values)
 def test_json_is_read_as_it_was_written(value: Any) -> None:
-    assert _json(json.dumps(value).encode()) == value
+    assert parse_json(json.dumps(value).encode()) == value
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    for read in (_json, _form):
+    for read in (parse_json, parse_form):
         with suppress(Refusal):  # whatever else it raises fails the test
             read(data)
 
@@ -411,51 +412,51 @@ class Letters:
 
 @given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_stream_never_shows_its_stop_text(text: str, stops: list[str]) -> None:
-    row = Row(Letters(), stops)  # type: ignore[arg-type]
+    row = Continuation(Letters(), stops)  # type: ignore[arg-type]
     shown = ""
     for number, letter in enumerate(text, 1):
         shown += row.add(ord(letter), last=number == len(text))
-        if row.finish:
+        if row.finish_reason:
             break
     # The first stop text to be complete ends it, and it may have begun later than one that is still incomplete.
     ended = [text[: i + 1] for i in range(len(text)) if any(text[: i + 1].endswith(stop) for stop in stops)]
     if ended:
-        assert row.finish == "stop"
+        assert row.finish_reason == "stop"
         assert shown == ended[0][: min(p for p in map(ended[0].find, stops) if p >= 0)]
     else:
-        assert (row.finish, shown) == ("length", text)
+        assert (row.finish_reason, shown) == ("length", text)
 
 
 def test_a_port_is_shared_only_where_that_is_wanted() -> None:
-    with listen("127.0.0.1", 0, shared=True) as first:
+    with open_socket("127.0.0.1", 0, reuse_port=True) as first:
         port = first.getsockname()[1]
-        with listen("127.0.0.1", port, shared=True) as second:
+        with open_socket("127.0.0.1", port, reuse_port=True) as second:
             assert second.getsockname()[1] == port
-        with pytest.raises(UsageError, match="cannot listen there"):
-            listen("127.0.0.1", port)
-    with pytest.raises(UsageError, match="cannot listen there"):
-        listen("127.0.0.1", 99_999)
+        with pytest.raises(UsageError, match="cannot listen"):
+            open_socket("127.0.0.1", port)
+    with pytest.raises(UsageError, match="cannot listen"):
+        open_socket("127.0.0.1", 99_999)
 
 
 # ---- models and languages --------------------------------------------------------------------------------------------
 
 
 def test_models_are_found_by_name_and_language(tiny: Path) -> None:
-    models = Models.open([tiny, f"other={tiny}"])
+    models = ServedModels.open([tiny, f"other={tiny}"])
     assert list(models) == ["tiny", "other"]
-    assert models.pair("en", "it").name == "tiny"
-    assert models.pair("en", "it", "other").name == "other"
+    assert models.for_languages("en", "it").name == "tiny"
+    assert models.for_languages("en", "it", "other").name == "other"
     assert models.languages() == {"en": ["it"], "it": []}
     with pytest.raises(Refusal, match="'xx' is not supported"):
-        models.pair("xx", "it")
+        models.for_languages("xx", "it")
     with pytest.raises(Refusal, match="no language model"):
-        models.named(None, translates=False)
+        models.by_name(None, translates=False)
     with pytest.raises(UsageError, match="second model"):
-        Models.open([tiny, tiny])
+        ServedModels.open([tiny, tiny])
 
 
 def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
-    models = Models.open([tiny, f"back={tiny}"])
+    models = ServedModels.open([tiny, f"back={tiny}"])
     models["back"] = dataclasses.replace(models["back"], source="de", targets=("it", "fr"))
     german, english = "Wo ist das Haus meiner Schwester?", "Where is the house of my sister?"
     assert models.choose("auto", "it", [german])[0].name == "back"
@@ -463,7 +464,7 @@ def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
     assert models.choose("auto", "it", [german], "tiny")[0].name == "tiny"  # which knows no other language
     assert models.choose("auto", "fr", [english])[0].name == "back"  # the only one that writes it
     assert models.choose("de", "", [])[0].name == "back"
-    with pytest.raises(Refusal, match="'xx' is not available as a target language: there is it, fr"):
+    with pytest.raises(Refusal, match="'xx' is not available as a target language: available: it, fr"):
         models.choose("auto", "xx", [english])
 
 
@@ -475,21 +476,21 @@ def test_a_run_that_does_not_know_its_languages_is_told_of(
     shutil.copytree(tiny, nameless)
     written = nameless / "config.toml"
     written.write_text(written.read_text().replace('tgt_lang = "it"', 'tgt_lang = ""'))
-    models = Models.open([tiny, nameless])
-    listener.start(models, Setup({}), Limits(), listen("127.0.0.1", 0))
+    models = ServedModels.open([tiny, nameless])
+    listener.serve(models, SchedulerOptions({}), RequestLimits(), open_socket("127.0.0.1", 0))
     _, said = capsys.readouterr().err.splitlines()
     assert said == (
-        f"nameless does not know its languages, and clients must call them en and target: "
+        f"nameless has no language codes, so clients must use en and target: "
         f"set src_lang and tgt_lang under [data] in {written}"
     )
 
 
 def test_languages_are_recognised() -> None:
-    assert served_models.detect("Dove si trova la casa di tua sorella?")[0][0] == "it"
-    assert [code for code, _ in served_models.detect("Wo ist das Haus?", among=["en", "it"])] != ["de"]
-    assert served_models.detect(" ") == []
-    assert served_models.name("de-AT") == "German"
-    assert served_models.name("tlh") == "tlh"
+    assert served_models.detect_languages("Dove si trova la casa di tua sorella?")[0][0] == "it"
+    assert [code for code, _ in served_models.detect_languages("Wo ist das Haus?", among=["en", "it"])] != ["de"]
+    assert served_models.detect_languages(" ") == []
+    assert served_models.language_name("de-AT") == "German"
+    assert served_models.language_name("tlh") == "tlh"
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -498,8 +499,8 @@ def test_languages_are_recognised() -> None:
 CARD = """
 import sys
 import qkv
-from qkv.server.model_worker import card
-card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
+from qkv.server.model_worker import model_card
+model_card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
 print("torch._dynamo" in sys.modules)
 """
 
@@ -520,6 +521,6 @@ def test_tags_are_languages_only_if_all_text_has_them(
         corpora.append({"src": src, "tgt": tgt, "tag": tag})
     small = {"d_model": 16, "d_ff": 16}
     spec = tiny_config("", "", steps=2, metric="loss", average=0).replace(data={"train": corpora}, model=small)
-    served = Served.open("both", qkv.train(spec, tmp_path / "run").path)
+    served = ServedModel.open("both", qkv.train(spec, tmp_path / "run").path)
     assert served.targets == targets
     assert served.tag("") == (targets[0] if tags[0] else "")

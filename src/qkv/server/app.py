@@ -96,9 +96,7 @@ def create_app(service: Service, *, origins: Collection[str] = ()) -> App:
     inner: ASGIApp = app.route
     if origins:
         inner = CORSMiddleware(inner, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
-    app.middleware_app = RequestMiddleware(
-        inner, limits=service.limits, metrics=service.metrics, origins=set(origins)
-    )
+    app.middleware_app = RequestMiddleware(inner, limits=service.limits, metrics=service.metrics, origins=set(origins))
     return app
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -76,7 +75,9 @@ class JobStore:
         self.service.scheduler.check_accepting()
         limits = self.service.limits
         if len(self.current()) >= limits.documents:
-            raise Refusal(429, "too many documents in memory: download or delete one, or try again later", retry_after=30)
+            raise Refusal(
+                429, "too many documents in memory: download or delete one, or try again later", retry_after=30
+            )
         base_name = PurePosixPath(name.replace("\\", "/")).name[-MAX_NAME:]
         job = DocumentJob(secrets.token_urlsafe(16), base_name)
         self.jobs[job.id] = job  # counts towards the limit while it is parsed

@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
         self.stop_signals += 1
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second by uvicorn; returns whether to leave the main loop."""
+        """Called ten times a second by uvicorn; returns whether the main loop should end."""
         now = asyncio.get_running_loop().time()
         if self.scheduler.failure and not self.scheduler.ready:
             self.should_exit = True
@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
 
 
 def open_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Open a listening socket; with `reuse_port`, several processes may listen at one port and share its connections."""
+    """Open a listening socket; with `reuse_port`, several processes may share one port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -83,7 +83,7 @@ def check_limit(unit: str, count: int, limit: int, pointer: str = "") -> None:
         raise Refusal(413, f"{count:,} {unit}, but at most {limit:,} are allowed: send less at once", pointer=pointer)
 
 
-# ---- metrics for Prometheus; every server has its own registry --------------------------------------------------------
+# ---- metrics for Prometheus; every server has its own registry -------------------------------------------------------
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -134,7 +134,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-# ---- the middleware: limits on the body, security headers, requests from other sites ----------------------------------
+# ---- the middleware: limits on the body, security headers, requests from other sites ---------------------------------
 
 POLICY = (
     "default-src 'self'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -160,9 +160,7 @@ SLOWEST_UPLOAD = 1 << 18  # bytes per second: the time limit of a body grows wit
 class RequestMiddleware:
     """ASGI middleware around the application."""
 
-    def __init__(
-        self, app: ASGIApp, limits: RequestLimits, metrics: Metrics, origins: Collection[str] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, limits: RequestLimits, metrics: Metrics, origins: Collection[str] = ()) -> None:
         self.app, self.limits, self.metrics, self.origins = app, limits, metrics, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -248,7 +246,7 @@ def header(scope: Scope, name: bytes) -> str:
     return ""
 
 
-# ---- request parsing: JSON or a form, checked against a pydantic model ------------------------------------------------
+# ---- request parsing: JSON or a form, checked against a pydantic model -----------------------------------------------
 
 B = TypeVar("B", bound=BaseModel)
 MAX_FIELDS = 2000  # of a form

@@ -66,9 +66,7 @@ def run_jobs(channel: JsonLines, settings: Event) -> None:
 
     torch.set_num_threads(settings["threads"])
     try:
-        models = {
-            name: _load(path, settings["device"], settings["dtype"]) for name, path in settings["runs"].items()
-        }
+        models = {name: _load(path, settings["device"], settings["dtype"]) for name, path in settings["runs"].items()}
     except QkvError as error:
         channel.write({"failed": str(error)})
         return

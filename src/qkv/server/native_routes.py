@@ -39,7 +39,7 @@ class Words(BaseModel):
 
 
 class Attention(BaseModel):
-    """A sentence whose attention is returned, and changes whose effect on the translation is computed."""
+    """A sentence to explain, and optional changes for a what-if."""
 
     text: Text
     target: Text | None = None
@@ -76,9 +76,7 @@ async def _submit_job(
 async def score(request: Request, body: Score) -> dict[str, Any]:
     """Score a translation: its log-probability, in total and for every token, </s> last."""
     texts = [body.source, body.target]
-    return await _submit_job(
-        request, "score", body.model, texts, "/source", 1, source=body.source, target=body.target
-    )
+    return await _submit_job(request, "score", body.model, texts, "/source", 1, source=body.source, target=body.target)
 
 
 @router.post("/alternatives", responses=ERRORS)

@@ -34,6 +34,7 @@ PLANNED_BATCHES = 4  # batches formed from the queue at once
 MAX_WAITS, WAIT_SHARE, MAX_WAIT_SECONDS = 5, 0.1, 0.025
 BATCHED_JOBS = ("translate", "translate_markup", "translate_aligned")  # kinds of jobs that take several texts
 END = object()  # last item of a stream's queue
+STOPPED = "the server stopped before this was done: use another server, or try again later"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class Scheduler:
         self.draining = False  # new requests are refused
         self.stopped = False  # pending ones too
         self.failure: QkvError | None = None  # a run could not be loaded
-        # Moving averages.
-        self.tokens_per_second = 1000.0
+        self.tokens_per_second = 1000.0  # this and the next two are moving averages
         self.batch_seconds = 0.0
         self.usual_batch_tokens = math.inf
         self.tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +113,7 @@ class Scheduler:
     def stop(self) -> None:
         """Refuse all pending items and all later ones."""
         self.stopped = True
-        _refuse_items(self.pending, _stopped_refusal())
+        _refuse_items(self.pending, Refusal(503, STOPPED, retry_after=5))
 
     async def close(self) -> None:
         """End the model processes and every task."""
@@ -181,7 +181,7 @@ class Scheduler:
         while wait_for_room and self.queue.count > limit // 2:
             await asyncio.sleep(0.05)
         if self.stopped:
-            raise _stopped_refusal()
+            raise Refusal(503, STOPPED, retry_after=5)
         if not wait_for_room:
             self.check_accepting()
             self._check_room(self.queue, len(payloads), limit)
@@ -340,9 +340,7 @@ class Scheduler:
                 except Refusal as error:
                     item.result.set_exception(error)
 
-    async def _run_one_by_one(
-        self, worker: ModelWorker, kind: str, model: str, items: list[QueueItem]
-    ) -> list[Event]:
+    async def _run_one_by_one(self, worker: ModelWorker, kind: str, model: str, items: list[QueueItem]) -> list[Event]:
         """Run jobs that take a single input; an invalid one does not fail the others."""
         results: list[Event] = []
         for item in items:
@@ -369,11 +367,6 @@ class Scheduler:
         except Refusal as error:
             with suppress(asyncio.InvalidStateError):
                 item.result.set_exception(error)
-
-
-def _stopped_refusal() -> Refusal:
-    reason = "the server stopped before this was done: use another server, or try again later"
-    return Refusal(503, reason, retry_after=5)
 
 
 def _refuse_items(items: Iterable[QueueItem], error: Refusal) -> None:

@@ -70,7 +70,7 @@ class ServedModel:
         return (target or self.tags[0]) if self.tags else ""
 
     def split(self, text: str) -> tuple[Pieces, list[int]]:
-        """Split a text into pieces within the length limit, as `Translator` does; also returns their costs in tokens."""
+        """Split a text into pieces within the length limit, as `Translator` does, and return their costs."""
         encode, limit = self.tokenizers.src.encode, self.max_length - (1 if self.tags else 0)
         lengths: dict[str, int] = {}
 

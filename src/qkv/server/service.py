@@ -16,7 +16,7 @@ from starlette.types import Scope
 from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
 from qkv.server.auth import ApiKey, RateLimiter, find_key
 from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
-from qkv.server.scheduler import Group, Scheduler
+from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
 
 R = TypeVar("R")
@@ -213,9 +213,11 @@ class Service:
         """Split HTML; a run is split at its tags too if they are unbalanced or the run is too long for the model."""
         parts: list[HtmlPart] = []
         for part in split_html(text):
-            if part.kept or not part.has_tags:
-                parts.append(part)
-            elif part.is_balanced and sum(model.split(part.text)[1]) < model.max_length:
+            if (
+                part.kept
+                or not part.has_tags
+                or (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length)
+            ):
                 parts.append(part)
             else:
                 parts += part.split_at_tags()
