@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import demo_corpus as demo
 import qkv
 from conftest import sentences
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data import links
 from qkv.documents.inline_markup import place_markup, strip_markup
@@ -31,6 +30,7 @@ from qkv.explain.word_alignment import (
     untranslated,
     word_weights,
 )
+from qkv.options import TokenizerConfig
 from qkv.text import Tokenizer, learn
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return learn(
         TRAINING,
         TRAINING,
-        config.TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
+        TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
         ("it",),
     ).src
 

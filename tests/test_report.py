@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
@@ -23,6 +22,7 @@ from qkv.data.store import Prepared
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
+from qkv.options import Config, TokenizerConfig, TransformerConfig
 from qkv.run import Run
 from qkv.text import Tokenizers, learn
 from qkv.train import validate
@@ -73,12 +73,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def tokenizers() -> Tokenizers:
-    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=280), ())
+    return learn(TEXT, TEXT, TokenizerConfig(vocab=280), ())
 
 
 def a_run(folder: Path, tokenizers: Tokenizers, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
     """A run folder in which only the log was written, or not even that."""
-    run = Run.create(folder, config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
+    run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
         with Log(run.log, steps=10, after=Progress()) as log:
             for line in lines:
@@ -282,7 +282,7 @@ def test_two_runs_share_their_axes_and_show_where_they_differ(
     assert lines["BLEU", 1, "BLEU"] == [50.0]
     assert lines["BLEU", 0, "BLEU"] == [line["bleu"] for line in entries(tiny, "valid")]
     assert len({chart["title"] for chart in found.data["charts"]}) == len(found.data["charts"])
-    differences = config.difference(runs[0].config, other.config)
+    differences = runs[0].config.difference(other.config)
     shown = {row[0]: row[1:] for row in found.cells if row[0] in dict.fromkeys(path for path, _, _ in differences)}
     assert len(shown) == len(differences) > 10
     assert shown["train.steps"] == ["200", "20"]
@@ -360,7 +360,7 @@ KINDS = {
 def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenizers) -> None:
     """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
     torch.manual_seed(0)
-    spec = config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
+    spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     rows = [np.asarray(tokenizers.src.encode(text), np.int64) for text in TEXT]
 
@@ -413,7 +413,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
 
 def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
     """What is not a number cannot be written as JSON."""
-    model = build(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

@@ -187,7 +187,6 @@ def ablate(
     output: Output = None,
 ) -> None:
     """What changes of a recipe are worth: each against the recipe as it is, at equal time, with several seeds."""
-    from qkv.config import assign
     from qkv.run import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
@@ -195,7 +194,7 @@ def ablate(
     from qkv.lab.ablation import measure
 
     measure(
-        assign(config, settings or []),
+        config.assign(settings or []),
         changes,
         out=out,
         steps=steps,

@@ -15,8 +15,8 @@ from qkv.cli.arguments import RunArgument, Settings, command_line, with_more, wi
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.config import Config
     from qkv.data.store import Prepared
+    from qkv.options import Config
     from qkv.run import Run
 if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
@@ -64,7 +64,7 @@ def train(
     Two files (--src, --tgt) make a model that translates, one (--text) a language model. --from adapts a trained one.
     """
     from qkv.api.run_training import train as begin
-    from qkv.config import path_of
+    from qkv.core.config import option_path
     from qkv.run import Run
     from qkv.training import auto_recipe
 
@@ -84,7 +84,7 @@ def train(
         config = with_text(config, text or [], valid_text)
     else:
         config = with_more(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
-    fixed = set(map(path_of, changed))
+    fixed = set(map(option_path, changed))
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
@@ -96,8 +96,8 @@ def train(
 
 def _given(what: str | None, start: Run | None) -> Config | None:
     """What the command line names to train: a config, or that of the run to begin with, whose length was its own."""
-    from qkv.config import TrainConfig
     from qkv.console import say
+    from qkv.options import TrainConfig
     from qkv.run import find_config
 
     if what is None:
@@ -127,14 +127,13 @@ def config(
     settings: Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
-    from qkv import config as configs
     from qkv.run import find_config
 
-    shown = configs.assign(find_config(what), settings or [])
+    shown = find_config(what).assign(settings or [])
     if other is None:
-        print(configs.dumps(shown), end="")
+        print(shown.dumps(), end="")
         return
-    for path, ours, theirs in configs.difference(shown, find_config(other)):
+    for path, ours, theirs in shown.difference(find_config(other)):
         print(f"{path}\t{ours}\t{theirs}")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv import config
 from qkv.core.errors import QkvError
 from qkv.data import passes
 from qkv.data.corpus import Block, Corpus, blocks, is_stream, unpack
 from qkv.data.passes import Fate, Limits, Part
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.text import Tokenizers, learn
 from qkv.worker_pool import WorkerPool
 
@@ -27,7 +27,7 @@ class Job:
 
     def __init__(
         self,
-        data: config.DataConfig,
+        data: DataConfig,
         train: list[Corpus],
         valid: list[Corpus],
         draft: Path,
@@ -92,7 +92,7 @@ class Job:
         else:
             passes.hold_out(sources[:size], train, self.data.valid_size, self.seed)
 
-    def learn(self, spec: config.TokenizerConfig) -> Tokenizers:
+    def learn(self, spec: TokenizerConfig) -> Tokenizers:
         """A vocabulary from a uniform sample of the training pairs."""
         self.progress("learn", 0, None)
         kept = int(np.count_nonzero(self.fates == Fate.TRAIN))

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv import config
 from qkv.core import files
 from qkv.core.errors import QkvError
 from qkv.data.loader import pad
@@ -29,6 +28,7 @@ from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.models.base import Model
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 from qkv.text import Tokenizers
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence
@@ -181,7 +181,7 @@ def search_short(
     narrow: Callable[[Tensor], StepModel[Any, Any]],
     shortlist: Shortlist,
     sources: Sequence[Ids],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     tokenizers: Tokenizers,
     *,
     n_best: int = 1,

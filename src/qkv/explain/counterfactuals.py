@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.decode.batched import score_all
 from qkv.decode.board import Board, Hypothesis
@@ -22,6 +21,7 @@ from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
 from qkv.models.attention import Head, heads_of, without
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 from qkv.text import Tokenizer, Tokenizers
 
 
@@ -71,7 +71,7 @@ class WhatIf:
 def what_if(
     model: StepModel[Any, Any],
     tokenizers: Tokenizers,
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     device: torch.device,
     text: str,
     *,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.interop.exported_weights import Linear, check, engine, projections
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.options import TransformerConfig
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import SPECIALS
 
@@ -49,7 +49,7 @@ def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Pat
     _save(theirs, Path(folder))
 
 
-def _spec(spec: config.TransformerConfig) -> Any:
+def _spec(spec: TransformerConfig) -> Any:
     specs = engine("ctranslate2").specs
     shape = {
         "num_heads": spec.heads,
@@ -66,7 +66,7 @@ def _spec(spec: config.TransformerConfig) -> Any:
     )
 
 
-def _set_embedding(stack: Any, ours: Embedding, spec: config.TransformerConfig) -> None:
+def _set_embedding(stack: Any, ours: Embedding, spec: TransformerConfig) -> None:
     embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
     embeddings.weight = ours.tokens.weight.detach().cpu()
     if spec.positions != "rotary":

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.options import DecodeConfig, TransformerConfig
 from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
 
 POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
@@ -50,7 +50,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
     return theirs.eval()
 
 
-def write_huggingface(model: Transformer, folder: Path, search: config.DecodeConfig, longest: int) -> None:
+def write_huggingface(model: Transformer, folder: Path, search: DecodeConfig, longest: int) -> None:
     """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
     theirs = to_huggingface(model, max_positions=reach(longest))
     several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
@@ -87,7 +87,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str =
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+def _empty(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
     transformers = engine("transformers")
     shape = {
         "vocab_size": src_vocab,

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.core.errors import UsageError
+from qkv.options import DecoderOnlyConfig, TranslationConfig
 from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
@@ -38,16 +38,16 @@ class Served:
     def open(cls, name: str, path: str | Path) -> Served:
         run = Run.open(path)
         data, model = run.config.data, run.config.model
-        if not isinstance(model, configs.TranslationConfig | configs.DecoderOnlyConfig):
+        if not isinstance(model, TranslationConfig | DecoderOnlyConfig):
             raise UsageError(f"{path}: an encoder fills gaps, and nobody asks a server for that: leave it out")
         run.weights()  # which says what is missing
         # Where some of the text had none, a tag marks where a pair came from (qkv augment), not a language.
-        tagged = isinstance(model, configs.TranslationConfig) and all(corpus.tag for corpus in data.train)
+        tagged = isinstance(model, TranslationConfig) and all(corpus.tag for corpus in data.train)
         tags = tuple(run.tokenizers.src.tags) if tagged else ()
         return cls(
             name=name,
             path=str(run.path),
-            translates=isinstance(model, configs.TranslationConfig),
+            translates=isinstance(model, TranslationConfig),
             source=data.src_lang or SOURCE,
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,

@@ -12,8 +12,8 @@ from itertools import chain
 
 import tokenizers
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.options import TokenizerConfig
 from qkv.text.tokenizer import BYTE, PRINTABLE, SPECIALS, Tokenizer, Tokenizers, pre_tokenizer, spell
 
 # With tokenizer.vocab = 0: this many tokens for corpora of at least so many pairs, or as many as the text supports.
@@ -25,7 +25,7 @@ SEEDS = 3  # candidates for each piece of a unigram vocabulary
 def learn(
     src_lines: Iterable[str],
     tgt_lines: Iterable[str],
-    spec: config.TokenizerConfig,
+    spec: TokenizerConfig,
     tags: Sequence[str] = (),
     *,
     pairs: int = 0,
@@ -48,7 +48,7 @@ def default_size(pairs: int) -> int:
     return next(size for least, size in SIZES if pairs >= least)
 
 
-def _learn(lines: Iterable[str], spec: config.TokenizerConfig, tags: Sequence[str], pairs: int) -> Tokenizer:
+def _learn(lines: Iterable[str], spec: TokenizerConfig, tags: Sequence[str], pairs: int) -> Tokenizer:
     base = len(SPECIALS) + len(tags) + len(PRINTABLE)
     if spec.vocab and spec.vocab < base:
         raise UsageError(
