@@ -34,9 +34,9 @@ FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 LOAD_AFTER = """
 import sys
 from qkv.cli import main
-from qkv.serve import crew
+from qkv.server import worker_supervisor
 
-crew.START = f"open({sys.argv.pop(1)!r}).close(); {crew.START}"
+worker_supervisor.START = f"open({sys.argv.pop(1)!r}).close(); {worker_supervisor.START}"
 main()
 """
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.documents import FORMATS, Document
+from qkv.documents import FORMATS, Document, read_document
 from qkv.documents import docx as words
 
 PAGE = """<!doctype html>
@@ -79,7 +79,7 @@ SAMPLES = {"a.txt": " One line.\r\n\r\n\ttwo <b>\n", "a.md": NOTES, "a.html": PA
 
 
 def parse(name: str, text: str) -> Document:
-    return Document.parse(name, text.encode())
+    return read_document(name, text.encode())
 
 
 def built(name: str, text: str, change: Callable[[str], str]) -> str:
@@ -95,7 +95,7 @@ def test_its_own_segments_give_the_same_document(name: str) -> None:
     document = parse(name, SAMPLES[name])
     assert document.segments
     assert document.build(document.segments) == SAMPLES[name].encode()
-    assert len(document.marked) == len(document.segments)
+    assert len(document.has_markup) == len(document.segments)
     assert document.name == name
 
 
@@ -110,7 +110,7 @@ text = st.lists(st.sampled_from([*PIECES, *SPACES]))
 
 @given(text.map("".join), st.sampled_from(["txt", "md", "html", "srt"]))
 def test_whatever_a_document_holds_it_stays_the_same(content: str, kind: str) -> None:
-    document = Document.parse(f"a.{kind}", content.encode())
+    document = read_document(f"a.{kind}", content.encode())
     assert document.build(document.segments) == content.encode()
     assert all(any(c.isalnum() for c in segment) and "\n" not in segment for segment in document.segments)
     document.build([segment[::-1] + " more <b>" for segment in document.segments])  # places any markup
@@ -119,7 +119,7 @@ def test_whatever_a_document_holds_it_stays_the_same(content: str, kind: str) ->
 @given(st.text(), st.sampled_from(["txt", "md", "html", "srt"]))
 def test_any_text_is_a_document(content: str, kind: str) -> None:
     data = content.encode("utf-8", "ignore")
-    document = Document.parse(f"a.{kind}", data)
+    document = read_document(f"a.{kind}", data)
     assert document.build(document.segments) == data
 
 
@@ -164,7 +164,7 @@ def test_no_character_is_taken_for_another() -> None:
 
 def test_markup_goes_with_its_words() -> None:
     document = parse("a.html", '<p>a <b>lovely</b> <a href="x">cat</a>.</p>')
-    assert document.marked == [True]
+    assert document.has_markup == [True]
     links = [(0, 0), (1, 2), (2, 1), (3, 3)]
     assert document.build(["un gatto adorabile."], [links]) == b'<p>un <a href="x">gatto</a> <b>adorabile</b>.</p>'
     # without an alignment, by the place in the sentence
@@ -251,7 +251,7 @@ def letter() -> bytes:
 def test_a_word_document_keeps_its_looks() -> None:
     import docx
 
-    document = Document.parse("Letter.DOCX", letter())
+    document = read_document("Letter.DOCX", letter())
     assert document.segments == ["The title", "a lovely cat.", "in a cell", "one line another", "at the top"]
     links = [None, [(0, 0), (1, 2), (2, 1), (3, 3)], None, None, None]
     data = document.build(["Il titolo", "un gatto adorabile.", "in una cella", "una riga altra", "in alto"], links)
@@ -271,13 +271,13 @@ def test_a_word_document_keeps_its_looks() -> None:
 
 
 def test_a_word_document_that_would_be_too_large_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "INFLATED", 1 << 20)
+    monkeypatch.setattr(words, "MAX_UNPACKED_BYTES", 1 << 20)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts:
         parts.writestr("word/document.xml", b"\0" * (2 << 20))
     assert len(out.getvalue()) < 10_000
     with pytest.raises(UsageError, match="larger than 1 MiB"):
-        Document.parse("a.docx", out.getvalue())
+        read_document("a.docx", out.getvalue())
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def test_a_word_document_that_would_be_too_large_is_not_unpacked(monkeypatch: py
         ("a.pdf", b"x", "send one of txt, md"),
         ("noend", b"x", "send one of txt, md"),
         ("a.txt", b"one\ntwo\xff", "line 2: not UTF-8"),
-        ("a.docx", b"PK no archive", "no Word document"),
+        ("a.docx", b"PK no archive", "not a Word document"),
     ],
 )
 def test_what_cannot_be_read_says_why(name: str, data: bytes, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Document.parse(name, data)
+        read_document(name, data)
 
 
 def test_a_damaged_word_document_says_so(tmp_path: Path) -> None:
@@ -302,9 +302,9 @@ def test_a_damaged_word_document_says_so(tmp_path: Path) -> None:
     with zipfile.ZipFile(out, "w") as parts:
         parts.writestr("word/document.xml", "<no document")
     with pytest.raises(UsageError, match="damaged"):
-        Document.parse("a.docx", out.getvalue())
-    with pytest.raises(UsageError, match=r"damaged|no Word document"):
-        Document.parse("a.docx", letter()[:-400])
+        read_document("a.docx", out.getvalue())
+    with pytest.raises(UsageError, match=r"damaged|not a Word document"):
+        read_document("a.docx", letter()[:-400])
 
 
 def test_every_segment_needs_a_translation() -> None:
@@ -323,6 +323,6 @@ def test_formats_are_named() -> None:
 def test_hostile_text_is_read_too(kind: str, unit: str) -> None:
     """In linear time: were it in the square of the length, this would take minutes."""
     data = (unit * 10_000 + " word").encode()
-    document = Document.parse(f"a.{kind}", data)
+    document = read_document(f"a.{kind}", data)
     assert document.build(document.segments) == data
     document.build([segment[::-1] for segment in document.segments])

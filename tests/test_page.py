@@ -22,12 +22,12 @@ import pytest
 import qkv
 from browsing import Open, launched, needs_chromium, opening, outcome, shows, told, wait_for
 from conftest import PATIENCE
-from qkv.documents import FORMATS, Document
+from qkv.documents import FORMATS, Document, read_document
 from qkv.explain import attention_maps
 
 pytestmark = needs_chromium
 
-PAGE = Path(qkv.__file__).parent / "serve" / "page"
+PAGE = Path(qkv.__file__).parent / "server" / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
 KEY = "a key"
@@ -98,7 +98,7 @@ class Stub:
         ).to_dict()
 
     def upload(self, name: str, data: bytes) -> Any:
-        found = Document.parse(name, data)
+        found = read_document(name, data)
         with self.lock:
             translated = [each.text for each in self.translator.translate(found.segments)]
         self.papers[name] = found, translated
@@ -395,7 +395,7 @@ def test_documents_are_translated_and_fetched(opened: Open, stub: Stub, tmp_path
     with page.expect_download() as download:
         page.get_by_role("button", name="Download a.it.md").click()
     assert download.value.suggested_filename == "a.it.md"
-    document = Document.parse("a.md", data)
+    document = read_document("a.md", data)
     wanted = document.build([found.text for found in stub.translator.translate(document.segments)])
     assert Path(download.value.path()).read_bytes() == wanted
     assert page.evaluate("(bar => bar.value / bar.max)(document.querySelector('progress'))") == 1

@@ -24,7 +24,7 @@ import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
 from qkv.documents import html_text
-from qkv.documents.html_text import swap_back
+from qkv.documents.html_text import unescape_markup
 from qkv.server import listener, served_models
 from qkv.server.auth import Rates, find_key, new_key, read_keys
 from qkv.server.completion_stream import Row
@@ -375,25 +375,25 @@ pieces = st.sampled_from(
 @given(st.lists(pieces, max_size=12).map("".join))
 def test_html_in_parts_loses_nothing(source: str) -> None:
     """What is kept is kept to the byte; what is to be translated says the same text, and can be torn at its tags."""
-    found = html_text.parts(source)
+    found = html_text.split_html(source)
 
-    def same(parts: list[html_text.Part]) -> str:
-        return "".join(p.text if p.kept else f"{p.before}{html_text.written(p.text)}{p.after}" for p in parts)
+    def same(parts: list[html_text.HtmlPart]) -> str:
+        return "".join(p.text if p.kept else f"{p.before}{html_text.to_html(p.text)}{p.after}" for p in parts)
 
     assert standard.unescape(same(found)) == standard.unescape(source)
     for part in found:
         if not part.kept:
             assert part.text == part.text.strip()
-            assert standard.unescape(same(part.torn())) == standard.unescape(same([part]))
-            assert all(piece.kept or not piece.tagged for piece in part.torn())
+            assert standard.unescape(same(part.split_at_tags())) == standard.unescape(same([part]))
+            assert all(piece.kept or not piece.has_tags for piece in part.split_at_tags())
 
 
 def test_html_is_cut_where_sentences_end() -> None:
-    found = html_text.parts("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
-    assert [swap_back(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
-    assert [part.matched for part in found if not part.kept] == [True] * 3
-    assert not html_text.parts("a <b>c")[0].matched
-    assert not html_text.parts("a <b><i>c</b></i>")[0].matched
+    found = html_text.split_html("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
+    assert [unescape_markup(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
+    assert [part.is_balanced for part in found if not part.kept] == [True] * 3
+    assert not html_text.split_html("a <b>c")[0].is_balanced
+    assert not html_text.split_html("a <b><i>c</b></i>")[0].is_balanced
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------

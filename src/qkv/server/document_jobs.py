@@ -16,7 +16,7 @@ from typing import Any
 from starlette.requests import Request
 
 from qkv.core.errors import QkvError
-from qkv.documents import Document
+from qkv.documents import Document, read_document
 from qkv.server.middleware import Refusal
 from qkv.server.served_models import Served
 from qkv.server.service import Service
@@ -82,7 +82,7 @@ class Desk:
         paper = Paper(secrets.token_urlsafe(16), client, short)
         self.papers[paper.id] = paper  # it has its place while it is read
         try:
-            document = await asyncio.to_thread(Document.parse, short, data)
+            document = await asyncio.to_thread(read_document, short, data)
             chosen, _ = self.served.models.choose(source, target, document.segments, model)
         except QkvError as error:
             del self.papers[paper.id]
@@ -97,7 +97,7 @@ class Desk:
 
     async def _translate(self, paper: Paper, document: Document, model: Served, target: str) -> None:
         try:
-            segments, marked = document.segments, document.marked
+            segments, marked = document.segments, document.has_markup
             translated, links = [""] * paper.total, [None] * paper.total
             for begin in range(0, paper.total, CHUNK):
                 some = range(begin, min(begin + CHUNK, paper.total))

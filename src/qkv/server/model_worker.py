@@ -17,7 +17,7 @@ from typing import Any
 
 import qkv
 from qkv.core.errors import QkvError, UsageError
-from qkv.documents.html_text import swap, swap_back
+from qkv.documents.html_text import escape_markup, unescape_markup
 from qkv.options import DecoderOnlyConfig
 from qkv.worker_pool import freeze_garbage_collector
 
@@ -159,10 +159,10 @@ def markup(model: qkv.Translator, texts: list[str], how: Event) -> Iterator[Even
 def _marked(model: qkv.Translator, text: str, how: Event) -> Event:
     from qkv.documents.inline_markup import place_markup, strip_markup
 
-    plain = swap_back(strip_markup(text))
+    plain = unescape_markup(strip_markup(text))
     (found,) = _translated(model, [plain], how)
     links = model.align([plain] * len(found["texts"]), found["texts"], tag=how.get("tag", ""))
-    placed = [place_markup(text, swap(each), link) for each, link in zip(found["texts"], links, strict=True)]
+    placed = [place_markup(text, escape_markup(each), link) for each, link in zip(found["texts"], links, strict=True)]
     return {**found, "texts": placed}
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from qkv.documents import html_text
-from qkv.documents.html_text import swap, swap_back
+from qkv.documents.html_text import escape_markup, unescape_markup
 from qkv.server.auth import Key, Rates, find_key
 from qkv.server.middleware import Limits, Metrics, Refusal, Wait, too_many
 from qkv.server.scheduler import Engine, Group
@@ -184,18 +184,18 @@ class Service:
         """Translate HTML: tags between sentences stay, those inside go to the words that their words became."""
         cut = [self._parts(model, text) for text in texts]
         every = [part for parts in cut for part in parts if not part.kept]
-        plain = [part for part in every if not part.tagged]
-        tagged = [part for part in every if part.tagged]
+        plain = [part for part in every if not part.has_tags]
+        tagged = [part for part in every if part.has_tags]
         how: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
         group = ("markup", model.name, json.dumps(how, sort_keys=True))
         costs = [1 + len(part.text) // 3 for part in tagged]
         waiting = asyncio.gather(
-            self.translate(client, model, target, [swap_back(part.text) for part in plain], n_best=n_best),
+            self.translate(client, model, target, [unescape_markup(part.text) for part in plain], n_best=n_best),
             self.engine.batch(client, group, [part.text for part in tagged], costs),
         )
         free, bound = await waiting
         found = {
-            id(part): vars(each) | {"texts": [swap(text) for text in each.texts]}
+            id(part): vars(each) | {"texts": [escape_markup(text) for text in each.texts]}
             for part, each in zip(plain, free, strict=True)
         }
         found |= {id(part): each for part, each in zip(tagged, bound, strict=True)}
@@ -204,12 +204,14 @@ class Service:
             for parts in cut
         ]
 
-    def _parts(self, model: Served, text: str) -> list[html_text.Part]:
+    def _parts(self, model: Served, text: str) -> list[html_text.HtmlPart]:
         """The parts of a text; a run whose tags cannot be set, because they do not match or it is long, is torn."""
-        found: list[html_text.Part] = []
-        for part in html_text.parts(text):
-            whole = part.kept or not part.tagged or (part.matched and sum(model.pieces(part.text)[1]) < model.longest)
-            found += [part] if whole else part.torn()
+        found: list[html_text.HtmlPart] = []
+        for part in html_text.split_html(text):
+            whole = (
+                part.kept or not part.has_tags or (part.is_balanced and sum(model.pieces(part.text)[1]) < model.longest)
+            )
+            found += [part] if whole else part.split_at_tags()
         return found
 
 
@@ -218,13 +220,13 @@ def _written(how: tuple[tuple[str, Any], ...]) -> str:
     return json.dumps(dict(how), sort_keys=True)
 
 
-def _assembled(parts: Sequence[html_text.Part], found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def _assembled(parts: Sequence[html_text.HtmlPart], found: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """The text put together again, once for each rank that all its parts have."""
     ranks = min((len(found[id(part)]["texts"]) for part in parts if not part.kept), default=1)
 
-    def piece(part: html_text.Part, rank: int) -> str:
+    def piece(part: html_text.HtmlPart, rank: int) -> str:
         return (
-            part.text if part.kept else f"{part.before}{html_text.written(found[id(part)]['texts'][rank])}{part.after}"
+            part.text if part.kept else f"{part.before}{html_text.to_html(found[id(part)]['texts'][rank])}{part.after}"
         )
 
     return ["".join(piece(part, rank) for part in parts) for rank in range(ranks)]
