@@ -17,7 +17,9 @@ import demo_corpus as demo
 import qkv
 from conftest import sentences
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.data import links
+from qkv.data.subwords import learn
 from qkv.documents.inline_markup import place_markup, strip_markup
 from qkv.explain.word_alignment import (
     Agreement,
@@ -31,7 +33,6 @@ from qkv.explain.word_alignment import (
     word_weights,
 )
 from qkv.options import TokenizerConfig
-from qkv.text import Tokenizer, learn
 
 CPU = torch.device("cpu")
 LINKS = st.tuples(st.integers(0, 200), st.integers(0, 200))

@@ -38,7 +38,7 @@ WORK = """
 import json, os, signal, sys
 from pathlib import Path
 import qkv
-from qkv import config
+from qkv import options as config
 from qkv.cli.command import _explain
 from qkv.train import log, loop
 from qkv.engines.cuda_training.cuda_trainer import FastTrainer
@@ -61,7 +61,7 @@ loop.Trainer.start = sabotaged
 try:
     for job in work["jobs"]:
         loop.make_trainer = FastTrainer if Path(job["run"]).name == "fast" else usual
-        start = {"resume": True} if job["resume"] else {"config": config.load(job["config"])}
+        start = {"resume": True} if job["resume"] else {"config": config.Config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
     sys.exit(_explain(error, False))

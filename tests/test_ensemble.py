@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate, pad
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decoding.ensemble import Ensemble
 from qkv.models.build import build
 from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
 from test_search import EOS, Prefix, TableModel, assert_same, everything, random_table
 
 VOCAB = 14
@@ -84,7 +84,7 @@ def test_models_of_all_kinds_together(average: str, beam: int) -> None:
     models = [member(0), member(1), member(2), member(0, 1)]
     found = found_by(Ensemble(models, average), beam)
     rows, _, _ = sources()
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     for row, hypotheses in zip(rows, found, strict=True):
         targets = [np.array(h.tokens, np.int64) for h in hypotheses]
         batch = collate([row] * len(targets), targets, either)

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
 from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
 from qkv.run import Run
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 WORDS = 40  # learned tokens; the vocabulary has the bytes too
 EXTRA = 30  # tokens by which a translation may be longer than its source: the taught models seldom need so many
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
-TOKENIZERS = Tokenizers(TOKENIZER, TOKENIZER)
+TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
 NAMES = TOKENIZER.names
 SMALL: dict[str, Any] = {
     "d_model": 32,

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig
-from qkv.text.tokenizer import BOS, EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 

@@ -145,7 +145,7 @@ def test_several_threads_compute_the_same_bits() -> None:
     """In a process of its own, whose threads are as many as this machine may have or more."""
     script = """
 import torch
-from qkv import config
+from qkv import options as config
 from qkv.models.build import build
 from qkv.engines.cpu import pack
 spec = config.TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)

@@ -13,6 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.tokenizer import to_printable as printable
 from qkv.data.loader import collate, pad
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.rules import Rules
@@ -23,8 +25,6 @@ from qkv.decode.step import PLAIN, Choice, Special
 from qkv.decoding.constraints import Avoid, Constrained, Required, check_conflict, constrained, find, spell
 from qkv.models.build import build
 from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
-from qkv.text.tokenizer import spell as printable
 from test_search import Prefix, TableModel
 
 PIECES = [" cat", "cat", " c", "c", "at", "s", "egory", " dog", " the", ".", " (", ")", " é", "t"]
@@ -301,7 +301,7 @@ def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
         found = search(model, source, lengths, decode, bos=1, eos=2, pad=0, n_best=3, choice=choice, **more)
         for row, hypotheses in zip(rows, found, strict=True):
             targets = [np.array(h.tokens, np.int64) for h in hypotheses]
-            batch = collate([row] * len(targets), targets, Tokenizers(WORDS, WORDS))
+            batch = collate([row] * len(targets), targets, TokenizerPair(WORDS, WORDS))
             for h, logprobs in zip(hypotheses, token_logprobs(model, batch, 0), strict=True):
                 assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
                 assert not kind or (required.missing(text_of(h)) == [] and avoid.occurs(text_of(h)) is None)

@@ -21,9 +21,11 @@ import qkv
 from conftest import Call, sentences, tiny_config
 from qkv.api.completer import TextDecoder
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks
 from qkv.data.store import Prepared, Store, prepare
+from qkv.data.subwords import learn
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.models import DecoderOnly, EncoderOnly
@@ -36,7 +38,6 @@ from qkv.options import (
     ModelConfig,
     TokenizerConfig,
 )
-from qkv.text import Tokenizer, Tokenizers, learn
 
 LINES = [source for source, _ in sentences(400, seed=5)]
 CHARACTERS = learn((), LINES, TokenizerConfig(kind="char")).tgt
@@ -591,7 +592,7 @@ def test_a_gap_takes_the_space_before_it() -> None:
     class Bare(qkv.Filler):
         def __init__(self) -> None:
             self.config = Config(model=EncoderOnlyConfig())
-            self.tokenizers = Tokenizers(tokenizer, tokenizer)
+            self.tokenizers = TokenizerPair(tokenizer, tokenizer)
 
     gap = tokenizer.bos
     assert Bare()._with_gaps("The <mask> sees.") == [*tokenizer.encode("The"), gap, *tokenizer.encode("sees.")]

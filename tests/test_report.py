@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
+from qkv.data.subwords import learn
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
 from qkv.options import Config, TokenizerConfig, TransformerConfig
 from qkv.run import Run
-from qkv.text import Tokenizers, learn
 from qkv.train import validate
 from qkv.train.checkpoint import Progress
 from qkv.train.log import Log
@@ -72,11 +73,11 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> Tokenizers:
+def tokenizers() -> TokenizerPair:
     return learn(TEXT, TEXT, TokenizerConfig(vocab=280), ())
 
 
-def a_run(folder: Path, tokenizers: Tokenizers, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
+def a_run(folder: Path, tokenizers: TokenizerPair, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
     """A run folder in which only the log was written, or not even that."""
     run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
@@ -176,7 +177,7 @@ def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
     assert facts["source"] == source
 
 
-def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     values = np.random.default_rng(0).uniform(1, 2, 200)
     run = a_run(tmp_path / "run", tokenizers, [train_line(i + 1, nll=float(v)) for i, v in enumerate(values)])
     given, means = (np.array(history(run).train[name], float) for name in ("nll", "nll_smoothed"))
@@ -187,7 +188,7 @@ def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: Tok
     assert means[1] == pytest.approx(given[:3].mean(), rel=1e-5)
 
 
-def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     lines = [
         train_line(1),
         train_line(2, loss=math.nan, nll=math.nan, norm=math.inf, skipped=1),
@@ -204,7 +205,7 @@ def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers
 
 
 @pytest.mark.parametrize("lines", [None, []], ids=["no log", "an empty log"])
-def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     found = checked([a_run(tmp_path / "run", tokenizers, lines)])
     assert found.data["charts"] == []
     assert "Nothing is logged yet" in found.text
@@ -214,7 +215,7 @@ def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, toke
     assert re.fullmatch(r"transformer, [\d,]+ parameters, d_model 512, 6 \+ 6 layers, 8 heads", facts["model"])
 
 
-def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     run = a_run(tmp_path / "run", tokenizers, [train_line(10), train_line(20)], train={"steps": 1000})
     with run.log.open("a", encoding="utf-8") as file:
         file.write('{"event": "train", "step": 30, "lo')
@@ -223,7 +224,7 @@ def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: Tokenizers) -> None:
     assert ["steps", "20 (not finished, of at most 1,000)"] in found.cells
 
 
-def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     logged = [train_line(1), train_line(2), train_line(3), train_line(2, nll=0.5), train_line(3), train_line(4)]
     run = a_run(tmp_path / "run", tokenizers, logged)
     run.write_scores({"finished": 2, "chosen": "best"})  # and then went on
@@ -233,7 +234,7 @@ def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers
     assert any(row[0] == "steps" and row[1].startswith("4 (not finished") for row in found.cells)
 
 
-def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     found = checked(
         [a_run(tmp_path / "<!--<script>", tokenizers, [valid_line(5, bleu=12.5, sample="</script><b>uno & due")])]
     )
@@ -243,7 +244,7 @@ def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: To
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "rnn", "conv"])
-def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     bits = {"nats_per_character": 1.4, "bits_per_byte": 2.02} if kind == "decoder" else {}
     name = {"decoder": "decoder.0.self", "encoder": "encoder.0.self"}.get(kind, "decoder.0.cross")
     lines = [train_line(1), train_line(2), valid_line(2, **bits, sample="one\ntwo", attention_entropy={name: 1.25})]
@@ -265,7 +266,7 @@ def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers:
 
 
 def test_two_runs_share_their_axes_and_show_where_they_differ(
-    tmp_path: Path, tiny: Path, tokenizers: Tokenizers
+    tmp_path: Path, tiny: Path, tokenizers: TokenizerPair
 ) -> None:
     other = a_run(
         tmp_path / "other",
@@ -309,7 +310,7 @@ def test_the_report_is_written_and_wrong_calls_are_refused(tiny: Path, tmp_path:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-def test_the_page_in_a_browser(tiny: Path, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_the_page_in_a_browser(tiny: Path, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     uncounted = {key: value for key, value in valid_line(20, bleu=50.0, seconds=0.25).items() if key != "tokens"}
     other = a_run(tmp_path / "other", tokenizers, [uncounted])  # as older runs have it
@@ -357,7 +358,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenizers) -> None:
+def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: TokenizerPair) -> None:
     """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
     torch.manual_seed(0)
     spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
@@ -411,7 +412,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
     assert "attention_entropy" not in result.to_dict()
 
 
-def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
+def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
     """What is not a number cannot be written as JSON."""
     model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import batches
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import score_all, search_all
@@ -21,7 +22,6 @@ from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE
 from qkv.options import DecodeConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
 from qkv.train.loss import smoothed_loss
 
 SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
@@ -60,9 +60,9 @@ def some_text(count: int, seed: int = 0, longest: int = 9) -> list[list[int]]:
     return [random.integers(3, VOCAB, random.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-def tokenizers() -> Tokenizers:
+def tokenizers() -> TokenizerPair:
     made = Tokenizer("char", [])  # only its special tokens matter here
-    return Tokenizers(made, made)
+    return TokenizerPair(made, made)
 
 
 def batch_of(sources: list[list[int]], targets: list[list[int]]) -> Batch:

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import search_all
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling, draw, uniform_numbers
 from qkv.decode.search import search
 from qkv.options import DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 from test_same_answer import model_of, some_text
 from test_search import EOS, TableModel, random_table
 
@@ -143,7 +143,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
 
 def test_a_real_model_draws_the_same_in_any_batch() -> None:
     texts = some_text(12)
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     choice = Rules(sampling=Sampling(seed=5, top_p=0.95)).choice()
     spec = DecodeConfig(extra_length=8)
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
@@ -23,7 +24,6 @@ from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.models import Transformer
 from qkv.options import DecodeConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
 Prefix = tuple[int, ...]
@@ -335,7 +335,7 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
     source, lengths = sources(12)
     spec = DecodeConfig(beam=beam, length_penalty=penalty, extra_length=7)
     found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     truncated = set()
     for row, hypotheses in enumerate(found):
         assert len(hypotheses) == n_best

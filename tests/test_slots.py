@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.rules import Rules
@@ -20,9 +21,8 @@ from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
 from qkv.models import Transformer
 from qkv.models.attention import heads_of, record, without
 from qkv.options import DecodeConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
 
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 16, "heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 2}
 

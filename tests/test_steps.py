@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
@@ -22,7 +23,6 @@ from qkv.decode.step import length_penalty
 from qkv.decode.trace import Trace, trace
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, decoding, forced_steps
 from qkv.options import DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 from test_search import (
     BOS,
     EOS,
@@ -40,7 +40,7 @@ from test_search import (
     transformer,
 )
 
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
 Node = dict[str, Any]
 

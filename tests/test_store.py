@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import corpus, job, passes, store
 from qkv.data.store import Prepared, prepare
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
-from qkv.text import Tokenizer, Tokenizers
 
 CHARS = TokenizerConfig(kind="char")
 WORDS = "cat dog house tree sleeps sees likes the a big small café naïve never always".split()
@@ -176,7 +176,7 @@ def test_plain_text(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_stored_in_four_bytes(split: DataConfig, tmp_path: Path) -> None:
     pieces = [f"w{n}" for n in range(70_000)]
     words = Tokenizer("word", [*pieces, "Ġtree"])
-    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=Tokenizers(words, words))
+    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=TokenizerPair(words, words))
     assert prepared.train.src(0).dtype == np.uint32
     assert texts(prepared, "train") == sentences(300)
     assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1
@@ -364,7 +364,7 @@ def test_given_tokenizers_are_used(split: DataConfig, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from qkv import config
+from qkv import options as config
 from qkv.data import corpus, store
 corpus.BLOCK, store.SMALL = 2000, 0
 folder, stage = Path(sys.argv[1]), sys.argv[2]
@@ -441,7 +441,7 @@ def test_pipes_are_read_once(tmp_path: Path) -> None:
     pairs = sentences(60)
     write(tmp_path, pairs)
     code = (
-        "import sys; from pathlib import Path; from qkv import config; from qkv.data.store import prepare\n"
+        "import sys; from pathlib import Path; from qkv import options as config; from qkv.data.store import prepare\n"
         "data = config.DataConfig(train=(config.CorpusConfig(src='-', tgt=sys.argv[2]),), workers=2)\n"
         "prepare(data, config.TokenizerConfig(kind='char'), Path(sys.argv[1]))\n"
     )

@@ -12,6 +12,7 @@ import torch
 
 import qkv
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
@@ -20,10 +21,9 @@ from qkv.models import Convolutional, MultiHeadAttention, Recurrent, Translation
 from qkv.models.attention import heads_of, without
 from qkv.models.convs2s import ConvMemory
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
-from qkv.text import Tokenizer, Tokenizers
 
 CPU = torch.device("cpu")
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 SMALL = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 TRANSFORMERS = {
     "paper": TransformerConfig(**SMALL, d_ff=32, heads=4),

@@ -124,7 +124,7 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from qkv import config
+from qkv import options as config
 from qkv.decode.workers import open_run, search_in
 from qkv.worker_pool import ProcessWorkers
 workers = ProcessWorkers(1, open_run, sys.argv[1])

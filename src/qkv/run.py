@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.options import Config
 from qkv.presets import PRESETS
-from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Run:
         cls,
         path: Path,
         config: Config,
-        tokenizers: Tokenizers,
+        tokenizers: TokenizerPair,
         store: Path | None = None,
         command: str = "",
         start: Run | None = None,
@@ -162,8 +162,8 @@ class Run:
         self.__dict__.pop("config", None)
 
     @cached_property
-    def tokenizers(self) -> Tokenizers:
-        return Tokenizers.load(self.path / "tokenizer.json")
+    def tokenizers(self) -> TokenizerPair:
+        return TokenizerPair.load(self.path / "tokenizer.json")
 
     @cached_property
     def scores(self) -> dict[str, Any]:

@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
 from qkv.options import DataConfig, TokenizerConfig
-from qkv.text import Tokenizers
 from qkv.worker_pool import WorkerPool, cpu_count
 
 FORMAT, VERSION = "qkv-store", 1
@@ -149,7 +149,7 @@ class Prepared:
     """Everything training needs to know about the text."""
 
     folder: Path
-    tokenizers: Tokenizers
+    tokenizers: TokenizerPair
     train: Store
     valid: Store
     report: Report
@@ -164,7 +164,7 @@ class Prepared:
         """The store that `prepare` left in a folder."""
         folder = Path(folder)
         manifest = _manifest(folder)
-        tokenizers = Tokenizers.load(folder / "tokenizers.json")
+        tokenizers = TokenizerPair.load(folder / "tokenizers.json")
         if tokenizers.fingerprint != manifest["tokenizer"]:
             raise QkvError(
                 f"{folder}: the tokenizers are not those the text was prepared with: delete it and prepare again"
@@ -182,7 +182,7 @@ def prepare(
     tokenizer: TokenizerConfig,
     folder: Path,
     *,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerPair | None = None,
     progress: Progress = _silent,
     seed: int = 0,
     stream: bool = False,
@@ -239,7 +239,7 @@ def prepare(
 def _settings(
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    given: Tokenizers | None,
+    given: TokenizerPair | None,
     train: list[Corpus],
     valid: list[Corpus],
     seed: int,
@@ -378,7 +378,7 @@ def _total(report: list[dict[str, Any]]) -> str:
     return ", ".join([f"{sum(row['read'] for row in report)} read", *told])
 
 
-def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str, Any]) -> None:
+def _finish(draft: Path, place: Path, tokenizers: TokenizerPair, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the draft its name, in place of an older store."""
     manifest["sides"] = ["src", "tgt"] if (draft / "train.src.ids").exists() else ["tgt"]
     manifest["dtypes"] = {"src": tokenizers.src.dtype.str, "tgt": tokenizers.tgt.dtype.str}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis, Ids
@@ -19,7 +20,6 @@ from qkv.decode.step import PLAIN, Choice, Special
 from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 
 
 def by_length(lengths: Sequence[int], tokens: int) -> list[batches.Indices]:
@@ -36,7 +36,7 @@ def search_all(
     model: StepModel[Any, Any],
     sources: Sequence[Ids],
     spec: DecodeConfig,
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     *,
     n_best: int = 1,
     device: torch.device,
@@ -112,7 +112,7 @@ def _in_slots(
     pool: Pool,
     work: Work,
     spec: DecodeConfig,
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     n_best: int,
     choice: Choice,
     progress: Callable[[Sequence[int]], None],
@@ -146,7 +146,7 @@ def score_all(
     model: StepModel[Any, Any],
     sources: Sequence[Ids],
     targets: Sequence[Ids],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     *,
     device: torch.device,
     tokens: int = 2048,

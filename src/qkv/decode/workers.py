@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from qkv.core.tokenizer import TokenizerPair
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
 from qkv.engines.cpu import pack
 from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
 from qkv.run import Run
-from qkv.text import Tokenizers
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
-Opened = tuple[StepModel[Any, Any], Tokenizers]
+Opened = tuple[StepModel[Any, Any], TokenizerPair]
 CPU = torch.device("cpu")
 WORTHWHILE = 8192  # source tokens for each process, below which it takes longer to start than it helps
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.rules import Rules
@@ -26,7 +27,6 @@ from qkv.evaluation.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
 from qkv.options import Config, DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 from qkv.worker_pool import ProcessWorkers
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
@@ -183,7 +183,7 @@ def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
     return max(n_best, CANDIDATES) if candidates is None else candidates
 
 
-def tag_before(tag: str, tokenizers: Tokenizers, config: Config) -> list[int]:
+def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]:
     """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
     if tag:
         return [tokenizers.src.tag(tag)]
@@ -239,7 +239,7 @@ class Finder:
 
     model: StepModel[Any, Any]
     plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
-    tokenizers: Tokenizers
+    tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
     narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the same with these tokens alone, …

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import score_all
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.step import length_penalty
@@ -22,7 +23,6 @@ from qkv.explain.decoding_tree import Read
 from qkv.models.attention import Head, heads_of, without
 from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WhatIf:
 
 def what_if(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     spec: DecodeConfig,
     device: torch.device,
     text: str,

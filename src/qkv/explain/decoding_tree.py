@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.board import Hypothesis
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Ranking, Traced, trace
 from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
-from qkv.text import Tokenizer, Tokenizers
 
 CANDIDATES = 10  # shown at each step
 
@@ -36,7 +36,9 @@ class Decoding:
 class Read:
     """A model that has read its source: the search and all that comes after share one run of the encoder."""
 
-    def __init__(self, model: StepModel[Any, Any], tokenizers: Tokenizers, source: Sequence[int], device: torch.device):
+    def __init__(
+        self, model: StepModel[Any, Any], tokenizers: TokenizerPair, source: Sequence[int], device: torch.device
+    ):
         self.source = torch.tensor([[*source, tokenizers.src.eos]], device=device)
         self.lengths = torch.tensor([self.source.shape[1]], device=device)
         with torch.inference_mode():
@@ -65,7 +67,7 @@ class Read:
 
 def decoding(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     source_ids: Sequence[int],
     spec: DecodeConfig,
     device: torch.device,
@@ -83,7 +85,7 @@ def decoding(
 
 def forced_steps(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     device: torch.device,

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import by_length
 from qkv.decode.board import Ids
 from qkv.explain import figure_files
 from qkv.models.attention import heads_of, without
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,7 +183,7 @@ class HeadImportance:
 @torch.inference_mode()
 def importance(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
     device: torch.device,

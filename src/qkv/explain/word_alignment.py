@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data import links
 from qkv.data.links import Link, tokens_of_words
 from qkv.data.loader import collate
@@ -27,7 +28,6 @@ from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig
 from qkv.run import Run
-from qkv.text import Tokenizers
 from qkv.train.guided import guided_layer
 
 READINGS = ("written", "fed")
@@ -191,7 +191,7 @@ class _Pair:
 @torch.inference_mode()
 def _force(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     device: torch.device,
@@ -232,7 +232,7 @@ def _force(
 
 def align_pairs(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     device: torch.device,
@@ -256,7 +256,7 @@ def align_pairs(
 
 def rank_heads(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     gold: Sequence[Iterable[Link]],

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import SPECIALS, TokenizerPair
 from qkv.interop.exported_weights import Linear, check, engine, projections
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.options import TransformerConfig
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import SPECIALS
 
 POSITIONS = 4096  # sinusoids written to the file: its own are others
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 
-def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Path) -> None:
+def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:
     """Write the weights as they are; `ctranslate2.Translator(folder, compute_type="int8")` makes its own of them."""
     spec = model.spec
     check(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})

@@ -19,6 +19,7 @@ from torch import nn
 from qkv import presets
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
@@ -31,8 +32,6 @@ from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
 from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
 from qkv.run import Run
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
 from qkv.worker_pool import ProcessWorkers
 
 Sources = Sequence[Sequence[int]]
@@ -297,7 +296,7 @@ def make_run(size: str, folder: Path, *, seed: int = 0) -> Run:
     torch.manual_seed(seed)
     model = Transformer(settings.model, vocab, vocab)
     forget_the_end(model)
-    run = Run.create(folder, settings, Tokenizers(tokenizer, tokenizer))
+    run = Run.create(folder, settings, TokenizerPair(tokenizer, tokenizer))
     files.write_tensors(folder / "weights" / "best.safetensors", dict(model.named_parameters()))
     return run
 

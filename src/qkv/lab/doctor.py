@@ -12,10 +12,10 @@ import torch
 from qkv import __version__
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.data.loader import collate
+from qkv.data.subwords import learn
 from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build
 from qkv.options import DecodeConfig, TokenizerConfig, TrainConfig, TransformerConfig
-from qkv.text.learn import learn
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 

@@ -17,12 +17,12 @@ from typing import Any
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.presets import demo
-from qkv.text import Tokenizers
 from qkv.training import auto_recipe
 from qkv.training.model_card import parameters, shape
 
@@ -125,7 +125,7 @@ def contestants(base: Config, prepared: Prepared, norm: str = "post") -> dict[st
     }
 
 
-def match(model: TranslationConfig, target: int, tokenizers: Tokenizers) -> TranslationConfig:
+def match(model: TranslationConfig, target: int, tokenizers: TokenizerPair) -> TranslationConfig:
     """The model with the even d_model that comes nearest to so many parameters."""
 
     def of(half: int) -> TranslationConfig:

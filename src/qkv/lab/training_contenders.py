@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.data.ragged import Flat, Ragged, lay
 from qkv.engines.cuda_training.cuda_trainer import Captured
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig
-from qkv.text.tokenizer import BOS, EOS, PAD
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 

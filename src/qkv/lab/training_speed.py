@@ -24,13 +24,13 @@ from torch import Tensor
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.lab.result_tables import Sheet, about, check_outputs, publish
 from qkv.lab.training_contenders import OURS, Contender, Subject, contenders
 from qkv.models.base import parameter_count
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig
-from qkv.text.tokenizer import BOS, EOS, PAD
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
     "tiny": (TransformerConfig(d_model=128, d_ff=256, heads=4, encoder_layers=4, decoder_layers=4), 10_000),

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.options import DecoderOnlyConfig, TranslationConfig
 from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
-from qkv.text import Tokenizers
 
 NAME = re.compile(r"[\w.-]{1,64}")
 SOURCE, TARGET = "source", "target"  # of a run that does not know its languages
@@ -31,7 +31,7 @@ class Served:
     targets: tuple[str, ...]
     tags: tuple[str, ...]
     longest: int
-    tokenizers: Tokenizers
+    tokenizers: TokenizerPair
     begun: str
 
     @classmethod

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv.console import say
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import PAD
 from qkv.data.loader import Batch
-from qkv.text.tokenizer import PAD
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

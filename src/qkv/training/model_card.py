@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 from qkv.run import Run
-from qkv.text import Tokenizers
 
 
 def card(run: Run, prepared: Prepared) -> str:
@@ -38,7 +38,7 @@ def card(run: Run, prepared: Prepared) -> str:
     return "\n".join(lines)
 
 
-def parameters(spec: ModelConfig, tokenizers: Tokenizers) -> int:
+def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
     """How many parameters a model has, counted without making it."""
     with torch.device("meta"):
         return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
@@ -46,10 +46,7 @@ def parameters(spec: ModelConfig, tokenizers: Tokenizers) -> int:
 
 def shape(spec: ModelConfig) -> str:
     """The size of a model in words, and where its positions are not the paper's."""
-    if isinstance(spec, TranslationConfig):
-        layers = f"{spec.encoder_layers} + {spec.decoder_layers}"
-    else:
-        layers = str(getattr(spec, "layers", ""))
+    layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, TranslationConfig) else spec.layers
     heads = positions = ""
     if isinstance(spec, AttentionModelConfig):
         heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
@@ -63,7 +60,7 @@ def unit(config: Config) -> str:
     return "pairs" if isinstance(config.model, TranslationConfig) else "lines"
 
 
-def vocabulary(tokenizers: Tokenizers) -> str:
+def vocabulary(tokenizers: TokenizerPair) -> str:
     """The size of one shared vocabulary, or of both."""
     src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
     return f"{tgt} tokens" if tokenizers.shared else f"{src} + {tgt} tokens"
