@@ -31,9 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
 
-# No deadline: a test never asserts a time. Derandomised: a failure on one machine is a failure on all.
-settings.register_profile("qkv", deadline=None, derandomize=True)
-settings.load_profile("qkv")
+# No deadline: a test never asserts a time. "fixed" draws the same examples everywhere, so that a failure repeats;
+# HYPOTHESIS_PROFILE=random draws new ones in each run and prints how to repeat a failure.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 PATIENCE = 300.0  # seconds before a test gives up waiting; no test asserts how long anything takes
 

@@ -672,26 +672,26 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
 def test_also_is_read(
     given: str, expected: tuple[str, float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.cli.arguments import with_more
+    from qkv.cli.arguments import with_extra_pairs
 
     monkeypatch.chdir(tmp_path)
     for name in ("pairs.tsv", "a:2.tsv"):
         (tmp_path / name).touch()
     data = {"train": [{"src": "x", "tgt": "y"}], "valid": [{"src": "v", "tgt": "w"}]}
-    first, also = with_more(Config().replace(data=data), [given]).data.train
+    first, also = with_extra_pairs(Config().replace(data=data), [given]).data.train
     assert (first.src, (also.src, also.weight, also.tag)) == ("x", expected)
-    _, rooted = with_more(Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
+    _, rooted = with_extra_pairs(Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
     assert rooted.src == ("-" if expected[0] == "-" else str(tmp_path / expected[0]))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--also", "pairs.tsv:much"], '"much" is no weight: write FILE:WEIGHT, e.g. pairs.tsv:0.5'),
+        (["--also", "pairs.tsv:much"], '"much" is not a number: write FILE:WEIGHT, e.g. pairs.tsv:0.5'),
         (["--also", "pairs.tsv:-1"], "weight = -1.0: must be at least 0"),
         (["--also", "none.tsv"], "none.tsv: no such file"),
         (["--also", "pairs.txt"], "give tgt too, or one .tsv or .jsonl file"),
-        (["--also", "pairs.tsv", "--text", "a"], "--text is for models without a source"),
+        (["--also", "pairs.tsv", "--text", "a"], "--text trains a language model"),
     ],
 )
 def test_also_that_cannot_be(
@@ -710,7 +710,7 @@ def test_a_model_is_not_validated_on_its_like(call: Call, corpus: tuple[str, str
     assert done.code == 2
     assert "no text to validate on: give --valid-src and --valid-tgt" in done.error
     done = call("train", "--resume", "--run", tmp_path / "run", "--also", "pairs.tsv")
-    assert "--resume takes what the run folder holds" in done.error
+    assert "--resume takes text and config from the run folder" in done.error
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -359,11 +359,19 @@ def test_every_verb_explains_itself(verb: str, call: Call) -> None:
         assert "Options:" in done.out
 
 
+@pytest.mark.parametrize("group", ["", "lab"])
+def test_no_line_of_help_is_cut(group: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal of 80 columns each verb has one line, of at most 60 characters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call(*group.split(), "--help").out.partition("Commands:\n")[2].rstrip().split("\n")
+    summaries = [line.split(maxsplit=1)[1] for line in lines]
+    assert len(summaries) == (5 if group else 17)
+    assert [each for each in summaries if not each.endswith(".") or each.endswith("...") or len(each) > 60] == []
+
+
 def test_help_does_not_wait_for_torch() -> None:
     code = """
 import sys
-import time
-import time
 from qkv.cli import main
 sys.argv = ["qkv", "--help"]
 try:

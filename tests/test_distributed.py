@@ -39,7 +39,7 @@ import json, os, signal, sys
 from pathlib import Path
 import qkv
 from qkv import options as config
-from qkv.cli.command import _explain
+from qkv.cli import _report_failure
 from qkv.train import log, loop
 from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 
@@ -64,7 +64,7 @@ try:
         start = {"resume": True} if job["resume"] else {"config": config.Config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
-    sys.exit(_explain(error, False))
+    sys.exit(_report_failure(error, False))
 """
 
 

@@ -46,7 +46,10 @@ def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
 
 def shape(spec: ModelConfig) -> str:
     """The size of a model in words, and where its positions are not the paper's."""
-    layers = f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, TranslationConfig) else spec.layers
+    if isinstance(spec, TranslationConfig):
+        layers = f"{spec.encoder_layers} + {spec.decoder_layers}"
+    else:
+        layers = str(getattr(spec, "layers", ""))
     heads = positions = ""
     if isinstance(spec, AttentionModelConfig):
         heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
