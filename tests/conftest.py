@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from qkv import config
+from qkv.options import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,7 +86,7 @@ def write_pairs(folder: Path, pairs: Iterable[tuple[str, str]], name: str = "tex
     return str(paths[0]), str(paths[1])
 
 
-def tiny_config(src: str, tgt: str, **train: object) -> config.Config:
+def tiny_config(src: str, tgt: str, **train: object) -> Config:
     """A model of the small language; as it stands, 200 steps learn it almost perfectly."""
     values = {
         "steps": 200,
@@ -101,7 +101,7 @@ def tiny_config(src: str, tgt: str, **train: object) -> config.Config:
         "device": "cpu",
         "tensorboard": False,
     }
-    return config.Config().replace(
+    return Config().replace(
         data={"train": [{"src": src, "tgt": tgt}], "max_length": 32, "src_lang": "en", "tgt_lang": "it"},
         model={
             "d_model": 64,
@@ -130,7 +130,7 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
 
 
-def begun(folder: Path, spec: config.Config) -> tuple[config.Config, Prepared]:
+def begun(folder: Path, spec: Config) -> tuple[Config, Prepared]:
     """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
     from qkv.api.run_training import _begin
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
+from qkv.options import Config, DecoderOnlyConfig, TrainConfig
 from qkv.run import Run
 from qkv.train.trainer import make_updates
 
@@ -21,7 +21,7 @@ DROP = "model.dropout=0.1 train.r_drop=2"
 WORDS = "tokenizer.kind=word"
 
 
-def recipe(folder: Path) -> config.Config:
+def recipe(folder: Path) -> Config:
     small = {"d_model": 16, "d_ff": 16}
     return tiny_config(*write_pairs(folder, sentences(60))).replace(model=small, train={"steps": 8, "warmup": 4})
 
@@ -47,7 +47,7 @@ def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def seconds(made: config.Config, prepared: object) -> float:
+    def seconds(made: Config, prepared: object) -> float:
         asked.append(made.train.r_drop)
         return 3.0 if made.train.r_drop else 1.0
 
@@ -85,7 +85,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     assert [each["steps"] for each in shorter] == [3]
 
 
-def fake(name: str, spec: config.TrainConfig, key: str, bleu: float) -> Result:
+def fake(name: str, spec: TrainConfig, key: str, bleu: float) -> Result:
     assert not spec.epochs
     assert not spec.patience
     return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
@@ -93,7 +93,7 @@ def fake(name: str, spec: config.TrainConfig, key: str, bleu: float) -> Result:
 
 def test_a_gain_is_told_from_chance() -> None:
     def three(name: str, *values: float) -> list[Result]:
-        return [fake(name, config.TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
+        return [fake(name, TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
 
     found = {
         ablation.AS_IT_IS: three(ablation.AS_IT_IS, 30.0, 30.2, 29.8),
@@ -116,7 +116,7 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
     with pytest.raises(UsageError, match=r'which model\.kind = "decoder" has not'):
-        ablation.measure(config.Config(model=config.DecoderOnlyConfig()), [], out=tmp_path)
+        ablation.measure(Config(model=DecoderOnlyConfig()), [], out=tmp_path)
     with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):
@@ -145,4 +145,4 @@ def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, w
 
 
 def test_what_no_row_may_change_are_options() -> None:
-    assert set(ablation.DECIDED) <= {path for path, _, _ in config.options(config.Config())}
+    assert set(ablation.DECIDED) <= {path for path, _, _ in Config().options()}

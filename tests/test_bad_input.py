@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.core import files
 from qkv.run import Run
 
@@ -40,7 +39,7 @@ def train(pairs: tuple[Path, Path], tmp_path: Path, call: Call) -> Any:
     """Two steps of training on the files as they are, in the folder `run`, with more arguments."""
     quick = tiny_config("a", "b", steps=2, tokens_per_step=256, metric="loss", average=0)
     small = quick.replace(model={"d_model": 16, "d_ff": 16})
-    (tmp_path / "quick.toml").write_text(config.dumps(small), encoding="utf-8")
+    (tmp_path / "quick.toml").write_text(small.dumps(), encoding="utf-8")
 
     def run(*arguments: object) -> Any:
         files = ["--src", pairs[0], "--tgt", pairs[1], "--run", tmp_path / "run"]

@@ -23,7 +23,7 @@ import sacrebleu
 import qkv
 from conftest import PATIENCE, Call, sentences, write_pairs
 from qkv import api
-from qkv.config import difference, from_dict
+from qkv.options import Config
 from qkv.run import Run
 
 COMMAND = [sys.executable, "-m", "qkv"]
@@ -311,7 +311,7 @@ def test_config_round_trip(tiny: Path, call: Call, tmp_path: Path) -> None:
     shown = call("config", tiny).out
     (tmp_path / "f.toml").write_text(shown, encoding="utf-8")
     assert call("config", tmp_path / "f.toml").out == shown
-    assert not difference(from_dict(tomllib.loads(shown)), Run.open(tiny).config)
+    assert not Config.from_dict(tomllib.loads(shown)).difference(Run.open(tiny).config)
     assert call("config", tiny, tmp_path / "f.toml").out == ""
 
 

@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
+from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing i
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model and rounds that take no time."""
-    model = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
+    model = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(training_speed, "SIZES", {"small": (model, 300)})
     monkeypatch.setattr(training_speed, "PEAK", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(training_speed, "ROUND", 0.0)
@@ -90,18 +90,16 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     return other
 
 
-def subject_of(spec: config.TransformerConfig, vocab: int) -> training_contenders.Subject:
+def subject_of(spec: TransformerConfig, vocab: int) -> training_contenders.Subject:
     torch.manual_seed(1)
     return training_contenders.Subject(
-        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, config.TrainConfig()
+        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, TrainConfig()
     )
 
 
 def test_contenders_learn_the_same() -> None:
     """Without dropout, all that have our weights come to the same logits; they have biases, so ours has them too."""
-    spec = config.TransformerConfig(
-        d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True
-    )
+    spec = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True)
     subject = subject_of(spec, 50)
     batch = training_speed.draw(50, 100, count=1)[0]
     real = batch.labels != PAD
@@ -126,7 +124,7 @@ def test_contenders_learn_the_same() -> None:
 
 
 def test_dropout_is_on_while_training_is_timed() -> None:
-    subject = subject_of(config.TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
+    subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training_speed.draw(50, 100, count=1)[0]
     for contender in training_contenders.contenders(
         torch.device("cuda")
@@ -159,7 +157,7 @@ def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
 
 def test_operations_are_those_that_are_carried_out() -> None:
     """Counted by torch on sentences without padding, but for causal attention, of which it counts the whole."""
-    spec, vocab = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
+    spec, vocab = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
     subject = subject_of(spec, vocab)
     source, target = torch.randint(3, 50, (4, 7)), torch.randint(3, 50, (4, 9))
     batch = Batch((source, torch.full((4,), 7), target), target, 36)
@@ -242,7 +240,7 @@ def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], 
 
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = config.TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
+    model = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(decoding_contenders, "SIZES", {"small": (model, 400)})
     monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 

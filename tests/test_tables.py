@@ -17,7 +17,7 @@ import torch
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config, presets
+from qkv import presets
 from qkv.core.errors import UsageError
 from qkv.data.loader import Position
 from qkv.data.store import Prepared
@@ -25,13 +25,14 @@ from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
 from qkv.models.build import build
+from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.train.loop import Interrupted
 from qkv.train.trainer import make_updates
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
 
 
-def size(spec: config.ModelConfig, vocab: int) -> int:
+def size(spec: ModelConfig, vocab: int) -> int:
     with torch.device("meta"):  # shapes without numbers
         return parameter_count(build(spec, vocab, vocab))
 
@@ -46,7 +47,7 @@ def test_a_preset_is_whole(name: str) -> None:
     if made.data.train:
         wanted = "built-in" if made.data.train[0].src.startswith("demo:") else "data.root"
     else:
-        wanted = "--src" if isinstance(made.model, config.TranslationConfig) else "--text"
+        wanted = "--src" if isinstance(made.model, TranslationConfig) else "--text"
     assert preset.__doc__
     assert wanted in preset.__doc__
 
@@ -84,8 +85,8 @@ def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
     full, text = presets.PRESETS[name](), presets.demo()
     scale = table3.Scale(width=1 / 4, depth=1 / 2, steps=100, tokens=1024)
     small = table3.at_scale(name, scale, text, device="cpu", seed=7)
-    assert isinstance(full.model, config.TransformerConfig)
-    assert isinstance(small.model, config.TransformerConfig)
+    assert isinstance(full.model, TransformerConfig)
+    assert isinstance(small.model, TransformerConfig)
     for what in ("d_model", "d_ff", "key_width", "value_width"):
         assert 4 * getattr(small.model, what) == getattr(full.model, what)
     for what in ("encoder_layers", "decoder_layers"):
@@ -108,7 +109,7 @@ def test_an_odd_scale_is_refused() -> None:
 EVEN = [f"{a} {b} {c}" for a in ("the", "a") for b in ("cat", "dog", "cow") for c in ("sees", "runs")]  # words: tokens
 
 
-def small_config(src: str, tgt: str, **train: Any) -> config.Config:
+def small_config(src: str, tgt: str, **train: Any) -> Config:
     recipe = trials.recipe(steps=3, tokens=256, rate=1e-3, device="cpu", seed=1)
     model = {"d_model": 16, "d_ff": 24, "norm": "post"}
     made = tiny_config(src, tgt).replace(model=model, train=recipe | train)
@@ -136,7 +137,7 @@ def prepared(text: tuple[str, str], tmp_path: Path) -> Prepared:
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepared, int, int]:
+def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared, int, int]:
     """Pairs of one length, so that nothing is padded; source and target tokens of each, </s> included."""
     folder = tmp_path_factory.mktemp("even")
     src, tgt = write_pairs(folder, [(f"{a} {a}", b) for a in EVEN for b in EVEN])
@@ -148,9 +149,9 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepa
 
 
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 8), (4, 6)])  # fused kernels want them equal
-def test_operations_of_a_transformer(even: tuple[config.Config, Prepared, int, int], d_k: int, d_v: int) -> None:
+def test_operations_of_a_transformer(even: tuple[Config, Prepared, int, int], d_k: int, d_v: int) -> None:
     made, prepared, S, T = even
-    spec = config.TransformerConfig(d_model=16, d_ff=24, heads=2, d_k=d_k, d_v=d_v, encoder_layers=2, decoder_layers=3)
+    spec = TransformerConfig(d_model=16, d_ff=24, heads=2, d_k=d_k, d_v=d_v, encoder_layers=2, decoder_layers=3)
     d, ff, h, vocab = 16, 24, 2, prepared.tokenizers.tgt.size
 
     def products(queries: int, keys: int) -> int:
@@ -167,10 +168,10 @@ def test_operations_of_a_transformer(even: tuple[config.Config, Prepared, int, i
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_operations_of_a_recurrent_network(even: tuple[config.Config, Prepared, int, int], cell: str) -> None:
+def test_operations_of_a_recurrent_network(even: tuple[Config, Prepared, int, int], cell: str) -> None:
     made, prepared, S, T = even
     d, gates, vocab = 16, {"gru": 3, "lstm": 4}[cell], prepared.tokenizers.tgt.size
-    spec = config.RnnConfig(cell=cell, d_model=d)
+    spec = RnnConfig(cell=cell, d_model=d)
     encoder = S * 2 * gates * (d // 2) * (d + d // 2)
     decoder = T * gates * d * (2 * d + d)  # the token and what is fed to it, and the state
     attention = S * d * d + T * (d * d + S * d + S * d + 2 * d * d)
@@ -186,12 +187,12 @@ def test_operations_of_a_recurrent_network(even: tuple[config.Config, Prepared, 
 @pytest.mark.parametrize(
     "spec",
     [
-        config.RnnConfig(cell="lstm", encoder_layers=2, decoder_layers=2),
-        config.ConvS2SConfig(encoder_layers=4, decoder_layers=4),
-        config.TransformerConfig(heads=1),
+        RnnConfig(cell="lstm", encoder_layers=2, decoder_layers=2),
+        ConvS2SConfig(encoder_layers=4, decoder_layers=4),
+        TransformerConfig(heads=1),
     ],
 )
-def test_the_search_finds_the_nearest_width(spec: config.TranslationConfig, prepared: Prepared) -> None:
+def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: Prepared) -> None:
     vocab = prepared.tokenizers.tgt.size
     planted = size(dataclasses.replace(spec, d_model=74), vocab)
     for target in (planted, planted + planted // 300, planted - planted // 300):
@@ -419,7 +420,7 @@ def test_table_3_from_text_to_page(
     assert "a single head is worse" in capsys.readouterr().out
 
 
-SMALL = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1)
+SMALL = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1)
 
 
 def test_table_2_from_text_to_page(text: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +444,7 @@ def test_costs_are_equal(
     text: tuple[str, str], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str
 ) -> None:
     base = small_config(*text)
-    models = {"RNN": config.RnnConfig(d_model=16), "ConvS2S": config.ConvS2SConfig(d_model=24), table2.OURS: SMALL}
+    models = {"RNN": RnnConfig(d_model=16), "ConvS2S": ConvS2SConfig(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
     monkeypatch.setattr(table2.auto, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
     table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="auto")

@@ -15,7 +15,7 @@ import typer
 from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
-    from qkv.config import Config, CorpusConfig
+    from qkv.options import Config, CorpusConfig
 
 
 class OnBad(StrEnum):
@@ -143,7 +143,7 @@ def with_pairs(
     config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
 ) -> Config:
     """Return the config with the parallel text of --src, --tgt, --valid-src and --valid-tgt."""
-    from qkv import config as configs
+    from qkv.options import Config, CorpusConfig
 
     if config is None and not src:
         raise UsageError("no training text: give a preset, a config file, --src and --tgt, or --text")
@@ -151,13 +151,13 @@ def with_pairs(
         raise UsageError(f"{len(src)} --src but {len(tgt)} --tgt: give one --tgt for each --src")
     if valid_tgt and not valid_src:
         raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
-    config = config or configs.Config()
+    config = config or Config()
     data = config.data
     if src:
-        corpora = tuple(configs.CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
+        corpora = tuple(CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
         data = dataclasses.replace(data, train=corpora, valid=(), root="")
     if valid_src:
-        data = dataclasses.replace(data, valid=(configs.CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
+        data = dataclasses.replace(data, valid=(CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
     return dataclasses.replace(config, data=data)
 
 
@@ -172,7 +172,7 @@ def with_extra_pairs(config: Config, also: list[str]) -> Config:
 
 def _corpus(given: str, root: str) -> CorpusConfig:
     """Parse a value of --also: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
-    from qkv import config as configs
+    from qkv.options import CorpusConfig
 
     # A file name may contain colons: take the longest prefix that exists.
     ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
@@ -184,19 +184,19 @@ def _corpus(given: str, root: str) -> CorpusConfig:
         raise UsageError(f'--also {given}: "{weight}" is not a number: write FILE:WEIGHT, e.g. {name}:0.5') from None
     # A path is relative to the working directory on the command line, to data.root in a config.
     path = str(Path(name).absolute()) if root and name != "-" else name
-    return configs.CorpusConfig(src=path, weight=value, tag=tag)
+    return CorpusConfig(src=path, weight=value, tag=tag)
 
 
 def with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
     """Return the config with the monolingual text of --text and --valid-text; by default it is a language model's."""
-    from qkv import config as configs
+    from qkv.options import Config, CorpusConfig, DecoderOnlyConfig
 
     if config is None and not text:
         raise UsageError(f"--valid-text {valid_text}: give --text too")
-    config = config or configs.Config(model=configs.DecoderOnlyConfig())
+    config = config or Config(model=DecoderOnlyConfig())
     data = config.data
     if text:
-        data = dataclasses.replace(data, train=tuple(configs.CorpusConfig(text=t) for t in text), valid=(), root="")
+        data = dataclasses.replace(data, train=tuple(CorpusConfig(text=t) for t in text), valid=(), root="")
     if valid_text:
-        data = dataclasses.replace(data, valid=(configs.CorpusConfig(text=valid_text),))
+        data = dataclasses.replace(data, valid=(CorpusConfig(text=valid_text),))
     return dataclasses.replace(config, data=data)

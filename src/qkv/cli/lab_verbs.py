@@ -217,7 +217,6 @@ def ablate(
 
     Each change is compared with the unchanged recipe, at equal time, over several seeds.
     """
-    from qkv.config import assign
     from qkv.run import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
@@ -225,7 +224,7 @@ def ablate(
     from qkv.lab.ablation import measure
 
     measure(
-        assign(config, settings or []),
+        config.assign(settings or []),
         changes,
         out=out,
         steps=steps,

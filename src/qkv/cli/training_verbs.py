@@ -16,8 +16,8 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
-    from qkv.config import Config
     from qkv.data.store import Prepared
+    from qkv.options import Config
     from qkv.run import Run
 
 
@@ -60,7 +60,7 @@ def train(
     fine-tunes a trained run. Without a preset or config file, the recipe is chosen from the text and the device.
     """
     from qkv.api.run_training import train as run_training
-    from qkv.config import path_of
+    from qkv.core.config import option_path
     from qkv.run import Run
     from qkv.training import auto_recipe
 
@@ -80,7 +80,7 @@ def train(
         config = with_text(config, text or [], valid_text)
     else:
         config = with_extra_pairs(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
-    fixed = set(map(path_of, changed))
+    fixed = set(map(option_path, changed))
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
@@ -92,8 +92,8 @@ def train(
 
 def _named_config(what: str | None, start: Run | None) -> Config | None:
     """Return the named config, or the config of the --from run without its schedule; None if neither is given."""
-    from qkv.config import TrainConfig
     from qkv.console import say
+    from qkv.options import TrainConfig
     from qkv.run import find_config
 
     if what is None:
@@ -126,14 +126,13 @@ def config(
     settings: Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
-    from qkv import config as configs
     from qkv.run import find_config
 
-    shown = configs.assign(find_config(what), settings or [])
+    shown = find_config(what).assign(settings or [])
     if other is None:
-        print(configs.dumps(shown), end="")
+        print(shown.dumps(), end="")
         return
-    for path, ours, theirs in configs.difference(shown, find_config(other)):
+    for path, ours, theirs in shown.difference(find_config(other)):
         print(f"{path}\t{ours}\t{theirs}")
 
 

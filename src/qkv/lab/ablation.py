@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
+from qkv.core.config import option_path
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, TranslationConfig
 from qkv.training import auto_recipe
 
 AS_IT_IS = "as it is"
@@ -43,7 +44,7 @@ DECIDED = {
 
 
 def measure(
-    config: configs.Config,
+    config: Config,
     changes: Sequence[str],
     *,
     out: str | Path,
@@ -63,7 +64,7 @@ def measure(
     result_tables.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
-    if not isinstance(config.model, configs.TranslationConfig):
+    if not isinstance(config.model, TranslationConfig):
         raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
     folder = Path(out)
     # All are trained to their end: nothing else may end one of them.
@@ -89,12 +90,12 @@ def measure(
     return result
 
 
-def _changed(base: configs.Config, change: str) -> configs.Config:
+def _changed(base: Config, change: str) -> Config:
     settings = shlex.split(change)
-    for path in map(configs.path_of, settings):
+    for path in map(option_path, settings):
         if path in DECIDED:
             raise UsageError(f"--try {change}: {path} is not for a row to change, because {DECIDED[path]}")
-    return configs.assign(base, settings)
+    return base.assign(settings)
 
 
 def _check_measured_alike(texts: dict[str, Prepared]) -> None:
@@ -108,14 +109,12 @@ def _check_measured_alike(texts: dict[str, Prepared]) -> None:
             )
 
 
-def _updates(config: configs.Config, prepared: Prepared) -> int:
+def _updates(config: Config, prepared: Prepared) -> int:
     """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
     return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
 
 
-def _at_equal_time(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
-) -> dict[str, configs.Config]:
+def _at_equal_time(variants: dict[str, Config], texts: dict[str, Prepared], folder: Path) -> dict[str, Config]:
     """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
     seconds = {
         name: trials.measured_once(Trial(name, variant, texts[name]), folder, seconds_an_update)
@@ -124,18 +123,18 @@ def _at_equal_time(
     return {name: _lasting(variant, seconds[AS_IT_IS] / seconds[name]) for name, variant in variants.items()}
 
 
-def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
+def seconds_an_update(config: Config, prepared: Prepared) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
-def _lasting(config: configs.Config, share: float) -> configs.Config:
+def _lasting(config: Config, share: float) -> Config:
     """So much longer or shorter, with warm-up and validations in proportion."""
     now = {name: getattr(config.train, name) for name in ("steps", "warmup", "validate_every")}
     return config.replace(train={name: max(1, round(value * share)) if value else 0 for name, value in now.items()})
 
 
 def _train(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
+    variants: dict[str, Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
     """The results of every variant."""
     planned = [

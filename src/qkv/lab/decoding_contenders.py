@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qkv import config, presets
+from qkv import presets
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
@@ -30,6 +30,7 @@ from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.exported_weights import engine
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
+from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
 from qkv.run import Run
 from qkv.worker_pool import ProcessWorkers
 
@@ -185,11 +186,11 @@ def _searching(model: Any, subject: Subject) -> Decoder:
     return decode
 
 
-def _spec(sources: Sources, task: Task) -> config.DecodeConfig:
+def _spec(sources: Sources, task: Task) -> DecodeConfig:
     """Our search cuts batches by their tokens: so many that `task.batch` sentences of mean length fit."""
     tokens = sum(len(source) + 1 for source in sources) / len(sources)
     budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
-    return config.DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+    return DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
 
 
 def _batches(sources: Sources, size: int) -> Iterator[list[int]]:
@@ -275,8 +276,8 @@ def _transformers(subject: Subject, dtype: torch.dtype = torch.float32) -> Decod
 # ---- A run folder of random weights, so that any size of model can be decoded without training it first --------------
 
 
-SIZES: dict[str, tuple[config.ModelConfig, int]] = {  # the model, and its vocabulary
-    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
+SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
+    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
     "base": (presets.paper_base().model, 37_000),
     "demo": (presets.demo().model, 2000),
 }
@@ -287,10 +288,10 @@ def make_run(size: str, folder: Path, *, seed: int = 0) -> Run:
     if size not in SIZES:
         raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
     spec, vocab = SIZES[size]
-    assert isinstance(spec, config.TransformerConfig)
+    assert isinstance(spec, TransformerConfig)
     # Tied to the output a random embedding would have each word followed by itself.
-    settings = config.Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
-    assert isinstance(settings.model, config.TransformerConfig)
+    settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
+    assert isinstance(settings.model, TransformerConfig)
     tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
     torch.manual_seed(seed)
     model = Transformer(settings.model, vocab, vocab)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv import config
 from qkv.core.errors import QkvError
 from qkv.models.attention import attend
 from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
+from qkv.options import ConvS2SConfig
 
 WIDTH = 64  # of an attention head: more of them as d grows, as in the paper's two models
 SMALL = 8  # d where only the pattern of dependence matters
@@ -108,7 +108,7 @@ def _gru(shape: Shape) -> Layer:
 
 def convolution(kind: str) -> Callable[[Shape], Operation]:
     def make(shape: Shape) -> Operation:
-        spec = config.ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
+        spec = ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
         *_, dilation = dilations(spec, shape.layer + 1)
         made = GatedConvolution(spec, dilation, causal=shape.causal).to(shape.device, shape.dtype)
         with torch.no_grad():

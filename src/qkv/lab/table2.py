@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
@@ -22,6 +21,7 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.presets import demo
 from qkv.training import auto_recipe
 from qkv.training.model_card import parameters, shape
@@ -103,22 +103,20 @@ def measure(
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.ModelConfig]:
+def contestants(base: Config, prepared: Prepared, norm: str = "post") -> dict[str, ModelConfig]:
     """The Transformer for a text of this size, and its rivals with as many parameters.
 
     The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
     """
-    ours: configs.ModelConfig = base.model
+    ours: ModelConfig = base.model
     if base.data.train != demo().data.train:
         ours = next(size.model for size in auto_recipe.PAIRS if len(prepared.train) <= size.limit)
-    assert isinstance(ours, configs.TransformerConfig)
+    assert isinstance(ours, TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
     layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
-    conv = configs.ConvS2SConfig(
-        encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout
-    )
-    rnn = configs.RnnConfig(dropout=ours.dropout)
+    conv = ConvS2SConfig(encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout)
+    rnn = RnnConfig(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
     return {
         "RNN": match(rnn, target, prepared.tokenizers),
@@ -127,10 +125,10 @@ def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") ->
     }
 
 
-def match(model: configs.TranslationConfig, target: int, tokenizers: TokenizerPair) -> configs.TranslationConfig:
+def match(model: TranslationConfig, target: int, tokenizers: TokenizerPair) -> TranslationConfig:
     """The model with the even d_model that comes nearest to so many parameters."""
 
-    def of(half: int) -> configs.TranslationConfig:
+    def of(half: int) -> TranslationConfig:
         return dataclasses.replace(model, d_model=2 * half)
 
     low, high = 1, 2
@@ -150,10 +148,10 @@ class Competition:
 
     def __init__(
         self,
-        base: configs.Config,
+        base: Config,
         prepared: Prepared,
         folder: Path,
-        models: Mapping[str, configs.ModelConfig],
+        models: Mapping[str, ModelConfig],
         *,
         tokens: int,
         device: str,
@@ -165,7 +163,7 @@ class Competition:
         self.shapes: list[str] = []
         self.results: dict[str, Result] = {}  # of all trials, those of other learning rates too
 
-    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> configs.Config:
+    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> Config:
         model = self.models[name]
         peak = round(rate * 1e-3 * math.sqrt(512 / model.d_model), 6)
         train = trials.recipe(steps=self.steps[name], tokens=self.tokens, rate=peak, device=self.device, seed=seed)

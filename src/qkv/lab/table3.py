@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, TransformerConfig
 from qkv.presets import PRESETS, TABLE_3
 
 BASE, BIG = "paper_base", "paper_big"
@@ -121,10 +121,10 @@ def measure(
     return result
 
 
-def at_scale(name: str, scale: Scale, base: configs.Config, *, device: str, seed: int) -> configs.Config:
+def at_scale(name: str, scale: Scale, base: Config, *, device: str, seed: int) -> Config:
     """A row's config on this text: the paper's model, smaller, and one recipe for all; the big one trains longer."""
     preset = PRESETS[name]()
-    assert isinstance(preset.model, configs.TransformerConfig)
+    assert isinstance(preset.model, TransformerConfig)
     model = trials.scaled(preset.model, scale.width, scale.depth)
     if model.positions == "learned":  # no more of them than a translation can need
         longest = base.data.max_length + base.decode.extra_length + 2

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
@@ -28,6 +27,7 @@ from qkv.data.ragged import Flat, Ragged, lay
 from qkv.engines.cuda_training.cuda_trainer import Captured
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
+from qkv.options import TrainConfig
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 
@@ -43,7 +43,7 @@ class Subject:
     model: Transformer  # on the CPU; nobody may change it
     device: torch.device
     width: int  # of a batch: no sentence is longer
-    spec: config.TrainConfig
+    spec: TrainConfig
 
     @property
     def autocast(self) -> torch.autocast:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
@@ -31,12 +30,13 @@ from qkv.lab.result_tables import Sheet, about, check_outputs, publish
 from qkv.lab.training_contenders import OURS, Contender, Subject, contenders
 from qkv.models.base import parameter_count
 from qkv.models.transformer import Transformer
+from qkv.options import TrainConfig, TransformerConfig
 
-SIZES: dict[str, tuple[config.TransformerConfig, int]] = {  # the model, and its vocabulary
-    "tiny": (config.TransformerConfig(d_model=128, d_ff=256, heads=4, encoder_layers=4, decoder_layers=4), 10_000),
-    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8_000),
-    "base": (config.TransformerConfig(), 37_000),
-    "big": (config.TransformerConfig(d_model=1024, d_ff=4096, heads=16), 37_000),
+SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
+    "tiny": (TransformerConfig(d_model=128, d_ff=256, heads=4, encoder_layers=4, decoder_layers=4), 10_000),
+    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8_000),
+    "base": (TransformerConfig(), 37_000),
+    "big": (TransformerConfig(d_model=1024, d_ff=4096, heads=16), 37_000),
 }
 TOKENS = {"cpu": 2_048, "gpu": 25_000}  # of each side in a batch, padding not counted
 SHORTEST, LONGEST = 24, 32  # tokens of a sentence, </s> included
@@ -125,7 +125,7 @@ def measure_training(
     entered = _entered(chosen, only)
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
-    subject = Subject(Transformer(spec, vocab, vocab), chosen, LONGEST, config.TrainConfig())
+    subject = Subject(Transformer(spec, vocab, vocab), chosen, LONGEST, TrainConfig())
     batches = draw(vocab, tokens)
     peak = matrix_peak(chosen)
     rows, missing = _race(entered, subject, batches, seconds)
@@ -203,7 +203,7 @@ def feeding(batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
     return (batch.to(device) for batch in cycle(batches))
 
 
-def operations(spec: config.TransformerConfig, vocab: int, batch: Batch) -> float:
+def operations(spec: TransformerConfig, vocab: int, batch: Batch) -> float:
     """Floating-point operations that training on a batch needs, forward and backward, padding left out.
 
     6 for each weight of a matrix and each token that meets it: source tokens those of the encoder and W^K and W^V of

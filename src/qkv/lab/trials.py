@@ -29,7 +29,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv import config as configs
 from qkv.api import Translator
 from qkv.console import bars, say
 from qkv.core import files
@@ -41,6 +40,7 @@ from qkv.data.store import Prepared, prepare
 from qkv.evaluation import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
+from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
 from qkv.run import Run
 from qkv.train.loop import Interrupted, fit
@@ -63,7 +63,7 @@ class Trial:
     """A config to be trained on a text and measured; trials of one name differ in train.seed."""
 
     name: str
-    config: configs.Config
+    config: Config
     text: Prepared
 
 
@@ -128,18 +128,18 @@ class Result:
 # ---- a trial's config ------------------------------------------------------------------------------------------------
 
 
-def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> configs.Config:
+def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> Config:
     """The text of a table: files, of which a part is held out unless validation files are given, or the demo corpus."""
     if not src:
         if tgt or valid_src or valid_tgt:
             raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file at all for the demo corpus")
         return demo().replace(data={"max_length": max_length})
-    valid = (configs.CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
-    data = configs.DataConfig(train=(configs.CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
-    return configs.Config(data=data)
+    valid = (CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
+    data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
+    return Config(data=data)
 
 
-def text_words(config: configs.Config, prepared: Prepared) -> str:
+def text_words(config: Config, prepared: Prepared) -> str:
     """The text in words."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
@@ -148,7 +148,7 @@ def text_words(config: configs.Config, prepared: Prepared) -> str:
     )
 
 
-def prepare_text(config: configs.Config, folder: Path) -> Prepared:
+def prepare_text(config: Config, folder: Path) -> Prepared:
     """The tokenised text that all trials in the folder share, whatever their seeds."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
@@ -178,7 +178,7 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
     }
 
 
-def scaled(model: configs.TransformerConfig, width: float, depth: float) -> configs.TransformerConfig:
+def scaled(model: TransformerConfig, width: float, depth: float) -> TransformerConfig:
     """The same model, smaller: d_model, d_ff, d_k and d_v times one factor, layers times another; heads stay."""
     widths = {name: round(width * getattr(model, name)) for name in ("d_model", "d_ff", "d_k", "d_v")}
     layers = {name: max(1, round(depth * getattr(model, name))) for name in ("encoder_layers", "decoder_layers")}
@@ -238,14 +238,14 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 def key_of(trial: Trial) -> str:
     """What decides a result: the text by its content, and every option but where the text lies."""
-    tree = configs.to_dict(trial.config)
+    tree = trial.config.to_dict()
     for place in ("train", "valid", "root", "store", "workers"):
         del tree["data"][place]
     whole = json.dumps([trial.name, trial.text.folder.name, tree], sort_keys=True)
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, Prepared], float]) -> float:
+def measured_once(trial: Trial, folder: Path, seconds: Callable[[Config, Prepared], float]) -> float:
     """How long a trial's training takes on this device, for a pass or an update.
 
     The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
@@ -384,7 +384,7 @@ def _curve(log: Path) -> tuple[Point, ...]:
     return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
-def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
+def flops_per_token(config: Config, prepared: Prepared) -> float:
     """Floating-point operations of forward and backward pass for each target token, counted on some real batches.
 
     Those of matrix products, that is, a multiplication and an addition as two. It is done on the CPU by written-out

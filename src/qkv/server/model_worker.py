@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import qkv
-from qkv.config import DecoderOnlyConfig
 from qkv.core.errors import QkvError, UsageError
 from qkv.documents.html_text import escape_markup, unescape_markup
+from qkv.options import DecoderOnlyConfig
 from qkv.worker_pool import freeze_garbage_collector
 
 Event = dict[str, Any]

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.options import DecoderOnlyConfig, TranslationConfig
 from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
@@ -38,16 +38,16 @@ class ServedModel:
     def open(cls, name: str, path: str | Path) -> ServedModel:
         run = Run.open(path)
         data, model = run.config.data, run.config.model
-        if not isinstance(model, configs.TranslationConfig | configs.DecoderOnlyConfig):
+        if not isinstance(model, TranslationConfig | DecoderOnlyConfig):
             raise UsageError(f"{path}: an encoder-only model has no route on the server: remove it from the command")
         run.weights()  # raises if the weights are missing
         # Tags are target languages only if all text has them; otherwise they mark synthetic pairs (qkv augment).
-        tagged = isinstance(model, configs.TranslationConfig) and all(corpus.tag for corpus in data.train)
+        tagged = isinstance(model, TranslationConfig) and all(corpus.tag for corpus in data.train)
         tags = tuple(run.tokenizers.src.tags) if tagged else ()
         return cls(
             name=name,
             path=str(run.path),
-            translates=isinstance(model, configs.TranslationConfig),
+            translates=isinstance(model, TranslationConfig),
             source=data.src_lang or SOURCE,
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
