@@ -125,7 +125,8 @@ def test_unicode_forms_do_not_change_a_score() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "verdict"), [(0.0001, "significant"), (0.0499, "significant"), (0.05, "not significant"), (1, "not significant")]
+    ("p", "verdict"),
+    [(0.0001, "significant"), (0.0499, "significant"), (0.05, "not significant"), (1, "not significant")],
 )
 def test_a_difference_is_significant_below_five_percent(p: float, verdict: str) -> None:
     a, b = metrics.Score("BLEU", 20.0, "x"), metrics.Score("BLEU", 21.5, "y")
