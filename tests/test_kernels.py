@@ -88,7 +88,9 @@ print("equal")
 SEARCHES = """
 import copy, dataclasses, random
 import torch
+from qkv.options import DecodeConfig, TransformerConfig
 from qkv import config
+from qkv import options as config
 from qkv.decode import beams, chains
 from qkv.decode.batched import search_all
 from qkv.decode.board import Board
@@ -155,7 +157,7 @@ for rows, n, capacity, vocab, penalty in (
         random.seed(seed)
         board = a_board(SENTENCES, rows, n, capacity, vocab)
         twin = copy.deepcopy(board)
-        run = kind(None, config.DecodeConfig(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
+        run = kind(None, DecodeConfig(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
         run.eager = False  # as on a GPU
         logits = some_logits(SENTENCES * rows, vocab, (torch.float, torch.bfloat16)[seed % 2])
         if seed % 2:
@@ -173,7 +175,7 @@ for rows, n, capacity, vocab, penalty in (
 beams.top = top
 torch.manual_seed(3)
 both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
-spec = config.TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
+spec = TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
 model = build_model(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
@@ -185,7 +187,7 @@ for beam, n_best in ((1, 1), (3, 2)):
         beams.serves = chains.serves = serves
         continuous_batching.reorder = reorder
         options = {"n_best": n_best, "max_length": 5, "prefixes": prefixes, "pool": Pool(model)}
-        answers.append(search_all(model, lines, config.DecodeConfig(beam=beam), both, device=CPU, **options))
+        answers.append(search_all(model, lines, DecodeConfig(beam=beam), both, device=CPU, **options))
     assert answers[0] == answers[1]  # to the last bit
     assert len({tuple(hypothesis.tokens) for found in answers[0] for hypothesis in found}) > beam
 print("equal")
@@ -216,7 +218,7 @@ for options in (
     {"rms_norm": True, "activation": "gelu"},
 ):
     torch.manual_seed(2)
-    model = build_model(config.TransformerConfig(**SIZE, **options), 30, 30).eval()
+    model = build_model(TransformerConfig(**SIZE, **options), 30, 30).eval()
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.3)
     fused = use_fused_modules(copy.deepcopy(model))

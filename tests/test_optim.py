@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import tiny_config
-from qkv import config
 from qkv.assembly import build_model
 from qkv.core import files
+from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.run import Run
 from qkv.train import checkpoint, optim
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
-TINY = config.TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
+TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def perceptron(width: int = 16) -> nn.Module:
 
 
 def build(model: nn.Module, optimizer: str, rate: float | Tensor = 0.01, **train: Any) -> torch.optim.Optimizer:
-    made = optim.build(model, config.TrainConfig(optimizer=optimizer, **train))
+    made = optim.build(model, TrainConfig(optimizer=optimizer, **train))
     for group in made.param_groups:
         group["lr"] = rate
     return made
@@ -89,7 +89,7 @@ def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
 def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
     model = build_model(TINY, 17, 17)
     before = weights(model)
-    optimizer = build(model, "muon", rate=0.01)
+    optimizer = build_model(model, "muon", rate=0.01)
     model(torch.randint(3, 17, (8, 7)), torch.full((8,), 7), torch.randint(3, 17, (8, 6))).logsumexp(
         -1
     ).sum().backward()
@@ -116,13 +116,13 @@ def test_the_matrices_are_those_inside_the_layers() -> None:
         if p.dim() == 2 and name.startswith(("encoder.", "decoder.")) and name.endswith("weight")
     }
     assert matrices(model)[model.encoder[0].attention.qkv.weight] == [6, 6, 8]  # W^Q, W^K, W^V: d_k = 3, d_v = 4
-    untied = build_model(config.TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
+    untied = build_model(TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
     assert untied.output.weight not in matrices(untied)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_gates_of_a_recurrent_cell_are_matrices_of_their_own(cell: str) -> None:
-    model = build_model(config.RnnConfig(cell=cell, d_model=8), 17, 17)
+    model = build_model(RnnConfig(cell=cell, d_model=8), 17, 17)
     rows = {name: matrices(model)[p] for name, p in model.named_parameters() if "weight_hh" in name}
     assert rows
     assert all(each == [each[0]] * (4 if cell == "lstm" else 3) for each in rows.values())
@@ -153,7 +153,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
     turned = matrix_optimizers.Soap(ours, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, every=0)
-    adam = build(theirs, "adamw", rate=0.01, weight_decay=0.1)
+    adam = build_model(theirs, "adamw", rate=0.01, weight_decay=0.1)
     for group in turned.param_groups:
         group["lr"] = 0.01
     descend(ours, turned, regression(ours), 20)
@@ -164,7 +164,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
 
 def test_soaps_bases_become_eigenvectors() -> None:
     model = perceptron()
-    optimizer = build(model, "soap", rate=0.003)
+    optimizer = build_model(model, "soap", rate=0.003)
     descend(model, optimizer, regression(model), 41)
     state = optimizer.state[next(model.parameters())]
     for side in ("left", "right"):
@@ -179,7 +179,7 @@ def test_soaps_bases_become_eigenvectors() -> None:
 def test_a_side_too_long_keeps_its_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_optimizers, "LARGEST", 20)
     model = perceptron()
-    optimizer = build(model, "soap")
+    optimizer = build_model(model, "soap")
     start = regression(model)().item()
     assert descend(model, optimizer, regression(model), 30) < start / 2
     assert not any(name.startswith("right") for state in optimizer.state.values() for name in state)
@@ -195,15 +195,15 @@ def test_a_regression_is_learned(name: str) -> None:
     loss = regression(model)
     start = loss().item()
     rate = 0.05 if name == "muon" else 0.01  # a step of Adam's first hundred is larger than those that Muon's are like
-    assert descend(model, build(model, name, rate=rate), loss, 100) < 0.2 * start
+    assert descend(model, build_model(model, name, rate=rate), loss, 100) < 0.2 * start
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_rate_may_be_a_tensor(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    descend(ours, build(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
-    descend(theirs, build(theirs, name, rate=0.01), regression(theirs), 5)
+    descend(ours, build_model(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
+    descend(theirs, build_model(theirs, name, rate=0.01), regression(theirs), 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
@@ -214,7 +214,7 @@ def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
     """With found_inf = 1 a gradient that is no number changes nothing, not even what comes after."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build(ours, name, weight_decay=0.0), build(theirs, name, weight_decay=0.0)
+    first, second = build_model(ours, name, weight_decay=0.0), build_model(theirs, name, weight_decay=0.0)
     for number in range(8):
         for model, optimizer in ((ours, first), (theirs, second)):
             optimizer.zero_grad()
@@ -237,7 +237,7 @@ def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
 def test_gradients_may_be_scaled(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build(ours, name), build(theirs, name)
+    first, second = build_model(ours, name), build_model(theirs, name)
     first.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     descend(ours, first, lambda: regression(ours)() * 1024, 5)
     descend(theirs, second, regression(theirs), 5)
@@ -253,7 +253,7 @@ def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> No
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(2)
         model = perceptron()
-        return model, build(model, name, weight_decay=0.0 if name == "adam" else 0.1)
+        return model, build_model(model, name, weight_decay=0.0 if name == "adam" else 0.1)
 
     model, optimizer = made()
     run = Run(tmp_path)
@@ -288,9 +288,9 @@ def test_the_small_language_is_learned(name: str, corpus: tuple[str, str], tmp_p
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
     sizes = {"d_ff": 12, "heads": 2, "layers": 1} if kind in ("decoder", "encoder") else {}
-    spec = config.MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
+    spec = MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
     model = build_model(spec, 17, 17)
-    optimizer = build(model, name)
+    optimizer = build_model(model, name)
     assert isinstance(optimizer, MatrixOptimizer)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     before = weights(model)
@@ -304,7 +304,7 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
 
 
 def test_wsd_rises_stays_and_falls_to_zero() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
+    spec = TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
     rates = [optim.learning_rate(step, spec, 512) for step in range(1, 1001)]
     assert rates[:100] == pytest.approx([2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:700] == pytest.approx([2e-3] * 601)
@@ -315,7 +315,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
+    spec = TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
     rates = [optim.learning_rate(step, spec, 512) for step in range(90, 101)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import build_model
 from qkv.core.transformer import Dropout, Transformer
 from qkv.data.loader import Batch
 from qkv.data.store import Prepared, prepare
 from qkv.engines.unpadded import Unpadded
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.train.loss import smoothed_loss
 from qkv.train.trainer import Trainer
 from qkv.training import memory_limits
 
-SPEC = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
+SPEC = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm": "pre", "rms_norm": True},
@@ -138,7 +138,7 @@ def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
 
 
 def test_other_kinds_leave_padding_out_at_the_end() -> None:
-    spec = config.EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
+    spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
     model = build_model(spec, VOCAB, VOCAB).eval()
     real = BATCH.source > 9
     found = model.hidden_at(real, BATCH.source, BATCH.lengths)
@@ -164,13 +164,13 @@ def test_pad_and_pack_are_each_others_reverse() -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(200)), tokens_per_step=512, micro_tokens=256)
     return settings, prepare(settings.data, settings.tokenizer, folder / "store")
 
 
-def test_training_computes_no_padding(prepared: tuple[config.Config, Prepared]) -> None:
+def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None:
     settings, text = prepared
     trainer = Trainer(settings.replace(model={"dropout": 0.0}), text)
     model = trainer.model

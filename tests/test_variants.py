@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.transformer import SinusoidalPositions, sinusoids
 from qkv.models.variants import VariantAttention, VariantFeedForward, VariantLayers, attention_scores, rotary_of, rotate
+from qkv.options import TransformerConfig
 
 sizes = st.integers(1, 5)
 
@@ -95,16 +95,16 @@ def test_rotary_goes_past_the_training_length_and_learned_does_not() -> None:
     spec = {"d_model": 16, "d_ff": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
     source, lengths, target = torch.randint(3, 9, (1, 700)), torch.tensor([700]), torch.randint(3, 9, (1, 700))
     for positions in ("sinusoidal", "rotary", "none"):
-        made: Any = config.TransformerConfig(positions=positions, **spec)  # type: ignore[arg-type]
+        made: Any = TransformerConfig(positions=positions, **spec)  # type: ignore[arg-type]
         assert build_model(made, 10, 10).eval()(source, lengths, target).isfinite().all()
-    learned: Any = config.TransformerConfig(positions="learned", max_positions=512, **spec)  # type: ignore[arg-type]
+    learned: Any = TransformerConfig(positions="learned", max_positions=512, **spec)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"700 tokens, but model\.max_positions = 512"):
         build_model(learned, 10, 10).eval()(source, lengths, target)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
 def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None:
-    spec = config.TransformerConfig(
+    spec = TransformerConfig(
         d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, positions=positions
     )
     model = build_model(spec, 10, 10)
@@ -116,7 +116,7 @@ def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None
 
 
 def test_rotary_turns_nothing_between_source_and_target() -> None:
-    spec = config.TransformerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
+    spec = TransformerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
     model = build_model(spec, 10, 10)
     assert model.decoder[0].cross_attention is not None
     assert rotary_of(model.decoder[0].cross_attention) is None
@@ -132,7 +132,7 @@ def test_norms() -> None:
     x = torch.randn(3, 8)
     plain = x.double().numpy()
     for rms, centred in ((False, plain - plain.mean(-1, keepdims=True)), (True, plain)):
-        norm = VariantLayers(config.TransformerConfig(d_model=8, rms_norm=rms)).norm()
+        norm = VariantLayers(TransformerConfig(d_model=8, rms_norm=rms)).norm()
         torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
         expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * norm.weight.detach().numpy()
         np.testing.assert_allclose(norm(x).detach().numpy(), expected, atol=1e-5)

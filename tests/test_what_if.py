@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import qkv
-from qkv import config
 from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import QkvError, UsageError
@@ -24,16 +23,17 @@ from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
 from qkv.models.convs2s import ConvEncoderOutput, ConvS2S
 from qkv.models.rnn import Rnn
+from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 
 CPU = torch.device("cpu")
 BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 SMALL = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 TRANSFORMERS = {
-    "paper": config.TransformerConfig(**SMALL, d_ff=32, heads=4),
-    "d_k, d_v, bias": config.TransformerConfig(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
-    "window, rotary": config.TransformerConfig(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
-    "additive": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="additive"),
-    "general": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="general"),
+    "paper": TransformerConfig(**SMALL, d_ff=32, heads=4),
+    "d_k, d_v, bias": TransformerConfig(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
+    "window, rotary": TransformerConfig(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
+    "additive": TransformerConfig(**SMALL, d_ff=32, heads=2, attention="additive"),
+    "general": TransformerConfig(**SMALL, d_ff=32, heads=2, attention="general"),
 }
 
 
@@ -119,14 +119,14 @@ def test_a_muted_head_learns_nothing() -> None:
 @torch.inference_mode()
 def test_recurrent_and_convolutional_models_can_be_muted_too() -> None:
     batch = a_batch()
-    recurrent = made(config.RnnConfig(**SMALL))
+    recurrent = made(RnnConfig(**SMALL))
     assert isinstance(recurrent, Rnn)
     assert head_counts(recurrent, CPU) == {"decoder.1.cross": 1}
     cut = copy.deepcopy(recurrent)
     cut.combine.weight[:, :16] = 0.0  # W_c [c; s] without c
     with mute_heads([("decoder.1.cross", 0)], head_counts(recurrent, CPU)):
         torch.testing.assert_close(recurrent(*batch.inputs), cut(*batch.inputs))
-    convolutional = made(config.ConvS2SConfig(**SMALL))
+    convolutional = made(ConvS2SConfig(**SMALL))
     assert isinstance(convolutional, ConvS2S)
     memory = convolutional.encode(batch.source, batch.lengths)
     blind = convolutional.start(ConvEncoderOutput(memory.keys, memory.values * 0, memory.mask))

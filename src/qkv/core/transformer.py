@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config as configs
 from qkv.core.attention import (
     CachedDecoding,
     DecoderContext,
@@ -26,6 +25,7 @@ from qkv.core.attention import (
     WholeSource,
     attention_mask,
 )
+from qkv.core.config import AttentionModelConfig, ModelConfig, TransformerConfig
 from qkv.core.errors import UsageError
 
 # ---- the parts of a layer (sections 3.1, 3.3 to 3.5) -----------------------------------------------------------------
@@ -71,6 +71,39 @@ def rows_of_table(table: Tensor, position: Tensor, length: int) -> Tensor:
     if position.dim() == 2:
         return table.index_select(0, position[0])
     return table[position[:, None] + torch.arange(length, device=position.device)]
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
+
+    def __init__(self, d_model: int, length: int) -> None:
+        super().__init__()
+        # As large as an embedding before its factor √d_model: small beside the word at first.
+        self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
+
+    def forward(self, position: int | Tensor, length: int) -> Tensor:
+        if isinstance(position, Tensor):
+            return rows_of_table(self.table, position, length)
+        self.reach(position + length)
+        return self.table[position : position + length]
+
+    def reach(self, length: int) -> None:
+        """Refuse a sequence of more positions than were learned."""
+        if length > len(self.table):
+            raise UsageError(
+                f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
+                f"learned positions end there; split the text, or train with more or with sinusoidal positions"
+            )
+
+
+def make_positions(kind: str, d_model: int, length: int) -> nn.Module:
+    """The table of positions that is added to embeddings: sinusoids, or vectors learned for `length` positions."""
+    match kind:
+        case "sinusoidal":
+            return SinusoidalPositions(d_model)
+        case "learned":
+            return LearnedPositions(d_model, length)
+    raise UsageError(f'model.positions = "{kind}": not added to embeddings; choose sinusoidal or learned')
 
 
 class Dropout(nn.Dropout):
@@ -148,9 +181,9 @@ class Residual(nn.Module):
 class Layers:
     """Constructors of the parts of a stack, as in the paper; variants override them."""
 
-    implemented = frozenset("kind d_model heads d_k d_v d_ff dropout encoder_layers decoder_layers tie".split())
+    implemented = frozenset(field.name for field in dataclasses.fields(TransformerConfig))
 
-    def __init__(self, config: configs.AttentionModelConfig) -> None:
+    def __init__(self, config: AttentionModelConfig) -> None:
         self.config = config
         for spec in dataclasses.fields(config):
             value = getattr(config, spec.name)
@@ -158,8 +191,10 @@ class Layers:
                 raise UsageError(f"model.{spec.name} = {value}: not an option of the paper's layers: use `build_model`")
 
     def embedding(self, vocab: int) -> Embedding:
-        d_model = self.config.d_model
-        return Embedding(vocab, d_model, SinusoidalPositions(d_model), self.config.dropout)
+        return Embedding(vocab, self.config.d_model, self.positions(), self.config.dropout)
+
+    def positions(self) -> nn.Module | None:
+        return make_positions(self.config.positions, self.config.d_model, self.config.max_positions)
 
     def self_attention(self, name: str) -> MultiHeadAttention:
         c = self.config
@@ -263,7 +298,7 @@ class StepModel(Protocol[Encoded, State]):
 class Model(nn.Module):
     """What training needs of a model: `hidden` of a batch's inputs, and the matrix that makes logits of it."""
 
-    config: configs.ModelConfig
+    config: ModelConfig
     output: nn.Linear  # (vocab, d_model), without a bias
     hidden: Callable[..., Tensor]  # inputs -> (batch, length, d_model); the loss projects it in parts
 
@@ -290,6 +325,7 @@ class Model(nn.Module):
 class TranslationModel(Model):
     """Source ids (batch, source), their lengths (batch,) and target ids (batch, target) to logits over the target."""
 
+    config: Any  # the dataclass of its kind, or a ring's extension of it
     source: Embedding
     target: Embedding
     encode: Callable[[Tensor, Tensor], Any]
@@ -313,13 +349,10 @@ class TranslationModel(Model):
 class Transformer(TranslationModel):
     """Encoder-decoder (figure 1); `layers` builds the parts, by default the paper's."""
 
-    config: configs.TransformerConfig
     encoder: Sequence[EncoderLayer]
     decoder: Sequence[DecoderLayer]
 
-    def __init__(
-        self, config: configs.TransformerConfig, src_vocab: int, tgt_vocab: int, layers: Layers | None = None
-    ) -> None:
+    def __init__(self, config: TransformerConfig, src_vocab: int, tgt_vocab: int, layers: Layers | None = None) -> None:
         super().__init__()
         self.config = config
         layers = layers or Layers(config)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from qkv import config
 from qkv.core.errors import QkvError
 from qkv.core.tokenizer import TokenizerPair, learn_tokenizers
 from qkv.data import passes
 from qkv.data.corpus import Block, Corpus, blocks, is_stream, unpack
 from qkv.data.passes import Fate, Limits, Part
 from qkv.data.subwords import learner_for
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much is done, of how much)
@@ -28,7 +28,7 @@ class Job:
 
     def __init__(
         self,
-        data: config.DataConfig,
+        data: DataConfig,
         train: list[Corpus],
         valid: list[Corpus],
         draft: Path,
@@ -93,7 +93,7 @@ class Job:
         else:
             passes.hold_out(sources[:size], train, self.data.valid_size, self.seed)
 
-    def learn(self, spec: config.TokenizerConfig) -> TokenizerPair:
+    def learn(self, spec: TokenizerConfig) -> TokenizerPair:
         """A vocabulary from a uniform sample of the training pairs."""
         self.progress("learn", 0, None)
         kept = int(np.count_nonzero(self.fates == Fate.TRAIN))

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
 FORMAT, VERSION = "qkv-store", 1
@@ -178,8 +178,8 @@ def _silent(stage: str, done: int, total: int | None) -> None:
 
 
 def prepare(
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
     folder: Path,
     *,
     tokenizers: TokenizerPair | None = None,
@@ -237,8 +237,8 @@ def prepare(
 
 
 def _settings(
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
     given: TokenizerPair | None,
     train: list[Corpus],
     valid: list[Corpus],
@@ -283,7 +283,7 @@ def _check_unchanged(paths: list[Path], before: list[dict[str, Any]]) -> None:
             raise QkvError(f"{path}: the file changed while it was being read: start again")
 
 
-def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
+def _workers(data: DataConfig, inputs: list[dict[str, Any]]) -> int:
     """How many processes: one for small text; the size of standard input is unknown and counts as large."""
     sizes = [
         about["size"] * (4 if about["path"].endswith(PACKED) else 1) for about in inputs if about["size"] is not None
@@ -294,7 +294,7 @@ def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
 
 
 def _reuse(
-    data: config.DataConfig, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
+    data: DataConfig, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
 ) -> Prepared | None:
     """A store made with these settings from inputs that agree in these respects."""
     wanted = [[about[key] for key in keys] for about in inputs]

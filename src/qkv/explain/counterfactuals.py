@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
@@ -24,6 +23,7 @@ from qkv.decode.step import length_penalty
 from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
+from qkv.options import DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WhatIf:
 def what_if(
     model: StepModel[Any, Any],
     tokenizers: TokenizerPair,
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     device: torch.device,
     text: str,
     *,

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
-from qkv.core.transformer import DecoderLayer, Embedding, EncoderLayer, Transformer, sinusoids
+from qkv.core.transformer import DecoderLayer, Embedding, EncoderLayer, LearnedPositions, Transformer, sinusoids
 from qkv.interop.exported_weights import Linear, check, engine, projections
-from qkv.models.variants import LearnedPositions
+from qkv.options import TransformerConfig
 
 POSITIONS = 4096  # sinusoids written to the file: its own are others
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
@@ -48,7 +47,7 @@ def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | 
     _save(theirs, Path(folder))
 
 
-def _spec(spec: config.TransformerConfig) -> Any:
+def _spec(spec: TransformerConfig) -> Any:
     specs = engine("ctranslate2").specs
     shape = {
         "num_heads": spec.heads,
@@ -65,7 +64,7 @@ def _spec(spec: config.TransformerConfig) -> Any:
     )
 
 
-def _set_embedding(stack: Any, ours: Embedding, spec: config.TransformerConfig) -> None:
+def _set_embedding(stack: Any, ours: Embedding, spec: TransformerConfig) -> None:
     embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
     embeddings.weight = ours.tokens.weight.detach().cpu()
     if spec.positions != "rotary":

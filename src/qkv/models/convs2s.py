@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config as configs
 from qkv.core.attention import attend, attention_mask, kept_sentences
-from qkv.core.transformer import Embedding, TranslationModel
-from qkv.models.variants import ScoredAttention, make_positions
+from qkv.core.transformer import Embedding, TranslationModel, make_positions
+from qkv.models.variants import ScoredAttention
+from qkv.options import ConvS2SConfig
 
 REACH = 1024  # positions that the dilations of a deep stack span before they begin anew
 SIZE = 0.1  # standard deviation of embeddings at first, the authors'; with larger ones, deep wide stacks diverged
@@ -52,7 +52,7 @@ class GatedConvolution(nn.Module):
     centred on it otherwise. If separable, each channel is convolved alone before a matrix mixes them: k·n·d + n·d².
     """
 
-    def __init__(self, config: configs.ConvS2SConfig, dilation: int, *, causal: bool) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int, *, causal: bool) -> None:
         super().__init__()
         d, k = config.d_model, config.kernel
         last = 0 if causal else -(k // 2)
@@ -85,7 +85,7 @@ def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
     return F.pad(x[:, start:end], (0, 0, start - first, first + n - end))
 
 
-def dilations(config: configs.ConvS2SConfig, layers: int) -> Iterator[int]:
+def dilations(config: ConvS2SConfig, layers: int) -> Iterator[int]:
     """1, kernel, kernel² … so that what a stack sees grows exponentially; from 1 again where it would pass `REACH`."""
     dilation = 1
     for _ in range(layers):
@@ -126,7 +126,7 @@ class ConvState:
 class EncoderLayer(nn.Module):
     """A gated convolution, centred, inside a residual connection."""
 
-    def __init__(self, config: configs.ConvS2SConfig, dilation: int) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int) -> None:
         super().__init__()
         self.convolution = GatedConvolution(config, dilation, causal=False)
         self.dropout = nn.Dropout(config.dropout)
@@ -140,7 +140,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A gated convolution of the past and an attention to the source, inside a residual connection."""
 
-    def __init__(self, config: configs.ConvS2SConfig, dilation: int, name: str) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int, name: str) -> None:
         super().__init__()
         self.convolution = GatedConvolution(config, dilation, causal=True)
         self.query = WeightNorm(config.d_model, config.d_model)
@@ -174,12 +174,13 @@ class DecoderLayer(nn.Module):
 class ConvS2S(TranslationModel):
     """Encoder-decoder: source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab)."""
 
-    def __init__(self, config: configs.ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, config: ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
         self.config = config
 
         def embedding(vocab: int) -> Embedding:
-            positions = make_positions(config.positions, config.d_model, config.max_positions)
+            added = config.positions != "none"
+            positions = make_positions(config.positions, config.d_model, config.max_positions) if added else None
             return Embedding(vocab, config.d_model, positions, config.dropout)
 
         self.add_embeddings(embedding, src_vocab, tgt_vocab)

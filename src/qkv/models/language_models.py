@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from qkv import config as configs
 from qkv.core.attention import CachedDecoding, DecoderContext, TeacherForcing, WholeSource, attention_mask
 from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, StateT, run_stack
+from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 
 
 class DecoderOnly(Model):
     """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
 
-    config: configs.DecoderOnlyConfig
+    config: DecoderOnlyConfig
     decoder: Sequence[DecoderLayer]
 
-    def __init__(self, config: configs.DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
+    def __init__(self, config: DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
         super().__init__()
         self.config = config
         self.target = layers.embedding(vocab)
@@ -45,10 +45,10 @@ class DecoderOnly(Model):
 class EncoderOnly(Model):
     """Ids (batch, length), some of them hidden, to logits of the token at every position."""
 
-    config: configs.EncoderOnlyConfig
+    config: EncoderOnlyConfig
     encoder: Sequence[EncoderLayer]
 
-    def __init__(self, config: configs.EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
+    def __init__(self, config: EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
         super().__init__()
         self.config = config
         self.source = layers.embedding(vocab)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config as configs
 from qkv.core.attention import EncoderOutput, attend, attention_mask, kept_sentences
 from qkv.core.transformer import Embedding, TranslationModel
 from qkv.models.variants import ScoredAttention
+from qkv.options import RnnConfig
 
 Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
 
@@ -108,7 +108,7 @@ class Layer(nn.Module):
 class EncoderLayer(nn.Module):
     """Reads x (batch, source, d_model) from the left or, with half of the width for each, from both ends."""
 
-    def __init__(self, config: configs.RnnConfig) -> None:
+    def __init__(self, config: RnnConfig) -> None:
         super().__init__()
         width = config.d_model // 2 if config.bidirectional else config.d_model
         self.ahead = Layer(config.cell, config.d_model, width)
@@ -171,9 +171,9 @@ class Rnn(TranslationModel):
     at the last word and, of the half that reads backwards, at the first. An LSTM's cells begin so too.
     """
 
-    def __init__(self, config: configs.RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, config: RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
-        self.config: configs.RnnConfig = config
+        self.config: RnnConfig = config
         d_model, additive = config.d_model, config.attention == "additive"
         self.add_embeddings(lambda vocab: Embedding(vocab, d_model, None, config.dropout), src_vocab, tgt_vocab)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]

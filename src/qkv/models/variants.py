@@ -6,6 +6,7 @@ A new variant is a class here, a branch in `VariantLayers` and a choice among th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import KVCache, MultiHeadAttention, masked_softmax, whole_mask
-from qkv.core.errors import UsageError
-from qkv.core.transformer import Embedding, Layers, Residual, SinusoidalPositions, rows_of_table
+from qkv.core.transformer import Embedding, Layers, Residual, SinusoidalPositions
+from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 
 class VariantLayers(Layers):
     """Constructors for every option of an attention model."""
 
-    implemented = Layers.implemented | frozenset(
-        """positions max_positions attention window bias norm rms_norm activation attention_dropout activation_dropout
-        token_dropout layers masked""".split()
+    config: AttentionModelConfig
+    implemented = frozenset(
+        field.name
+        for kind in (TransformerConfig, DecoderOnlyConfig, EncoderOnlyConfig)
+        for field in dataclasses.fields(kind)
     )
 
     def embedding(self, vocab: int) -> Embedding:
         c = self.config
-        positions = make_positions(c.positions, c.d_model, c.max_positions)
         if c.token_dropout:
-            return TokenDropoutEmbedding(vocab, c.d_model, positions, c.dropout, c.token_dropout)
-        return Embedding(vocab, c.d_model, positions, c.dropout)
+            return TokenDropoutEmbedding(vocab, c.d_model, self.positions(), c.dropout, c.token_dropout)
+        return super().embedding(vocab)
+
+    def positions(self) -> nn.Module | None:
+        return None if self.config.positions in ("rotary", "none") else super().positions()
 
     def self_attention(self, name: str) -> MultiHeadAttention:
         return self._attention(name, rotary=self.config.positions == "rotary", window=self.config.window)
@@ -75,36 +80,6 @@ class VariantLayers(Layers):
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
-
-
-def make_positions(kind: str, d_model: int, length: int) -> nn.Module | None:
-    """The positions added to embeddings; rotary ones are not added, and `none` are none."""
-    if kind == "learned":
-        return LearnedPositions(d_model, length)
-    return SinusoidalPositions(d_model) if kind == "sinusoidal" else None
-
-
-class LearnedPositions(nn.Module):
-    """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
-
-    def __init__(self, d_model: int, length: int) -> None:
-        super().__init__()
-        # As large as an embedding before its factor √d_model: small beside the word at first.
-        self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
-
-    def forward(self, position: int | Tensor, length: int) -> Tensor:
-        if isinstance(position, Tensor):
-            return rows_of_table(self.table, position, length)
-        self.reach(position + length)
-        return self.table[position : position + length]
-
-    def reach(self, length: int) -> None:
-        """Refuse a sequence of more positions than were learned."""
-        if length > len(self.table):
-            raise UsageError(
-                f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
-                f"learned positions end there; split the text, or train with more or with sinusoidal positions"
-            )
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.assembly import build_model
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.transformer import Model
@@ -21,6 +20,7 @@ from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 from qkv.data.plain import Blocks, Sentences
 from qkv.data.store import Prepared
+from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig
 from qkv.run import load_weights
 from qkv.train import optim
 from qkv.train.checkpoint import Progress
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 def make_updates(
-    config: configs.Config,
+    config: Config,
     prepared: Prepared,
     device: torch.device | None = None,
     world: World = ALONE,
@@ -62,9 +62,9 @@ def make_updates(
         "device": device,
     }
     match config.model:
-        case configs.DecoderOnlyConfig():
+        case DecoderOnlyConfig():
             return Blocks(prepared.train, length=config.data.max_length, **common)
-        case configs.EncoderOnlyConfig(masked=masked):
+        case EncoderOnlyConfig(masked=masked):
             return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
     text: dict[str, Any] = {"dropout": config.tokenizer.dropout, "aligned": spec.guided_alignment > 0}
     return Pairs(prepared.train, prepared.tokenizers, **text, **{**common, **laid})
@@ -76,13 +76,11 @@ class Trainer:
     lag = 0  # steps that may have been started before anybody asks what the first of them came to
 
     @staticmethod
-    def read(
-        config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
-    ) -> Updates:
+    def read(config: Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE) -> Updates:
         """The text as this trainer takes it."""
         return make_updates(config, prepared, device, world)
 
-    def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
+    def __init__(self, config: Config, prepared: Prepared, world: World = ALONE) -> None:
         self.config, self.prepared, self.world = config, prepared, world
         self.spec = spec = config.train
         self.device = choose_device(spec.device)

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from qkv.core.transformer import SinusoidalPositions, Transformer
+from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
 from qkv.engines.cpu.native_library import Encode, Layout, Step
 from qkv.models.language_models import DecoderOnly
-from qkv.models.variants import LearnedPositions, rotary_of
+from qkv.models.variants import rotary_of
 
 # ---- its memory ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
 from qkv.core.transformer import StepModel, Transformer
 from qkv.decode.board import Hypothesis, Ids
@@ -31,6 +30,7 @@ from qkv.decode.step import Choice, Search, Special
 from qkv.decode.trace import watching
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.models.variants import rotary_of, score_of
+from qkv.options import DecodeConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Pool:
         sources: Sequence[Ids],
         longest: Sequence[int],
         prefixes: Sequence[Ids],
-        spec: config.DecodeConfig,
+        spec: DecodeConfig,
         special: Special,
         choice: Choice,
         *,
@@ -126,7 +126,7 @@ class Slots:
     def __init__(
         self,
         model: Any,
-        spec: config.DecodeConfig,
+        spec: DecodeConfig,
         special: Special,
         *,
         slots: int,

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.attention import MultiHeadAttention
-from qkv.core.transformer import Embedding, FeedForward, Residual, SinusoidalPositions, Transformer
+from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
 from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
@@ -39,7 +38,8 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     embed_backward,
     loss_and_gradient,
 )
-from qkv.models.variants import LearnedPositions, VariantFeedForward, rotary_of, score_of
+from qkv.models.variants import VariantFeedForward, rotary_of, score_of
+from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -124,10 +124,10 @@ AnyFeedForward = FeedForward | VariantFeedForward
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-def can_pass(spec: config.ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
+def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
     return (
-        isinstance(spec, config.TransformerConfig)
+        isinstance(spec, TransformerConfig)
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
