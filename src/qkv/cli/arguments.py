@@ -44,6 +44,7 @@ TextFile = Annotated[str, typer.Argument(help="Text file, a line for each senten
 Output = Annotated[
     str, typer.Option("--output", "-o", help="File to write; was it interrupted, it goes on. - is standard output.")
 ]
+NoSplit = Annotated[bool, typer.Option("--no-split", help="A line of several sentences is translated as a whole.")]
 BadLines = Annotated[OnBad, typer.Option(help="A line that is not UTF-8: error, or skip: it stays empty.")]
 
 # The search, and what it prefers.

@@ -17,6 +17,7 @@ from qkv.cli.arguments import (
     AsJson,
     Beam,
     Device,
+    NoSplit,
     Penalty,
     RunArgument,
     Tag,
@@ -147,6 +148,7 @@ def evaluate(
     beam: Beam = None,
     length_penalty: Penalty = None,
     alpha: Alpha = None,
+    no_split: NoSplit = False,
     tag: Tag = "",
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Keep the translations in a file.", show_default=False)
@@ -170,19 +172,19 @@ def evaluate(
 
     if report:
         evaluation_page.check(report)
-    loaded = api.load(run, weights=weights, device=device)
-    if not isinstance(loaded, api.Translator):
+    ours = api.load(run, weights=weights, device=device)
+    if not isinstance(ours, api.Translator):
         if reference or against or output or report:
             raise UsageError(f"{run} has no source: give one text, and neither REF, --against, --output nor --report")
-        _evaluate_text(loaded, source, as_json)
+        _evaluate_text(ours, source, as_json)
         return
-    ours = loaded
     sources, references = held_out(run, source, reference)
+    options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, split=not no_split, tag=tag)
     theirs = api.Translator(against, device=device) if against else None
     # The file is opened before the work, so that one that cannot be written does not cost it.
     with writer(output) if output else nullcontext(lambda line: None) as write:
         with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
-            options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, tag=tag, progress=advance)
+            options["progress"] = advance
             if theirs is None:
                 results, comparison = [api.evaluate(ours, sources, references, **options)], None
             else:

@@ -55,6 +55,7 @@ def translate(
     shortlist: arguments.Shortlist = False,
     rerank: arguments.Rerank = None,
     candidates: arguments.Candidates = None,
+    no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
     weights: arguments.Weights = "",
@@ -71,7 +72,7 @@ def translate(
     from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import Crew, translate_file
 
-    how = {name: value for name, value in context.params.items() if name not in AROUND and _is_given(value)}
+    how = _given(context.params)
     runs, crew = [run, *(others or [])], Crew.here()
     if workers is None and not others and crew.world == 1:
         workers = _enough_workers(file)
@@ -109,8 +110,13 @@ def _say_engine(translator: Translator) -> None:
     say(translator.engine)
 
 
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False and value not in ("", (), [])
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of decoding that were given, by their names in Python: --no-split is split=False."""
+    asked = {name: value for name, value in params.items() if name not in AROUND}
+    how = {name: v for name, v in asked.items() if v is not None and v is not False and v not in ("", (), [])}
+    if how.pop("no_split", False):
+        how["split"] = False
+    return how
 
 
 def _learn_shortlist(translator: Translator, run: Path) -> None:
@@ -200,7 +206,10 @@ def _task(runs: list[Path], weights: str, **how: Any) -> dict[str, Any]:
     from qkv.api.file_translation import fingerprint
     from qkv.run import Run
 
-    return {"qkv": __version__, "models": [fingerprint(Run.open(run), weights) for run in runs], **how}
+    opened = [Run.open(run) for run in runs]
+    by_sentence = how.get("split", True) and opened[0].by_sentence
+    models = [fingerprint(each, weights) for each in opened]
+    return {"qkv": __version__, "models": models, **how, "split": by_sentence}
 
 
 def _tell(file: str, counts: Mapping[str, int], bad: int, limit: str) -> None:
