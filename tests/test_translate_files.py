@@ -599,15 +599,17 @@ HOW: dict[str, tuple[list[str], Any]] = {
     "shortlist": ([], True),
     "rerank": (["chrf"], "chrf"),
     "candidates": (["8"], 8),
+    "split": ([], False),
     "tag": (["it"], "it"),
 }
+NEGATED = {"split": "no_split"}
 
 
 def test_options_are_handed_on_if_given(tiny: Path, call: Call, recorder: Recorder) -> None:
     assert call("translate", tiny, input=b"x\n").code == 0
     assert recorder.asked.pop() == {}
     for name, (values, expected) in HOW.items():
-        option = f"--{name.replace('_', '-')}"
+        option = f"--{NEGATED.get(name, name).replace('_', '-')}"
         words = [word for value in values for word in (option, value)] or [option]
         assert call("translate", tiny, *words, input=b"x\n").code == 0
         assert recorder.asked.pop() == {name: expected}
@@ -621,7 +623,7 @@ def test_every_option_of_decoding_is_there() -> None:
     from qkv.cli.translation_verbs import AROUND
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
-    assert {each.name for each in command.params} - {*AROUND, "help"} == set(HOW)
+    assert {each.name for each in command.params} - {*AROUND, "help"} == {NEGATED.get(name, name) for name in HOW}
     assert set(HOW) == set(Options.__annotations__) - {"first", "progress"}
 
 
@@ -649,6 +651,7 @@ def test_every_option_is_on_the_page() -> None:
         (["--weights", "100"], 'models was ["tiny "] and is ["tiny 100"]'),
         (["--with", "."], "models was"),
         (["--dtype", "int8"], 'dtype was "auto" and is "int8"'),
+        (["--no-split"], "split was true and is false"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -55,6 +55,7 @@ def translate(
     shortlist: arguments.Shortlist = False,
     rerank: arguments.Rerank = None,
     candidates: arguments.Candidates = None,
+    no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
     weights: arguments.Weights = "",
@@ -72,7 +73,7 @@ def translate(
     from qkv.api.file_translation import Crew, translate_file
     from qkv.console import say
 
-    options = {name: value for name, value in context.params.items() if name not in NOT_SEARCH and _is_given(value)}
+    options = _given(context.params)
     runs, crew = [run, *(others or [])], Crew.here()
     if workers is None and not others and crew.world == 1:
         workers = _default_workers(file)
@@ -113,8 +114,16 @@ def _default_workers(file: str) -> int:
     return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
 
 
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False and value not in ("", (), [])
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the search options that were given, by their Python names: --no-split is split=False."""
+    options = {
+        name: value
+        for name, value in params.items()
+        if name not in NOT_SEARCH and value is not None and value is not False and value not in ("", (), [])
+    }
+    if options.pop("no_split", False):
+        options["split"] = False
+    return options
 
 
 def _is_stream(output: str) -> bool:
@@ -193,7 +202,10 @@ def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any
     from qkv.api.file_translation import fingerprint
     from qkv.run import Run
 
-    return {"qkv": __version__, "models": [fingerprint(Run.open(run), weights) for run in runs], **options}
+    opened = [Run.open(run) for run in runs]
+    by_sentence = options.get("split", True) and opened[0].by_sentence
+    models = [fingerprint(each, weights) for each in opened]
+    return {"qkv": __version__, "models": models, **options, "split": by_sentence}
 
 
 def _report(file: str, counts: Mapping[str, int], bad: int, limit: str) -> None:

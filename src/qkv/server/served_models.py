@@ -31,6 +31,7 @@ class Served:
     targets: tuple[str, ...]
     tags: tuple[str, ...]
     longest: int
+    by_sentence: bool
     tokenizers: TokenizerPair
     begun: str
 
@@ -52,6 +53,7 @@ class Served:
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
             longest=data.max_length,
+            by_sentence=run.by_sentence,
             tokenizers=run.tokenizers,
             begun=str(run.about.get("begun", "")),
         )
@@ -70,7 +72,7 @@ class Served:
         return (target or self.tags[0]) if self.tags else ""
 
     def pieces(self, text: str) -> tuple[Pieces, list[int]]:
-        """The text in parts that the model can read as a whole, as `Translator` cuts it, and how long each is."""
+        """The text in sentences or what the model can read as a whole, as `Translator` cuts it; how long each is."""
         encode, room = self.tokenizers.src.encode, self.longest - (1 if self.tags else 0)
         lengths: dict[str, int] = {}
 
@@ -78,7 +80,7 @@ class Served:
             lengths[piece] = len(encode(piece))
             return lengths[piece] <= room
 
-        pieces = split(text, fits)
+        pieces = split(text, fits, sentences=self.by_sentence)
         return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
 
     def join(self, pieces: Pieces, texts: list[str], spaces: bool) -> str:

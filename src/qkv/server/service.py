@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
+from qkv.data.links import word_spans
 from qkv.documents import html_text
 from qkv.documents.html_text import escape_markup, unescape_markup
 from qkv.server.auth import Key, Rates, find_key
@@ -173,10 +174,19 @@ class Service:
     ) -> list[tuple[str, list[tuple[int, int]] | None]]:
         """Translations, each with its links from source words to target words, for whoever can wait."""
         how = {"tag": model.tag(target)} if model.tags else {}
-        costs = [1 + len(text) // 3 for text in texts]
+        cut = [model.pieces(text) for text in texts]
+        flat = [piece for pieces, _ in cut for piece in pieces]
+        costs = [cost for _, lengths in cut for cost in lengths]
         group = ("aligned", model.name, json.dumps(how))
-        found = await self.engine.batch(client, group, list(texts), costs, patient=True)
-        return [(each["texts"][0], each["links"] and [(i, j) for i, j in each["links"]]) for each in found]
+        results = iter(await self._results(client, group, flat, costs, patient=True))
+        spaces = self.engine.cards[model.name]["spaces"]
+        found = []
+        for text, (pieces, _) in zip(texts, cut, strict=True):
+            own = [next(results) for _ in pieces]
+            written = [each["texts"][0] for each in own]
+            whole, links = model.join(pieces, written, spaces), [each["links"] for each in own]
+            found.append((whole, joined_links(text, whole, list(pieces), written, links)))
+        return found
 
     async def translate_html(
         self, client: Hashable, model: Served, target: str, texts: Sequence[str], n_best: int = 1
@@ -207,12 +217,34 @@ class Service:
     def _parts(self, model: Served, text: str) -> list[html_text.HtmlPart]:
         """The parts of a text; a run whose tags cannot be set, because they do not match or it is long, is torn."""
         found: list[html_text.HtmlPart] = []
-        for part in html_text.split_html(text):
+        runs = html_text.split_html(text)
+        for part in [part for run in runs for part in (run.split_sentences() if model.by_sentence else [run])]:
             whole = (
                 part.kept or not part.has_tags or (part.is_balanced and sum(model.pieces(part.text)[1]) < model.longest)
             )
             found += [part] if whole else part.split_at_tags()
         return found
+
+
+def joined_links(
+    source: str,
+    target: str,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    links: Sequence[Sequence[Sequence[int]] | None],
+) -> list[tuple[int, int]] | None:
+    """The links of a text between its words, from those of its sentences; none where a sentence has none.
+
+    None too where joining has made one word of two, as it may without spaces: the numbers of words would be wrong.
+    """
+    joined: list[tuple[int, int]] = []
+    before, after = 0, 0  # words of the sentences so far
+    for read, written, own in zip(sources, targets, links, strict=True):
+        if own is None:
+            return None
+        joined += [(before + i, after + j) for i, j in own]
+        before, after = before + len(word_spans(read)), after + len(word_spans(written))
+    return joined if (before, after) == (len(word_spans(source)), len(word_spans(target))) else None
 
 
 @lru_cache(64)
