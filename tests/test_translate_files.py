@@ -348,7 +348,7 @@ import os, random, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_translate_files as tests
-from qkv.api import journal
+from qkv.api import output_journal as journal
 
 def run(out, at):
     steps = 0
@@ -487,7 +487,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_translate_files as tests
 from qkv import cli
-from qkv.api import Translation, files, journal
+from qkv.api import Translation, file_translation as files, output_journal as journal
 
 journal.INTERVAL = 0.0
 out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._held
@@ -620,10 +620,10 @@ def test_every_option_of_decoding_is_there() -> None:
 
     from qkv import cli
     from qkv.api import Options
-    from qkv.cli.translation_verbs import AROUND
+    from qkv.cli.translation_verbs import NOT_SEARCH
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
-    assert {each.name for each in command.params} - {*AROUND, "help"} == {NEGATED.get(name, name) for name in HOW}
+    assert {each.name for each in command.params} - {*NOT_SEARCH, "help"} == {NEGATED.get(name, name) for name in HOW}
     assert set(HOW) == set(Options.__annotations__) - {"first", "progress"}
 
 
@@ -723,12 +723,12 @@ def test_several_processes_need_two_files(tiny: Path, call: Call, monkeypatch: p
 SLOW = """
 import itertools, os, signal, sys, time
 from qkv import api
-from qkv.api import journal
-from qkv.cli import main, translating
+from qkv.api import output_journal as journal
+from qkv.cli import main, translation_verbs as translating
 
 api.CHUNK, journal.INTERVAL = 20, 0.0
 pause, fatal, hang = float(sys.argv[1]), int(os.environ.get("FATAL", -1)), int(os.environ.get("HELD", -1))
-make, begun = translating._work, itertools.count()
+make, begun = translating._chunk_work, itertools.count()
 
 def slow(*arguments):
     real = make(*arguments)
@@ -739,7 +739,7 @@ def slow(*arguments):
         return real(chunk)
     return work
 
-translating._work = slow
+translating._chunk_work = slow
 sys.argv = ["qkv", *sys.argv[2:]]
 main()
 """
