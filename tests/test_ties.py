@@ -33,7 +33,7 @@ from qkv.engines.cpu import native_search
 from qkv.engines.cpu.native_library import library
 
 PAD, BOS, EOS, FIRST_WORD = 0, 1, 2, 3
-SENTENCES = 3
+SENTENCES = 2
 Tokens = tuple[int, ...]
 Found = list[list[tuple[list[int], float, float, bool]]]  # of each sentence: tokens, log-probability, score, truncated
 
@@ -42,7 +42,7 @@ Found = list[list[tuple[list[int], float, float, bool]]]  # of each sentence: to
 class Fixture:
     """One search among ties: how its logits are made, and its options."""
 
-    logits: str  # coarse: of a few values; repeated: the same for all rows of a step; level: all words alike
+    logits: str  # coarse: a few values; uneven: lower in some rows; repeated: the same in all rows; level: all alike
     vocab: int
     beam: int
     n_best: int = 1
@@ -58,6 +58,8 @@ class Fixture:
         random = np.random.default_rng((self.seed, sentence, *place))
         values = random.integers(0, 1 if self.logits == "level" else 4, self.vocab)
         values[EOS] = random.integers(-1, 5)  # some hypotheses end early, some at the limit
+        if self.logits == "uneven":
+            values -= random.integers(0, 4)
         values[PAD] = 60
         return (values - 60).astype(np.float32)
 
@@ -196,7 +198,6 @@ FIXTURES: dict[str, list[Fixture]] = {
         for vocab in (6, 64, 70, 200)
     ],
     "greedy, prefix and lengths": [Fixture("coarse", 70, 1, prefix=(5, 69, 5), shortest=5, seed=s) for s in range(4)],
-    # Two continuations: a row that begins alone cannot tie with another row, and few tokens are few chunks.
     "beam, coarse, one chunk": [
         Fixture("coarse", vocab, beam, n_best, penalty, seed=seed)
         for seed, (beam, n_best, penalty) in enumerate([(2, 1, "none"), (4, 2, "gnmt"), (5, 5, "average")])
@@ -206,6 +207,11 @@ FIXTURES: dict[str, list[Fixture]] = {
         Fixture("coarse", vocab, beam, n_best, penalty, seed=seed)
         for seed, (beam, n_best, penalty) in enumerate([(2, 1, "none"), (4, 2, "gnmt"), (5, 5, "average")])
         for vocab in (70, 200, 700)
+    ],
+    "beam, uneven rows": [
+        Fixture("uneven", vocab, beam, n_best, "none", seed=seed)
+        for seed, (beam, n_best) in enumerate([(3, 1), (4, 4), (5, 2)])
+        for vocab in (6, 64, 130)
     ],
     "beam, repeated rows": [
         Fixture("repeated", vocab, beam, n_best, "gnmt", seed=seed)
@@ -224,21 +230,28 @@ FIXTURES: dict[str, list[Fixture]] = {
     ],
 }
 
+# Triton's interpreter takes a second for a beam search: of each kind the smaller ones, and not to the full length.
+KERNEL_FIXTURES = {
+    kind: [dataclasses.replace(each, longest=4) for each in some if each.beam <= 5 and each.vocab <= 200][::2][:4]
+    for kind, some in FIXTURES.items()
+}
+
 # Why a path does not follow the tie order yet.
-TOPK = "torch.topk, which ranks more than 64 columns, promises no order of equals"
+TOPK = "torch.topk promises no order among equals"
 CHUNKS = "the kernel breaks ties by the rank of the chunk that holds a token, not by row and token"
-BROKEN: dict[tuple[str, str], str] = {}
+BROKEN = {
+    **{(name, kind): TOPK for name in ("pytorch", "processors") for kind in FIXTURES if kind.startswith("beam")},
+    ("triton", "beam, coarse, several chunks"): CHUNKS,
+    ("triton", "beam, uneven rows"): CHUNKS,
+    ("triton", "beam, prefix and lengths"): CHUNKS,
+}
 
 
-def cases() -> list[Any]:
-    marks = {
-        key: [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)] for key, reason in BROKEN.items()
-    }
-    return [
-        pytest.param(name, kind, marks=marks.get((name, kind), []), id=f"{name}-{kind}")
-        for name in PATHS
-        for kind in FIXTURES
-    ]
+def case(name: str, kind: str) -> Any:
+    """A path and a kind of fixture, marked where the path does not follow the tie order yet."""
+    reason = BROKEN.get((name, kind))
+    marks = [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)] if reason else []
+    return pytest.param(name, kind, marks=marks, id=f"{name}-{kind}")
 
 
 @pytest.fixture(scope="module")
@@ -255,17 +268,20 @@ def by_kernels() -> dict[str, list[Found]]:
     return answers
 
 
-@pytest.mark.parametrize(("name", "kind"), cases())
+def as_lists(answer: Found) -> Any:
+    return json.loads(json.dumps(answer))
+
+
+@pytest.mark.parametrize(("name", "kind"), [case(name, kind) for name in PATHS for kind in FIXTURES])
 def test_ties_are_broken_as_in_the_textbook(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     if name == "c" and isinstance(library(), str):
         pytest.skip(f"not native: {library()}")
-    answers = request.getfixturevalue("by_kernels")[kind] if name == "triton" else None
-    wrong = []
-    for number, fixture in enumerate(FIXTURES[kind]):
-        answer = found(name, fixture) if answers is None else answers[number]
-        if json.loads(json.dumps(answer)) != json.loads(json.dumps(expected(fixture))):
-            wrong.append(fixture)
-    assert not wrong, f"{len(wrong)} of {len(FIXTURES[kind])} fixtures, first {wrong[0]}"
+    if name == "triton":
+        fixtures, answers = KERNEL_FIXTURES[kind], request.getfixturevalue("by_kernels")[kind]
+    else:
+        fixtures, answers = FIXTURES[kind], [found(name, fixture) for fixture in FIXTURES[kind]]
+    wrong = [f for f, answer in zip(fixtures, answers, strict=True) if as_lists(answer) != as_lists(expected(f))]
+    assert not wrong, f"{len(wrong)} of {len(fixtures)} fixtures, first {wrong[0]}"
 
 
 def test_the_textbook_meets_many_ties() -> None:
@@ -278,4 +294,4 @@ def test_the_textbook_meets_many_ties() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({kind: [found("triton", fixture) for fixture in some] for kind, some in FIXTURES.items()}))
+    print(json.dumps({kind: [found("triton", fixture) for fixture in some] for kind, some in KERNEL_FIXTURES.items()}))
