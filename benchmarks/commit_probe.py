@@ -42,7 +42,7 @@ def call(argv: list[str]) -> tuple[int, str, str]:
     texts = []
     for stream in (stdout, stderr):
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode("utf-8", "replace"))  # type: ignore[attr-defined]
+        texts.append(stream.buffer.getvalue().decode("utf-8", "replace"))
     return code, texts[0], texts[1][-2000:]
 
 
@@ -99,6 +99,10 @@ def measure(settings: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     import torch
 
+    import qkv
+
+    if not Path(qkv.__file__).is_relative_to(os.environ["PYTHONPATH"]):
+        raise SystemExit(f"qkv comes from {qkv.__file__}, not from {os.environ['PYTHONPATH']}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if sys.argv[1] == "--speed":
         print(json.dumps(measure(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))))

@@ -10,8 +10,8 @@ CPU path. Where texts differ but scores agree to 1e-6, the line is listed as a t
 G4: the prepared text is byte-equal.
 
 Both trees run the same command lines (commit_jobs.py) in processes of their own (commit_probe.py), with a fixed number
-of threads. With --work, the results of the old tree are kept there and the next call runs only this tree. Gate G3 is
-the test suite's: Triton's interpreter runs in tests/test_kernels.py.
+of threads; commit_gates.py compares the results. With --work, the results of the old tree are kept in that folder and
+the next call runs only this tree. Gate G3, Triton's interpreter, is a part of the test suite (tests/test_kernels.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -29,23 +28,18 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file
-
 import commit_jobs
+from commit_gates import compare_outputs, compare_stores, compare_tensors, compare_training, store_of
 from commit_jobs import Job, file_name
 
 HERE = Path(__file__).resolve().parent
 NEW = HERE.parent
-TOLERANCE = 1e-6  # of a score: absolute up to 1, relative above
 LINES = 80  # of the demo's validation text that gate 2 translates
-SHOWN = 4  # differing lines that are printed of one case
 MORE_LINES = [
     "",
     "ZEBRA ÇA 中文 🙂 2,000!",
@@ -135,13 +129,12 @@ class Comparison:
         if not ok:
             self.failed.append(f"{gate} {name}")
 
-    def worked(self, gate: str, name: str, job: str, expected: int = 0, only_new: bool = False) -> bool:
-        """Whether a job ended with the expected exit code in both trees; a failure is told."""
-        for tree, words in (
-            ((self.new, "this tree"),) if only_new else ((self.old, "old tree"), (self.new, "this tree"))
-        ):
+    def worked(self, gate: str, name: str, job: str, only_new: bool = False) -> bool:
+        """Whether a job ended with exit code 0 in both trees; a failure is a row of the report."""
+        trees = ((self.old, "old tree"), (self.new, "this tree"))
+        for tree, words in trees[only_new:]:
             result = tree.results.get(job, {"code": None, "stderr": "it has no result"})
-            if result["code"] != expected:
+            if result["code"] != 0:
                 error = (result["stderr"].strip().splitlines() or [""])[-1]
                 self.tell(gate, name, False, f"{words}: exit code {result['code']}: {error}")
                 return False
@@ -152,55 +145,23 @@ class Comparison:
 
 
 def gate_1(trees: Comparison) -> None:
-    unequal = [name for name in commit_jobs.PRESETS if (found := presets(trees, name)) and found[0] != found[1]]
-    trees.tell(
-        "G1", "presets", not unequal, f"{len(commit_jobs.PRESETS)} configs" + f"; differ: {unequal}" * bool(unequal)
-    )
+    unequal = [name for name in commit_jobs.PRESETS if preset(trees.old, name) != preset(trees.new, name)]
+    trees.tell("G1", "presets", not unequal, f"{len(commit_jobs.PRESETS)} configs", [f"differ: {n}" for n in unequal])
     for name in (*commit_jobs.VARIANTS, "adapted"):
         folder = f"G1/{file_name(name)}"
         if trees.worked("G1", name, f"train {{own}}/{folder}"):
-            tell_training(trees, name, trees.old.own / folder, trees.new.own / folder)
+            trees.tell("G1", name, *compare_training(trees.old.own / folder, trees.new.own / folder))
     if trees.worked("G1", "demo, 200 updates", "train {own}/demo"):
-        tell_training(trees, "demo, 200 updates", trees.old.own / "demo", trees.new.own / "demo")
+        trees.tell("G1", "demo, 200 updates", *compare_training(trees.old.own / "demo", trees.new.own / "demo"))
     for name, words in (("stopped", "stopped and resumed"), ("stopped_by_old", "stopped by the old tree, resumed")):
         if trees.worked("G1", f"demo, {words}", f"resume {name}", only_new=True):
-            tell_training(trees, f"demo, {words}", trees.old.own / "demo", trees.new.own / "G1" / name)
+            verdict = compare_training(trees.old.own / "demo", trees.new.own / "G1" / name)
+            trees.tell("G1", f"demo, {words}", *verdict)
 
 
-def presets(trees: Comparison, name: str) -> list[Any]:
-    """The config of a preset in both trees, as tables."""
-    return [tomllib.loads(tree.results[f"config {name}"]["stdout"]) for tree in (trees.old, trees.new)]
-
-
-def tell_training(trees: Comparison, name: str, old: Path, new: Path) -> None:
-    """Compare all weights of two run folders, and what their logs say of losses."""
-    ours, theirs = ({f.stem: f for f in (run / "weights").glob("*.safetensors")} for run in (new, old))
-    problems = (
-        [f"weights of {old.name} are {sorted(theirs)}, here {sorted(ours)}"] if ours.keys() != theirs.keys() else []
-    )
-    tensors = 0
-    for stem in sorted(ours.keys() & theirs.keys()):
-        a, b = load_file(theirs[stem]), load_file(ours[stem])
-        tensors += len(a)
-        if a.keys() != b.keys():
-            problems.append(f"{stem}: other tensors: {sorted(a.keys() ^ b.keys())[:SHOWN]}")
-        unequal = [n for n in a.keys() & b.keys() if a[n].dtype != b[n].dtype or a[n].tobytes() != b[n].tobytes()]
-        if unequal:
-            largest = max(float(np.abs(a[n] - b[n]).max()) if a[n].shape == b[n].shape else math.inf for n in unequal)
-            problems.append(f"{stem}: {len(unequal)} of {len(a)} tensors differ, by at most {largest:.3g}")
-    logs = [log_of(run) for run in (old, new)]
-    first = next((a or b for a, b in zip_longest(*logs) if a != b), None)
-    if first:
-        problems.append(f"the logs differ first at {first[0]} of step {first[1]}")
-    detail = f"{tensors} tensors of {len(theirs)} files bit-identical, logs equal" if not problems else "differs"
-    trees.tell("G1", name, not problems, detail, problems)
-
-
-def log_of(run: Path) -> list[tuple[Any, ...]]:
-    """What a log says of each step, but for times."""
-    keys = ("event", "step", "epoch", "loss", "nll", "norm", "learning_rate", "tokens", "bleu", "sample")
-    lines = (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tuple(entry.get(key) for key in keys) for entry in map(json.loads, lines)]
+def preset(tree: Tree, name: str) -> dict[str, Any]:
+    """The config of a preset, as tables: the order of the options does not count."""
+    return tomllib.loads(tree.results[f"config {name}"]["stdout"])
 
 
 # ---- gate 2: decoding ------------------------------------------------------------------------------------------------
@@ -213,12 +174,10 @@ def gate_2(trees: Comparison) -> None:
             if not trees.worked("G2", name, name):
                 continue
             old, new = (outputs(tree, job) for tree in (trees.old, trees.new))
-            tell_outputs(trees, name, old, new)
+            trees.tell("G2", name, *compare_outputs(old, new))
     learned = [tree.own / "copy" / "a" / "shortlist.safetensors" for tree in (trees.old, trees.new)]
     if all(path.exists() for path in learned):
-        a, b = map(load_file, learned)
-        same = a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-        trees.tell("G2", "learned shortlist", same, f"{len(a)} tensors" + " differ" * (not same))
+        trees.tell("G2", "learned shortlist", *compare_tensors(*learned))
 
 
 def outputs(tree: Tree, job: Job) -> list[Any]:
@@ -236,52 +195,6 @@ def parsed(line: str) -> Any:
         return line
 
 
-def tell_outputs(trees: Comparison, name: str, old: list[Any], new: list[Any]) -> None:
-    """Compare line by line: text exactly, numbers to the tolerance; equally good translations are ties."""
-    if len(old) != len(new):
-        trees.tell("G2", name, False, f"{len(old)} lines in the old tree, {len(new)} here")
-        return
-    largest, problems, ties = 0.0, [], []
-    for number, (a, b) in enumerate(zip(old, new, strict=True), 1):
-        found = list(differences(a, b))
-        largest = max([largest, *(size for _, size in found if size is not None)])
-        wrong = [where for where, size in found if size is None or size > TOLERANCE]
-        if wrong and is_tie(a, b):
-            ties.append(f"line {number} is a tie: {a['text']!r} or {b['text']!r}")
-        elif wrong:
-            problems.append(f"line {number}: {'; '.join(wrong[:2])}")
-    detail = f"{len(old)} lines, {len(old) - len(problems) - len(ties)} equal, largest difference {largest:.2g}"
-    detail += f", {len(ties)} ties" * bool(ties) + f", {len(problems)} differ" * bool(problems)
-    trees.tell("G2", name, not problems, detail, [*problems[:SHOWN], *ties[:SHOWN]])
-
-
-def differences(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, float | None]]:
-    """Where two values differ: a number and its relative difference, or None for anything else."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in a:  # keys that are new in this tree are no difference
-            if key in b:
-                yield from differences(a[key], b[key], f"{where}.{key}" if where else key)
-            else:
-                yield f"{where}.{key} is missing", None
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for i, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from differences(one, other, f"{where}[{i}]")
-    elif isinstance(a, float) and isinstance(b, float):
-        if a != b:
-            yield f"{where}: {a!r} became {b!r}", abs(a - b) / max(1.0, abs(a))
-    elif a != b:
-        yield f"{where}: {a!r} became {b!r}"[:300], None
-
-
-def is_tie(a: Any, b: Any) -> bool:
-    """Whether two translations have other texts, but rank by rank scores that are equal to the tolerance."""
-    if not (isinstance(a, dict) and isinstance(b, dict) and "score" in a and "score" in b):
-        return False
-    scores = [[one["score"], *(other["score"] for other in one.get("alternatives", []))] for one in (a, b)]
-    same_length = len(scores[0]) == len(scores[1])
-    return same_length and all(abs(x - y) <= TOLERANCE * max(1.0, abs(x)) for x, y in zip(*scores, strict=True))
-
-
 # ---- gate 4: prepared text -------------------------------------------------------------------------------------------
 
 
@@ -289,40 +202,7 @@ def gate_4(trees: Comparison) -> None:
     for name in ("demo", *commit_jobs.STORES):
         folder = "demo" if name == "demo" else f"G4/{file_name(name)}"
         if trees.worked("G4", name, f"train {{own}}/{folder}"):
-            tell_stores(trees, name, trees.old.own / folder, trees.new.own / folder)
-
-
-def tell_stores(trees: Comparison, name: str, old: Path, new: Path) -> None:
-    """Compare the ids, lengths and held-out text of two runs by file name, else by content; and the tokenizers."""
-    theirs, ours = contents(store_of(old)), contents(store_of(new))
-    theirs["tokenizer.json"], ours["tokenizer.json"] = (digest(run / "tokenizer.json") for run in (old, new))
-    problems, notes = [], []
-    for file, hashed in theirs.items():
-        if ours.get(file) == hashed:
-            continue
-        renamed = [other for other, content in ours.items() if content == hashed]
-        if file not in ours and renamed:
-            notes.append(f"{file} is called {renamed[0]} here")
-        else:
-            problems.append(f"{file} {'differs' if file in ours else 'is missing'}")
-    detail = f"{len(theirs)} files" + (" byte-equal" if not problems else "")
-    trees.tell("G4", name, not problems, detail, [*problems, *notes])
-
-
-def store_of(run: Path) -> Path:
-    """The folder of a run's prepared text."""
-    about = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    return run / about.get("store", "store")
-
-
-def contents(store: Path) -> dict[str, str]:
-    """Hashes of the files that hold ids, lengths and held-out text."""
-    files = [path for path in sorted(store.rglob("*")) if path.suffix in (".ids", ".lengths", ".txt")]
-    return {path.name: digest(path) for path in files}
-
-
-def digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes()).hexdigest() if path.exists() else "missing"
+            trees.tell("G4", name, *compare_stores(trees.old.own / folder, trees.new.own / folder))
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -402,7 +282,7 @@ def compare(trees: Comparison, gates: Sequence[str], pairs: int) -> None:
     decodes = "G2" in gates
     of_old = [*demo, *trained, *(commit_jobs.fixed_run_jobs() if decodes else [])]
     of_new = [*(demo if trained else []), *trained]
-    trees.run(*(list({job["id"]: job for job in jobs}.values()) for jobs in (of_old, of_new)))
+    trees.run(once(of_old), once(of_new))
     for job in of_old:
         if job["id"].startswith(("train {own}/runs", "learn")) and trees.old.results[job["id"]]["code"]:
             raise SystemExit(f"{job['id']}: {trees.old.results[job['id']]['stderr']}")
@@ -426,6 +306,11 @@ def compare(trees: Comparison, gates: Sequence[str], pairs: int) -> None:
         speed(trees, pairs)
     if gates:
         print("all gates passed" if not trees.failed else f"{len(trees.failed)} failed: {'; '.join(trees.failed)}")
+
+
+def once(jobs: Sequence[Job]) -> list[Job]:
+    """Each job once, in the order of the first."""
+    return list({job["id"]: job for job in jobs}.values())
 
 
 def copy(source: Path, target: Path) -> None:
