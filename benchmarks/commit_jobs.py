@@ -1,7 +1,7 @@
 """The work that compare_commits.py gives to both trees: corpora, configs and command lines, as tables.
 
-`{own}` stands for the folder of the tree's results, `{old}` for that of the old tree, `{text}` for the corpora and
-`{config}` for the configs, every option of which was written out once by the old tree.
+Placeholders: `{own}` is the folder of the tree's results, `{old}` the one of the old tree, `{text}` holds the corpora
+and `{config}` the configs. The old tree has written every option of the configs, so both trees read the same values.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_corpora(folder: Path) -> None:
     (folder / "running.txt").write_text(
         "".join(draw.choice(["", "  "]) + s + draw.choice(["\n", "\n\n"]) for s, _, _ in pairs), encoding="utf-8"
     )
-    many = [pair() for _ in range(200_000)]  # more than the 16 MiB from which several processes prepare
+    many = [pair() for _ in range(200_000)]  # above 16 MiB several processes prepare
     for side, name in enumerate(("src", "tgt")):
         (folder / f"large.{name}").write_text("".join(f"{each[side]}\n" for each in many), encoding="utf-8")
     (folder / "few.txt").write_text("".join(f"{s}\n" for s, _, _ in pairs[:4]), encoding="utf-8")
@@ -167,7 +167,7 @@ TINY = {"d_model": 8, "d_ff": 8, "heads": 1, "encoder_layers": 1, "decoder_layer
 
 
 def store(data: Any = None, tokenizer: Any = None, model: Any = None) -> Settings:
-    """A config whose training is as short as possible."""
+    """A config of one update of a tiny model."""
     return variant({**TINY, "tie": "output", **(model or {})}, data, tokenizer, steps=1, metric="loss")
 
 

@@ -266,7 +266,7 @@ def prepare_inputs(trees: Comparison, configs: Path, text: Path) -> None:
 
 
 def write_lines(old: Tree) -> None:
-    """Take the lines to decode from what the old tree kept of the demo's validation text."""
+    """Write the lines to decode: the beginning of the demo's validation text, and some odd ones."""
     held_out = [
         (store_of(old.own / "demo") / f"valid.{side}.txt").read_text(encoding="utf-8") for side in ("src", "tgt")
     ]

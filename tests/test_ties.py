@@ -65,7 +65,7 @@ class Fixture:
 
 
 class TableModel:
-    """Model whose logits come from a fixture; a source is one token, the number of the sentence."""
+    """Model that reads its logits from a fixture; a source is one token, the number of the sentence."""
 
     def __init__(self, fixture: Fixture) -> None:
         self.fixture = fixture
@@ -256,7 +256,7 @@ def case(name: str, kind: str) -> Any:
 
 @pytest.fixture(scope="module")
 def by_kernels() -> dict[str, list[Found]]:
-    """The answers of the Triton kernels to all fixtures, from a process in which Triton's interpreter runs them."""
+    """The answers of the Triton kernels, which Triton's interpreter runs in another process."""
     pytest.importorskip("triton", reason="Triton is not on this platform")
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")])
