@@ -51,6 +51,8 @@ def write_corpora(folder: Path) -> None:
     messy = [(s, t) for s, t, _ in (pair(30) for _ in range(1500))]
     messy += messy[:200] + [("", "a"), ("a", ""), ("", ""), ("ba " * 80, "ce " * 80), ("ba", "ce " * 30)] * 5
     messy += [("  ba\u0301  ce ", "e\u0301\u00a0x"), ("\u200bba", "\U0001f600 ce"), ("<s> </s> <pad>", "▁x ##y @@")] * 2
+    # Pairs around every limit of length and ratio.
+    messy += [(" ".join(words[:a]), " ".join(words[-b:])) for a in (1, 2, 3, 5, 9, 30) for b in range(1, 40)]
     draw.shuffle(messy)
     (folder / "messy.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in messy), encoding="utf-8")
     broken = [f"{s}\r\n".encode() for s, _ in messy]
