@@ -24,7 +24,7 @@ from qkv import presets
 from qkv.data.lines import Lines
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
-from qkv.lab.ablation import seconds_an_update
+from qkv.lab.ablation import seconds_per_update
 from qkv.lab.trials import Trial
 from qkv.options import Config, CorpusConfig, DataConfig
 from qkv.training import auto_recipe
@@ -50,10 +50,10 @@ def plan(config: Config, prepared: Prepared, minutes: float) -> tuple[dict[str, 
     """The automatic recipe, the preset and the preset with a shorter warm-up, and how many seconds each may train."""
     chosen, reasons = auto_recipe.choose(config, prepared, minutes)
     print(*reasons, sep="\n", flush=True)
-    seconds = chosen.train.steps * seconds_an_update(chosen, prepared)
+    seconds = chosen.train.steps * seconds_per_update(chosen, prepared)
     base = presets.paper_base()
     usual = dataclasses.replace(config, model=base.model, train=base.train)
-    steps = max(1, round(seconds / seconds_an_update(usual, prepared)))
+    steps = max(1, round(seconds / seconds_per_update(usual, prepared)))
     usual = usual.replace(train={"steps": steps, "validate_every": max(1, steps // 10)})
     peak = (base.model.d_model * base.train.warmup) ** -0.5
     quicker = {"schedule": "inverse_sqrt", "learning_rate": peak, "warmup": max(1, steps // 10)}

@@ -29,13 +29,13 @@ def recipe(folder: Path) -> Config:
 def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, page = tmp_path / "work", tmp_path / "table.md"
     # What takes twice as long for an update has half as many of them.
-    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
+    monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
     options: dict[str, Any] = {"out": work, "seeds": 2, "jobs": 1, "device": "cpu"}
     result = ablation.measure(recipe(tmp_path), [DROP, WORDS], **options, output=[str(page)], command="qkv lab ablate")
     found = [Result.from_dict(each) for each in result["trials"]]
     assert [each.error for each in found] == [""] * 6
     assert [(each.name, each.seed, each.steps) for each in found] == [
-        (name, seed, steps) for name, steps in ((ablation.AS_IT_IS, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
+        (name, seed, steps) for name, steps in ((ablation.BASELINE, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
     ]
     told = page.read_text(encoding="utf-8")
     assert f"| {DROP} |" in told
@@ -51,7 +51,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
         asked.append(made.train.r_drop)
         return 3.0 if made.train.r_drop else 1.0
 
-    monkeypatch.setattr(ablation.auto, "seconds_a_pass", seconds)
+    monkeypatch.setattr(ablation.auto_recipe, "seconds_a_pass", seconds)
     monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu"}
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
-    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: made.train.tokens_per_step)
+    monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: made.train.tokens_per_step)
     monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
     schedule = {"steps": 1000, "epochs": 2.5, "patience": 1, "tokens_per_step": 1280, "warmup": 4, "validate_every": 5}
     made = recipe(tmp_path).replace(train=schedule)
@@ -96,19 +96,19 @@ def test_a_gain_is_told_from_chance() -> None:
         return [fake(name, TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
 
     found = {
-        ablation.AS_IT_IS: three(ablation.AS_IT_IS, 30.0, 30.2, 29.8),
+        ablation.BASELINE: three(ablation.BASELINE, 30.0, 30.2, 29.8),
         "good": three("good", 31.9, 32.1, 32.0),
         "same": three("same", 30.1, 30.0, 30.2),
         "broken": [Result("broken", 1, "", error="it broke")],
     }
-    rows = {row[0]: row for row in ablation._sheet("", found).rows}
+    rows = {row[0]: row for row in ablation._result_table("", found).rows}
     assert rows["good"][1] == "32.00 ± 0.10"
     assert rows["good"][3].endswith(": more than chance")
     assert rows["same"][3].endswith(": chance")
     assert rows["broken"][4] == "failed"
-    alone = ablation._sheet("", {name: results[:1] for name, results in found.items()})
+    alone = ablation._result_table("", {name: results[:1] for name, results in found.items()})
     assert [row[3] for row in alone.rows][1] == "+1.9, noise unknown"
-    assert rows[ablation.AS_IT_IS][3] == ""
+    assert rows[ablation.BASELINE][3] == ""
 
 
 def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
@@ -145,4 +145,4 @@ def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, w
 
 
 def test_what_no_row_may_change_are_options() -> None:
-    assert set(ablation.DECIDED) <= {path for path, _, _ in Config().options()}
+    assert set(ablation.NOT_COMPARABLE) <= {path for path, _, _ in Config().options()}

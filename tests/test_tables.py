@@ -84,7 +84,7 @@ def test_no_such_preset() -> None:
 def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
     full, text = presets.PRESETS[name](), presets.demo()
     scale = table3.Scale(width=1 / 4, depth=1 / 2, steps=100, tokens=1024)
-    small = table3.at_scale(name, scale, text, device="cpu", seed=7)
+    small = table3.scaled_config(name, scale, text, device="cpu", seed=7)
     assert isinstance(full.model, TransformerConfig)
     assert isinstance(small.model, TransformerConfig)
     for what in ("d_model", "d_ff", "key_width", "value_width"):
@@ -101,7 +101,7 @@ def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
 def test_an_odd_scale_is_refused() -> None:
     scale = table3.Scale(width=1 / 512, depth=1, steps=1, tokens=1024)
     with pytest.raises(UsageError, match="heads = 8 does not divide"):
-        table3.at_scale("paper_base", scale, presets.demo(), device="cpu", seed=1)
+        table3.scaled_config("paper_base", scale, presets.demo(), device="cpu", seed=1)
 
 
 # ---- a text for trials -----------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def count_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small batch is enough for the operations of every trial."""
-    monkeypatch.setattr(trials, "COUNTED", 1)
-    monkeypatch.setattr(trials, "SMALL", 128)
+    monkeypatch.setattr(trials, "COUNTED_UPDATES", 1)
+    monkeypatch.setattr(trials, "COUNTED_TOKENS", 128)
 
 
 @pytest.fixture
@@ -196,12 +196,12 @@ def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: P
     vocab = prepared.tokenizers.tgt.size
     planted = size(dataclasses.replace(spec, d_model=74), vocab)
     for target in (planted, planted + planted // 300, planted - planted // 300):
-        assert table2.match(spec, target, prepared.tokenizers).d_model == 74
-    assert table2.match(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
+        assert table2.match_parameters(spec, target, prepared.tokenizers).d_model == 74
+    assert table2.match_parameters(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
 
 
 def test_contestants_are_the_presets_where_those_are_measured(tmp_path: Path, prepared: Prepared) -> None:
-    found = table2.contestants(presets.demo(), prepared)
+    found = table2.matched_models(presets.demo(), prepared)
     assert found[table2.OURS] == presets.demo().model
     sizes = {name: size(model, prepared.tokenizers.tgt.size) for name, model in found.items()}
     assert [sizes[name] / sizes[table2.OURS] for name in sizes] == pytest.approx([1, 1, 1], rel=0.02)
@@ -355,15 +355,15 @@ def test_conclusions_take_the_best_and_need_figures() -> None:
 def test_the_noise_of_a_difference() -> None:
     groups = [[1.0, 3.0], [10.0, 14.0], [7.0]]
     pooled = math.sqrt((2.0 + 8.0) / 2)  # variances 2 and 8, each with one degree of freedom; one value has none
-    assert result_tables.deviation(groups) == pytest.approx(pooled)
+    assert result_tables.pooled_deviation(groups) == pytest.approx(pooled)
     gap = result_tables.difference(groups[1], groups[2], pooled)
     assert (gap.value, gap.noise) == pytest.approx((5.0, 2 * pooled * math.sqrt(1 / 2 + 1)))
     assert not gap.told
     gap = result_tables.difference(groups[1], groups[0], pooled)
     assert gap.told
     assert not result_tables.difference(groups[1], groups[0], math.nan).told
-    assert result_tables.with_spread([1.0, 3.0]) == "2.00 ± 1.41"
-    assert result_tables.with_spread([1.0]) == "1.00"
+    assert result_tables.mean_and_deviation([1.0, 3.0]) == "2.00 ± 1.41"
+    assert result_tables.mean_and_deviation([1.0]) == "1.00"
 
 
 def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 10.0, pace: float = 1.0) -> list[Result]:
@@ -375,8 +375,8 @@ def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 1
 
 def test_the_cost_of_reaching_a_loss() -> None:
     ours, theirs = trained("T", [4, 2.9, 2.5, 2], 30), trained("R", [5, 4, 3.5, 3], 20, flops=20, pace=4.0)
-    assert table2.reaches(ours[0], 3.0) == (200 * 10.0, 2.0)
-    assert table2.reaches(theirs[0], 2.0) == (math.inf, math.inf)
+    assert table2.cost_to_reach(ours[0], 3.0) == (200 * 10.0, 2.0)
+    assert table2.cost_to_reach(theirs[0], 2.0) == (math.inf, math.inf)
     # Two of four validations at half the operations a token; 2 seconds of 16.
     assert table2._cost_of_reaching(ours, theirs) == pytest.approx((0.25, 0.125))
 
@@ -424,7 +424,7 @@ SMALL = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decode
 
 
 def test_table_2_from_text_to_page(text: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table2.auto, "PAIRS", [table2.auto.Size(math.inf, SMALL, 1)])
+    monkeypatch.setattr(table2.auto_recipe, "PAIRS", [table2.auto_recipe.Size(math.inf, SMALL, 1)])
     options: dict[str, Any] = {"src": text[0], "tgt": text[1], "steps": 4, "tokens": 256, "jobs": 1, "device": "cpu"}
     page = tmp_path / "table.md"
     result = table2.measure(out=tmp_path / "work", **options, seeds=1, rates=(0.5, 1.0), output=[str(page)])
@@ -446,18 +446,18 @@ def test_costs_are_equal(
     base = small_config(*text)
     models = {"RNN": RnnConfig(d_model=16), "ConvS2S": ConvS2SConfig(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
-    monkeypatch.setattr(table2.auto, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
-    table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="auto")
-    table.settle(equal, 1000)
+    monkeypatch.setattr(table2.auto_recipe, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
+    table = table2.EqualCostTraining(base, prepared, tmp_path, models, tokens=256, device="auto")
+    table.set_updates(equal, 1000)
     if equal == "steps":
         assert set(table.steps.values()) == {1000}
     elif equal == "time":
         assert table.steps == {"RNN": 250, "ConvS2S": 2000, table2.OURS: 1000}
         pace["rnn"] = 8.0  # a table that goes on keeps to what was measured first
-        table.settle(equal, 1000)
+        table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 250
         monkeypatch.setattr(trials, "describe", lambda device: "another machine")
-        table.settle(equal, 1000)
+        table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 125
     else:
         costs = [table.steps[name] * trials.flops_per_token(table.config(name), prepared) for name in models]
