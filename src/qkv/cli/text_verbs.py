@@ -146,6 +146,12 @@ def score(
             print(f"{line.logprob:.4f}\t{line.perplexity:.4f}")
 
 
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write an .html page with plots and examples.", show_default=False),
+]
+
+
 def evaluate(
     run: RunArgument,
     source: Annotated[
@@ -168,10 +174,7 @@ def evaluate(
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Also write the translations to this file.", show_default=False)
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write an .html page with plots and examples.", show_default=False),
-    ] = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
