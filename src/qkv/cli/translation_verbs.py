@@ -77,8 +77,9 @@ def translate(
     runs, crew = [run, *(others or [])], Crew.here()
     if workers is None and not others and crew.world == 1:
         workers = _default_workers(file)
-    device = crew.device(device)
-    translator = Translator(run, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
+    translator = Translator(
+        run, weights=weights, device=crew.device(device), dtype=dtype, workers=workers, others=runs[1:]
+    )
     if shortlist:
         _ensure_shortlist(translator, run)
     lines = _open_lines(run, file, output, on_bad.value, crew)
@@ -94,8 +95,7 @@ def translate(
             counts = translate_file(
                 lines, Path(output), work, size=CHUNK, task=task, about=about, crew=crew, progress=advance
             )
-    limit = "decode.extra_length" if max_length is None else "--max-length"
-    _report(file, counts, 0 if crew.rank else lines.bad, limit)
+    _report(file, counts, 0 if crew.rank else lines.bad, "--max-length" if max_length else "decode.extra_length")
 
 
 def _ensure_shortlist(translator: Translator, run: Path) -> None:
