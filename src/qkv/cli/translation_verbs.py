@@ -91,11 +91,17 @@ def translate(
             counts = _translate_stream(lines, output, work)
         else:
             task = _resume_key(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **options)
-            about = {"command": arguments.command_line(), "input": file}
             counts = translate_file(
-                lines, Path(output), work, size=CHUNK, task=task, about=about, crew=crew, progress=advance
+                lines,
+                Path(output),
+                work,
+                size=CHUNK,
+                task=task,
+                about={"command": arguments.command_line(), "input": file},
+                crew=crew,
+                progress=advance,
             )
-    _report(file, counts, 0 if crew.rank else lines.bad, "--max-length" if max_length else "decode.extra_length")
+    _report(file, counts, 0 if crew.rank else lines.bad, max_length)
 
 
 def _ensure_shortlist(translator: Translator, run: Path) -> None:
@@ -208,10 +214,11 @@ def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any
     return {"qkv": __version__, "models": models, **options, "split": by_sentence}
 
 
-def _report(file: str, counts: Mapping[str, int], bad: int, limit: str) -> None:
+def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:
     """Report truncated, repeated and undecodable lines on stderr."""
     from qkv.console import say
 
+    limit = "decode.extra_length" if max_length is None else "--max-length"
     if ended_early := counts.get("truncated"):
         say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
     if looped := counts.get("looped"):
