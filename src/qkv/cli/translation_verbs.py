@@ -71,7 +71,6 @@ def translate(
     """
     from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import Crew, translate_file
-    from qkv.console import say
 
     options = _given(context.params)
     runs, crew = [run, *(others or [])], Crew.here()
@@ -83,8 +82,7 @@ def translate(
     if shortlist:
         _ensure_shortlist(translator, run)
     lines = _open_lines(run, file, output, on_bad.value, crew)
-    if sys.stderr.isatty() and not crew.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
+    _say_engine(translator, file, crew)
     with _progress(file, output, crew) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if _is_stream(output):
@@ -111,6 +109,14 @@ def _ensure_shortlist(translator: Translator, run: Path) -> None:
     if not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
+
+
+def _say_engine(translator: Translator, file: str, crew: Crew) -> None:
+    """Print the engine to a terminal, unless the text is typed there."""
+    from qkv.console import say
+
+    if sys.stderr.isatty() and not crew.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
 
 
 def _default_workers(file: str) -> int:
