@@ -1,4 +1,4 @@
-"""A served model for tests: `qkv serve` in a process of its own at a free port, which ends with the test or before."""
+"""`qkv serve` in a subprocess at a free port, for tests; it ends with the test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ main()
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]

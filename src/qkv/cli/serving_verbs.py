@@ -84,22 +84,23 @@ def serve(
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"a server needs {', '.join(missing)}: pip install 'qkv[serve]'")
     from qkv.server.auth import read_keys
-    from qkv.server.listener import listen, start
-    from qkv.server.middleware import Limits
-    from qkv.server.scheduler import Setup
-    from qkv.server.served_models import Models
+    from qkv.server.listener import open_socket
+    from qkv.server.listener import serve as serve_models
+    from qkv.server.middleware import RequestLimits
+    from qkv.server.scheduler import SchedulerOptions
+    from qkv.server.served_models import ServedModels
 
     if new_key:
         _make_key(new_key)
         return
-    models = Models.open(runs or [])
+    models = ServedModels.open(runs or [])
     maxima = {name.removeprefix("max_"): value for name, value in context.params.items() if name.startswith("max_")}
-    limits = Limits(seconds=timeout, patience=patience, drain=drain, **maxima)
+    limits = RequestLimits(timeout=timeout, receive_timeout=patience, drain=drain, **maxima)
     folders = {name: model.path for name, model in models.items()}
-    setup = Setup(folders, device, dtype, workers, batch_tokens=batch_tokens, wait=wait_ms / 1000)
+    options = SchedulerOptions(folders, device, dtype, workers, batch_tokens, batching_delay=wait_ms / 1000)
     known = read_keys(keys) if keys else {}
-    listening = listen(host, port, shared=reuse_port)
-    start(models, setup, limits, listening, keys=known, rate=rate, origins=allow_origin or [])
+    listening = open_socket(host, port, reuse_port=reuse_port)
+    serve_models(models, options, limits, listening, keys=known, rate=rate, origins=allow_origin or [])
 
 
 def _make_key(name: str) -> None:

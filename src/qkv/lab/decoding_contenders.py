@@ -27,7 +27,7 @@ from qkv.decode.workers import open_run, search_in
 from qkv.engines.cpu import pack
 from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
 from qkv.interop import to_ctranslate2, to_huggingface
-from qkv.interop.exported_weights import engine
+from qkv.interop.conversion import import_optional
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
 from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
@@ -207,7 +207,7 @@ def _outputs(found: list[list[Hypothesis]]) -> Outputs:
 
 
 def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int) -> DecodeFunction:
-    package = engine("ctranslate2")
+    package = import_optional("ctranslate2")
     device, ours = subject.device.type, torch.get_num_threads()
     try:
         if dtype not in package.get_supported_compute_types(device):
