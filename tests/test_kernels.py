@@ -12,7 +12,6 @@ import pytest
 CHECKS = """
 import torch
 from torch import nn
-from qkv.assembly import build_model
 from qkv.engines.cuda_decoding import inference_kernels as kernels
 
 torch.manual_seed(0)
@@ -89,8 +88,6 @@ SEARCHES = """
 import copy, dataclasses, random
 import torch
 from qkv.options import DecodeConfig, TransformerConfig
-from qkv import config
-from qkv import options as config
 from qkv.decode import beams, chains
 from qkv.decode.batched import search_all
 from qkv.decode.board import Board
@@ -198,9 +195,8 @@ print("equal")
 MODULES = """
 import copy
 import torch
-from qkv import config
 from qkv.assembly import build_model
-from qkv.core.attention import CachedDecoding
+from qkv.options import TransformerConfig
 from qkv.engines.cuda_decoding import fused_modules
 from qkv.engines.cuda_decoding.continuous_batching import SlotCache
 from qkv.engines.cuda_decoding.fused_modules import FUSED, use_fused_modules
