@@ -1,8 +1,8 @@
 """The same mathematics, faster. Each engine names what it supports; everything else takes the plain path.
 
-An engine's `supports(...)` returns None, or the reason why it refuses. It checks the options against an `AllowList`, which
-names every field of a dataclass with the values that the engine implements. A field or a value that the list does not name
-is refused, so a new option is never silently ignored by a fast path.
+An engine's `supports(...)` returns None, or the reason why it refuses. It checks the options against an `AllowList`,
+which names every field of a dataclass with the values that the engine implements. A field or a value that the list does
+not name is refused, so a new option is never silently ignored by a fast path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
-ANY: Final = object()  # every value of the field: the engine implements all, or the field does not change the mathematics
+# Every value of the field: the engine implements all of them, or the field does not change the mathematics.
+ANY: Final = object()
 Allowed = Collection[Any] | Callable[[Any], bool] | Any
 
 
