@@ -30,7 +30,7 @@ class AllowList:
         if not isinstance(options, self.classes):
             kind = getattr(options, "kind", type(options).__name__)
             return f"{self.section}.kind = {kind!r} is not supported"
-        for spec in dataclasses.fields(options):
+        for spec in dataclasses.fields(options):  # type: ignore[arg-type]
             value = getattr(options, spec.name)
             if spec.name not in self.fields:
                 return f"{self.section}.{spec.name} is not on the list of supported options"
