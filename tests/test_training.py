@@ -22,7 +22,6 @@ import torch
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.core import files
-from qkv.core.config import option_path
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
@@ -37,6 +36,7 @@ from qkv.options import (
     RnnConfig,
     TokenizerConfig,
     TransformerConfig,
+    option_path,
 )
 from qkv.run import Run
 from qkv.train import loop, optim
