@@ -22,7 +22,6 @@ import torch
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.core import files
-from qkv.core.config import option_path
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
 from qkv.data.loader import Batch, Step
@@ -38,6 +37,7 @@ from qkv.options import (
     RnnConfig,
     TokenizerConfig,
     TransformerConfig,
+    option_path,
 )
 from qkv.run import Run
 from qkv.train import loop, optim
