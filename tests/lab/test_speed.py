@@ -360,7 +360,7 @@ def test_missing_packages_are_reported(tiny_sizes: None, monkeypatch: pytest.Mon
     def nothing(name: str) -> Any:
         raise UsageError(f"{name} is not installed: pip install {name}")
 
-    monkeypatch.setattr(decoding_contenders, "engine", nothing)
+    monkeypatch.setattr(decoding_contenders, "import_optional", nothing)
     options: dict[str, Any] = {"beams": [1], "batches": [4], "seconds": 0.0, "device": "cpu"}
     result = decoding_speed.measure_decoding(only=["CTranslate2", "nn"], **options)
     assert result["missing"]
