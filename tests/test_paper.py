@@ -20,6 +20,7 @@ from qkv import presets
 from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
 from qkv.core.errors import UsageError
+from qkv.core.search import length_penalty
 from qkv.core.transformer import (
     Dropout,
     Embedding,
@@ -31,7 +32,6 @@ from qkv.core.transformer import (
     parameter_count,
     sinusoids,
 )
-from qkv.decode.step import length_penalty
 from qkv.explain.attention_hooks import record_attention
 from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig

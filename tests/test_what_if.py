@@ -16,8 +16,8 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import Batch, collate
-from qkv.decode.score import token_logprobs
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices

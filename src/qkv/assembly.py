@@ -1,13 +1,19 @@
-"""From a config to its parts: the only module that maps a kind of model to functions."""
+"""From a config or a device to its parts: the only module that maps a kind of model to functions."""
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 
+from qkv.core.search import StartSearch
+from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, Transformer, TranslationModel
+from qkv.core.translate import DecodingEngine
+from qkv.engines.cpu.native_search import OpenedRun, ProcessDecoding, start_native
+from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
 from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
+from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.unpadded import UnpaddedTransformer
 from qkv.models.convs2s import ConvS2S
 from qkv.models.language_models import DecoderOnly, EncoderOnly
@@ -22,6 +28,7 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
+from qkv.worker_pool import ProcessWorkers
 
 
 @overload
@@ -63,3 +70,20 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
         case ConvS2SConfig():
             return ConvS2S(config, src_vocab, tgt_vocab)
     raise TypeError(f"no model for {type(config).__name__}")
+
+
+def start_search_for(device: torch.device) -> StartSearch:
+    """Return how searches are started on a device: with steps in C on a CPU, by kernels on a GPU."""
+    return start_native if device.type == "cpu" else start_triton
+
+
+def search_engines_for(
+    model: Any, tokenizers: TokenizerPair, device: torch.device, workers: ProcessWorkers[OpenedRun] | None = None
+) -> list[DecodingEngine]:
+    """Return the engines that decode with a model faster than `search_all`, for the options that they support."""
+    engines: list[DecodingEngine] = []
+    if device.type == "cuda":
+        engines.append(SlotDecoding(model, tokenizers))
+    if workers is not None:
+        engines.append(ProcessDecoding(workers))
+    return engines

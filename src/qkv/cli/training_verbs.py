@@ -60,7 +60,7 @@ def train(
     fine-tunes a trained run. Without a preset or config file, the recipe is chosen from the text and the device.
     """
     from qkv.api.run_training import train as run_training
-    from qkv.core.config import option_path
+    from qkv.options import option_path
     from qkv.run import Run
     from qkv.training import auto_recipe
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
+from qkv.core.translate import by_length
 from qkv.data.loader import Batch, collate
-from qkv.decode.batched import by_length
-from qkv.decode.board import Ids
 from qkv.explain import figure_files
 from qkv.explain.attention_hooks import head_counts, mute_heads
 

@@ -21,10 +21,10 @@ from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
+from qkv.core.translate import by_length
 from qkv.data import links
 from qkv.data.links import Link, tokens_of_words
 from qkv.data.loader import collate
-from qkv.decode.batched import by_length
 from qkv.explain.attention_hooks import record_attention
 from qkv.options import TransformerConfig
 from qkv.run import Run

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv.core.config import option_path
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
-from qkv.options import Config, TranslationConfig
+from qkv.options import Config, TranslationConfig, option_path
 from qkv.training import auto_recipe
 
 BASELINE = "as it is"
