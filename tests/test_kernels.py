@@ -72,19 +72,13 @@ print("equal")
 SEARCHES = """
 import copy, random
 import torch
-from qkv.options import DecodeConfig, TransformerConfig
-from qkv.engines.cuda_decoding.continuous_batching import Pool
-from qkv.engines.cuda_decoding import continuous_batching, search_kernels
-from qkv.assembly import build_model
-from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain, scan_plain, top
-from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
 from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain
 from qkv.engines.cuda_decoding.search_kernels import TritonBeamSearch, TritonGreedySearch
-from qkv.core.transformer import Transformer
+from qkv.assembly import build_model
 from qkv.options import TransformerConfig
 
 PAD, BOS, EOS = 0, 1, 2
@@ -169,7 +163,7 @@ for rows, n, capacity, vocab, penalty in (
 torch.manual_seed(3)
 both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 spec = TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
-model = Transformer(spec, both.src.size, both.tgt.size).eval()
+model = build_model(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
 lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1, 4, 2, 3)]
