@@ -2,7 +2,8 @@
 
     python benchmarks/prepare.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
 
-The first figure is all of `prepare`: unpacking, filtering, learning the vocabulary, tokenising and writing the store.
+The first figure is all of `prepare_text`:
+unpacking, filtering, learning the vocabulary, tokenising and writing the store.
 The second is only the time inside `encode_batch`, with the vocabulary just learned and the lines already in memory.
 Seconds are elapsed ones and, in brackets, those of all processors, which tell more where the machine is shared.
 Memory is the most that all processes held at one time (shared pages counted once, and, in brackets, in every process).
@@ -23,8 +24,9 @@ from typing import Any
 import tokenizers
 
 from qkv import config
-from qkv.data.corpus import pieces
-from qkv.data.store import Prepared, prepare
+from qkv.core.dataset import PreparedText
+from qkv.data.formats import read_any_file
+from qkv.data.text_preparation import prepare_text
 
 Seconds = tuple[float, float]  # elapsed, and spent by all processors
 BATCH = 20_000  # lines given to the library at once
@@ -52,7 +54,7 @@ def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) 
     stages: dict[str, float] = {}
     data = config.DataConfig(train=(config.CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
-    prepared = prepare(
+    prepared = prepare_text(
         data,
         config.TokenizerConfig(vocab=vocab),
         store,
@@ -66,7 +68,7 @@ def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) 
 
 
 def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
-    ours = Prepared.open(store).tokenizers
+    ours = PreparedText.open(store).tokenizers
     spent = busy = 0.0
     for name, side in ((src, ours.src), (tgt, ours.tgt)):
         library = side.library
@@ -84,7 +86,7 @@ def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None
 def _batches(name: str) -> Iterator[list[str]]:
     lines: list[str] = []
     rest = b""
-    for piece in pieces(Path(name)):
+    for piece in read_any_file(Path(name)):
         *whole, rest = (rest + piece).split(b"\n")
         lines += [line.decode() for line in whole]
         if len(lines) >= BATCH:

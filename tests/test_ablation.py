@@ -10,8 +10,8 @@ import pytest
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
 from qkv.run import Run
@@ -75,7 +75,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu", "equal": equal}
     usual, other = ablation.measure(made, [smaller], **options)["trials"]
     (run,) = (tmp_path / "work" / "runs").glob("as_it_is-*")
-    plan = make_updates(made, Prepared.open(Run.open(run).store)).plan
+    plan = make_updates(made, PreparedText.open(Run.open(run).store)).plan
     passes = len(plan(0)) + len(plan(1)) + math.ceil(len(plan(2)) / 2)
     assert (usual["steps"], other["steps"]) == (passes, round(passes * share))
     (run,) = (tmp_path / "work" / "runs").glob("train.tokens*")

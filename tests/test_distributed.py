@@ -20,9 +20,8 @@ import torch
 import qkv
 from conftest import PATIENCE, sentences, tiny_config, wait_until, write_pairs
 from qkv import config
-from qkv.core import files
-from qkv.data import batches
-from qkv.data.store import Prepared
+from qkv.core import batches, files
+from qkv.core.dataset import PreparedText
 from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 from qkv.run import Run
 from qkv.train import log, loop
@@ -195,7 +194,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
     """So that what follows holds for them too."""
-    prepared = Prepared.open(runs / "aa" / "store")
+    prepared = PreparedText.open(runs / "aa" / "store")
     first = make_updates(config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]
     assert any(not share for share in shares)
@@ -331,7 +330,7 @@ def test_buckets_hold_every_tensor_once_and_one_type_each(monkeypatch: pytest.Mo
 
 def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
     settings = config.load(recipe).replace(model={"dropout": 0.5})
-    prepared = Prepared.open(runs / "aa" / "store")
+    prepared = PreparedText.open(runs / "aa" / "store")
     first, again, second = (Trainer(settings, prepared, World(rank)) for rank in (0, 0, 1))
     with closing(first.updates.starting(first.progress.position)) as steps:
         update = next(steps)

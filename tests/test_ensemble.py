@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.loader import collate, pad
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decoding.ensemble import Ensemble

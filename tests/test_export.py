@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
-from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer

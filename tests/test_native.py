@@ -18,8 +18,8 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv import config
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.loader import collate
 from qkv.decode.batched import search_all
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board

@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
-from qkv.data.loader import collate, pad
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling

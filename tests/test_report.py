@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from qkv import config
+from qkv.core.batches import collate
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.loader import collate
-from qkv.data.plain import block_batch, hide
-from qkv.data.store import Prepared
+from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
@@ -373,7 +373,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
                 np.stack([np.pad(row, (0, width - len(row)), constant_values=tokenizers.tgt.pad) for row in picked])
             )
         if kind == "encoder":
-            return hide(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
+            return mask_tokens(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
         return collate([rows[-1 - i] for i in chosen], picked, tokenizers)
 
     alone: dict[str, list[float]] = {}
@@ -396,7 +396,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 
 def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.open(tiny)
-    prepared, model = Prepared.open(run.store), run.model(torch.device("cpu"))
+    prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
     looked_at = validate._looked_at(prepared, run.config)
     assert looked_at.source.shape[0] == validate.LOOKED_AT
     first = [prepared.valid.tgt(i).tolist() for i in range(validate.LOOKED_AT)]

@@ -22,7 +22,7 @@ from qkv import config
 from qkv.api import run_training
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.store import prepare
+from qkv.data.text_preparation import prepare_text
 from qkv.run import Run
 
 STEPS, EVERY = 16, 4
@@ -34,7 +34,7 @@ import json, os, signal, sys
 from pathlib import Path
 from qkv import cli
 from qkv.core import files
-from qkv.data.job import Job
+from qkv.core.preparation import Scan
 from qkv.run import Run
 from qkv.train import begin, log, loop
 
@@ -42,7 +42,7 @@ PLACES = {
     "sync": (files, "sync"),
     "step": (loop.Trainer, "start"),
     "log": (log.Log, "write"),
-    "learn": (Job, "learn"),
+    "learn": (Scan, "learn"),
     "create": (Run, "create"),
 }
 
@@ -497,7 +497,7 @@ def test_two_processes_do_not_begin_one_run(
         with pytest.raises(UsageError, match="another process is training here"):
             qkv.train(settings.replace(train={"steps": 1}), folder)
         monkeypatch.undo()
-        return prepare(*given, **options)
+        return prepare_text(*given, **options)
 
     monkeypatch.setattr(run_training, "prepare", meanwhile)
     assert qkv.train(settings, folder).config.train.steps == 2

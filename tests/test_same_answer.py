@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.core import batches
+from qkv.core.batches import Batch, collate
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data import batches
-from qkv.data.loader import Batch, collate
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.search import search
 from qkv.lab.training_contenders import TorchTransformer

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv import config
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search

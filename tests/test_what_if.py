@@ -12,9 +12,9 @@ import torch
 
 import qkv
 from qkv import config
+from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices

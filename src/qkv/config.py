@@ -80,6 +80,7 @@ class DataConfig:
     dedupe: bool = option(True, "drop repeated sentence pairs")
     on_bad: str = option("error", "what to do with a line that is not UTF-8", choices=("error", "skip"))
     workers: int = option(0, "processes that tokenise; 0: one for each core", low=0)
+    seed: int = option(1, "decides the held-out pairs and the sample that the vocabulary is learned from", low=0)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class TrainConfig:
     patience: int = option(0, "stop after this many validations without a better metric; 0: never", low=0)
     log_every: int = option(50, "steps between lines of the log", low=1)
     tensorboard: bool = option(True, "also write TensorBoard events")
-    seed: int = option(1, "everything random follows from it", low=0, high=10**9)
+    seed: int = option(1, "everything random in training follows from it; the text has data.seed", low=0, high=10**9)
     name: str = option("model", "the run folder is runs/NAME unless another is given")
 
 

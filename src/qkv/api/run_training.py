@@ -11,10 +11,11 @@ from pathlib import Path
 from qkv import config as configs
 from qkv.console import bars, say
 from qkv.core import files
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.languages import languages
-from qkv.data.store import Prepared, prepare
+from qkv.data.formats import infer_languages
+from qkv.data.text_preparation import prepare_text
 from qkv.run import Run
 from qkv.train.loop import Interrupted, fit
 from qkv.train.trainer import make_updates
@@ -22,7 +23,7 @@ from qkv.training.distributed import World, joined
 from qkv.training.model_card import card, parameters, unit, vocabulary
 
 # What completes a config once the text is known, for so many ranks, and why so.
-Recipe = Callable[[configs.Config, Prepared, int], tuple[configs.Config, list[str]]]
+Recipe = Callable[[configs.Config, PreparedText, int], tuple[configs.Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
 SETTLED = (
@@ -101,7 +102,7 @@ def _leave(made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _follow(folder: Path) -> tuple[Run, Prepared]:
+def _follow(folder: Path) -> tuple[Run, PreparedText]:
     """The run that rank 0 has opened, as the other ranks see it."""
     run = Run(folder)
     if not run.exists() or not run.store.is_dir():
@@ -109,7 +110,7 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
             f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
             f"the run folder and the prepared text must lie on a disk that all of them share"
         )
-    return run, Prepared.open(run.store)
+    return run, PreparedText.open(run.store)
 
 
 def _begin(
@@ -120,7 +121,7 @@ def _begin(
     command: str,
     ranks: int = 1,
     start: Run | None = None,
-) -> tuple[Run, Prepared]:
+) -> tuple[Run, PreparedText]:
     """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
     if Run(folder).exists():
         raise UsageError(
@@ -131,7 +132,7 @@ def _begin(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
     config = configs.assign(config, settings) if start is None else _as_in(start, config, settings)
-    config = dataclasses.replace(config, data=languages(config.data))
+    config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
     prepared = _prepare(folder, config, start)
@@ -159,7 +160,7 @@ def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.C
     return changed
 
 
-def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
+def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
     """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
     run = Run.open(folder)
     changed = configs.assign(run.config, settings)
@@ -171,7 +172,9 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
         )
     choose_device(changed.train.device)
     stored = (run.store / "manifest.json").exists()
-    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    prepared = (
+        PreparedText.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    )
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
         raise QkvError(
             f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
@@ -193,19 +196,18 @@ def _check_text(config: configs.Config) -> None:
         raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
 
 
-def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> Prepared:
+def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> PreparedText:
     """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
-    stream = isinstance(config.model, configs.DecoderOnlyConfig)  # a language model reads on where a line ends
+    running_text = isinstance(config.model, configs.DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
-            return prepare(
+            return prepare_text(
                 config.data,
                 config.tokenizer,
                 Run(folder).store,
                 tokenizers=None if start is None else start.tokenizers,
                 progress=report,
-                seed=config.train.seed,
-                stream=stream,
+                running_text=running_text,
             )
     except KeyboardInterrupt:
         raise Interrupted(
@@ -213,7 +215,7 @@ def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> 
         ) from None
 
 
-def _headline(config: configs.Config, prepared: Prepared, world: World) -> str:
+def _headline(config: configs.Config, prepared: PreparedText, world: World) -> str:
     """One line about what is about to be trained."""
     together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (

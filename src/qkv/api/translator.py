@@ -17,9 +17,9 @@ from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
 from qkv.api.results import Alternative, OtherWord, Scored, Translation
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.store import Prepared
 from qkv.decode.batched import score_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.rules import Rules
@@ -264,7 +264,7 @@ class Translator(Explained):
         folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
         """
         learned = Shortlist.learn(
-            Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
+            PreparedText.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
         self._use(learned)
         try:

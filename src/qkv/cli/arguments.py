@@ -115,7 +115,7 @@ def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list
 
 def some_lines(name: str) -> list[str]:
     """The lines of a file, which must have one at least: there is nothing to measure on none."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     lines = read_lines(name)
     if not lines:

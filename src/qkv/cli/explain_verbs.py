@@ -94,7 +94,7 @@ def align(
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.core import files
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import KEPT, agreement, keep_head, rank_heads
 
     if find and (gold or output != "-"):
@@ -127,7 +127,7 @@ def align(
 
 def _gold(path: str) -> list[Alignment]:
     """The alignments of a Pharaoh file."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import Alignment
 
     found = []

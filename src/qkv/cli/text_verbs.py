@@ -116,7 +116,7 @@ def score(
     """Forced decoding: log-probability and perplexity of given translations, a line each."""
     from qkv.api import Translator
     from qkv.console import counter
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     translator = Translator(run, weights=weights, device=device)
     sources, targets = read_lines(source), read_lines(target)

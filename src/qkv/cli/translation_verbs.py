@@ -18,7 +18,7 @@ from qkv.core.errors import UsageError
 if TYPE_CHECKING:
     from qkv.api import Translation, Translator
     from qkv.api.file_translation import Chunk, Crew, Work
-    from qkv.data.lines import Lines
+    from qkv.data.formats import LineReader
 
 BYTES_A_TOKEN = 4  # about, in European languages
 # Options that say what to translate, where to and on what; all others say how, and are handed on to the translator.
@@ -132,23 +132,23 @@ def _passes_on(output: str) -> bool:
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
 
 
-def _lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> Lines:
+def _lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> LineReader:
     """The lines of the input, if it can be read as it will have to be."""
-    from qkv.data.corpus import PACKED, find, form_of, is_stream
-    from qkv.data.lines import Lines
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
-    if Path(output).suffix in PACKED:
+    if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: what is written is plain text: name it without {Path(output).suffix}")
-    if (form := form_of(file)) != "lines":
+    if (form := layout_of(file)) != "lines":
         raise UsageError(f"{file}: a .{form} file holds pairs: give a file with a sentence in each line")
-    if crew.world > 1 and (_passes_on(output) or is_stream(find(file, ""))):
+    if crew.world > 1 and (_passes_on(output) or is_stream(open_text(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
-    return Lines(file, on_bad)
+    return LineReader(file, on_bad)
 
 
-def _pass_on(lines: Lines, output: str, work: Work) -> Mapping[str, int]:
+def _pass_on(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
     """Translate to where nothing can be taken back: what has come, as soon as nothing more comes at once."""
     from qkv.api import CHUNK
     from qkv.api.file_translation import translate_lines

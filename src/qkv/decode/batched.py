@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qkv import config
+from qkv.core import batches
+from qkv.core.batches import Batch, collate, pad
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data import batches
-from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import Kind, begin, check_prefix, search

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.data.loader import Batch
+from qkv.core.batches import Batch
 from qkv.models.state import StepModel
 
 

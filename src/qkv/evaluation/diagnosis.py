@@ -2,7 +2,7 @@
 
 A pure function of the texts. A sentence is judged if neither its source nor its reference is blank; every rate is a
 share of the judged sentences, and each flag says what it means (`Diagnosis.definitions`). Words are those of
-`qkv.data.links`, punctuation apart; in scripts without spaces each character is one. Lengths are in characters.
+`qkv.data.alignments`, punctuation apart; in scripts without spaces each character is one. Lengths are in characters.
 
 A hallucination is an output that has nothing to do with its source. Whether it does, only people can say; the measure
 here asks the reference: an output that is no more like its reference than references of different sentences are like
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qkv.core.errors import QkvError
-from qkv.data import links
+from qkv.data import alignments
 from qkv.evaluation import metrics
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def word_spans(text: str) -> list[tuple[int, int]]:
     """Where the words of a text and its punctuation begin and end; of scripts without spaces, the characters."""
     return [
         part
-        for begin, end in links.word_spans(text)
+        for begin, end in alignments.word_spans(text)
         for part in (pairwise(range(begin, end + 1)) if SPACELESS.search(text, begin, end) else [(begin, end)])
     ]
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.batches import Batch, collate
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.loader import Batch, collate
 from qkv.decode.batched import by_length
 from qkv.decode.board import Ids
 from qkv.explain import figure_files

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
@@ -97,7 +97,7 @@ def _changed(base: configs.Config, change: str) -> configs.Config:
     return configs.assign(base, settings)
 
 
-def _check_measured_alike(texts: dict[str, Prepared]) -> None:
+def _check_measured_alike(texts: dict[str, PreparedText]) -> None:
     """Refuse a change of the text that BLEU is measured on."""
     validation = {name: [path.read_bytes() for path in text.valid_text] for name, text in texts.items()}
     for name, sentences in validation.items():
@@ -108,13 +108,13 @@ def _check_measured_alike(texts: dict[str, Prepared]) -> None:
             )
 
 
-def _updates(config: configs.Config, prepared: Prepared) -> int:
+def _updates(config: configs.Config, prepared: PreparedText) -> int:
     """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
     return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
 
 
 def _at_equal_time(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
+    variants: dict[str, configs.Config], texts: dict[str, PreparedText], folder: Path
 ) -> dict[str, configs.Config]:
     """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
     seconds = {
@@ -124,7 +124,7 @@ def _at_equal_time(
     return {name: _lasting(variant, seconds[AS_IT_IS] / seconds[name]) for name, variant in variants.items()}
 
 
-def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
+def seconds_an_update(config: configs.Config, prepared: PreparedText) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
@@ -135,7 +135,7 @@ def _lasting(config: configs.Config, share: float) -> configs.Config:
 
 
 def _train(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
+    variants: dict[str, configs.Config], texts: dict[str, PreparedText], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
     """The results of every variant."""
     planned = [

@@ -18,9 +18,9 @@ from torch import nn
 
 from qkv import config, presets
 from qkv.core import files
+from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
-from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.workers import open_run, search_in

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from qkv import __version__, config
+from qkv.core.batches import collate
 from qkv.core.device import choose_device, choose_precision, describe
-from qkv.data.loader import collate
 from qkv.data.subwords import learn
 from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build

@@ -16,10 +16,10 @@ from typing import Any
 
 from qkv import config as configs
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo
@@ -103,7 +103,7 @@ def measure(
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.ModelConfig]:
+def contestants(base: configs.Config, prepared: PreparedText, norm: str = "post") -> dict[str, configs.ModelConfig]:
     """The Transformer for a text of this size, and its rivals with as many parameters.
 
     The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
@@ -151,7 +151,7 @@ class Competition:
     def __init__(
         self,
         base: configs.Config,
-        prepared: Prepared,
+        prepared: PreparedText,
         folder: Path,
         models: Mapping[str, configs.ModelConfig],
         *,

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from qkv import config
 from qkv.console import say
+from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab.result_tables import Sheet, about, check_outputs, publish
 from qkv.lab.training_contenders import OURS, Contender, Subject, contenders
 from qkv.models.base import parameter_count

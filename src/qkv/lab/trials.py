@@ -33,11 +33,12 @@ from qkv import config as configs
 from qkv.api import Translator
 from qkv.console import bars, say
 from qkv.core import files
+from qkv.core.batches import Position
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.lines import read_lines
-from qkv.data.loader import Position
-from qkv.data.store import Prepared, prepare
+from qkv.data import text_preparation
+from qkv.data.formats import read_lines
 from qkv.evaluation import metrics
 from qkv.models.build import build
 from qkv.models.rnn import Layer
@@ -64,7 +65,7 @@ class Trial:
 
     name: str
     config: configs.Config
-    text: Prepared
+    text: PreparedText
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_lengt
     return configs.Config(data=data)
 
 
-def text_words(config: configs.Config, prepared: Prepared) -> str:
+def text_words(config: configs.Config, prepared: PreparedText) -> str:
     """The text in words."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
@@ -148,11 +149,11 @@ def text_words(config: configs.Config, prepared: Prepared) -> str:
     )
 
 
-def prepare_text(config: configs.Config, folder: Path) -> Prepared:
+def prepare_text(config: configs.Config, folder: Path) -> PreparedText:
     """The tokenised text that all trials in the folder share, whatever their seeds."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
-        return prepare(data, config.tokenizer, folder, progress=report, seed=1)
+        return text_preparation.prepare_text(data, config.tokenizer, folder, progress=report)
 
 
 def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def key_of(trial: Trial) -> str:
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, Prepared], float]) -> float:
+def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, PreparedText], float]) -> float:
     """How long a trial's training takes on this device, for a pass or an update.
 
     The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
@@ -345,7 +346,7 @@ def _attempt(name: str, key: str, run: Run, test: Files | None) -> Result:
 
 
 def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
-    spec, prepared = run.config.train, Prepared.open(run.store)
+    spec, prepared = run.config.train, PreparedText.open(run.store)
     if run.scores.get("finished") != spec.steps:
         with run.lock():
             fit(run, prepared)
@@ -384,7 +385,7 @@ def _curve(log: Path) -> tuple[Point, ...]:
     return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
-def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
+def flops_per_token(config: configs.Config, prepared: PreparedText) -> float:
     """Floating-point operations of forward and backward pass for each target token, counted on some real batches.
 
     Those of matrix products, that is, a multiplication and an addition as two. It is done on the CPU by written-out
@@ -404,7 +405,7 @@ def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
         sdpa_kernel(SDPBackend.MATH),
     ):
         for update in islice(steps, COUNTED):
-            for batch in update.micros:
+            for batch in update.micro_batches:
                 hidden = model.hidden(*batch.inputs)
                 loss, _ = smoothed_loss(
                     hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core import files
+from qkv.core.batches import Position
 from qkv.core.errors import QkvError
-from qkv.data.loader import Position
 from qkv.run import Run, by_step, load_weights, step_of
 from qkv.train.optim import Ema
 from qkv.training import distributed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.data.loader import Batch
+from qkv.core.batches import Batch
 from qkv.models.attention import MultiHeadAttention, attention_scores
 from qkv.models.base import Model
 from qkv.models.transformer import Transformer
@@ -67,8 +67,8 @@ class Guide:
     def loss(self, batch: Batch) -> Tensor:
         """The weighted objective, summed over the batch, for what was seen last."""
         assert self.seen is not None
-        assert batch.links is not None
-        return self.weight * guided_loss(self.log_weights(), batch.links)
+        assert batch.alignment is not None
+        return self.weight * guided_loss(self.log_weights(), batch.alignment)
 
     def log_weights(self) -> Tensor:
         """log softmax(QKᵀ/√d_k) of the head, in fp32: (batch, target, source)."""

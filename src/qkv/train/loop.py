@@ -13,9 +13,9 @@ from pathlib import Path
 
 from qkv.console import say
 from qkv.core import files
+from qkv.core.batches import Update
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
-from qkv.data.loader import Step
-from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.models.base import Model
 from qkv.run import Run, load_weights
@@ -38,7 +38,7 @@ class Interrupted(Exception):
         self.exit_code = 128 + signal_number
 
 
-def fit(run: Run, prepared: Prepared, world: World = ALONE) -> bool:
+def fit(run: Run, prepared: PreparedText, world: World = ALONE) -> bool:
     """Train to the config's limit, from the newest state in the run folder; False if it was reached long ago."""
     trainer = make_trainer(run.config, prepared, world)
     state = world.tell(str(checkpoint.latest(run) or ""))
@@ -116,9 +116,9 @@ class _UnderWay:
 
     def __init__(self, run: Run, trainer: Trainer, log: Log | None) -> None:
         self.run, self.trainer, self.log = run, trainer, log
-        self.steps: deque[tuple[int, Step, Callable[[], Outcome]]] = deque()
+        self.steps: deque[tuple[int, Update, Callable[[], Outcome]]] = deque()
 
-    def add(self, update: Step, read: Callable[[], Outcome]) -> None:
+    def add(self, update: Update, read: Callable[[], Outcome]) -> None:
         self.steps.append((self.trainer.progress.step, update, read))
 
     def settle(self, but: int = 0) -> Outcome | None:
@@ -223,7 +223,7 @@ def finish(run: Run, trainer: Trainer, log: Log) -> None:
     log.say(f"using {scores['chosen']} weights by default: {run.path}")
 
 
-def _skipped(run: Run, trainer: Trainer, log: Log | None, update: Step, step: int) -> None:
+def _skipped(run: Run, trainer: Trainer, log: Log | None, update: Update, step: int) -> None:
     """Tell of an update that was left out; after too many in a row save the batch, as ids and as text, and give up."""
     progress, path = trainer.progress, run.path / "bad-batch.json"
     if log is not None:
@@ -238,7 +238,7 @@ def _skipped(run: Run, trainer: Trainer, log: Log | None, update: Step, step: in
     )
 
 
-def _write_bad_batch(path: Path, trainer: Trainer, update: Step, step: int) -> None:
+def _write_bad_batch(path: Path, trainer: Trainer, update: Update, step: int) -> None:
     src, tgt = trainer.prepared.tokenizers.src, trainer.prepared.tokenizers.tgt
     rows = [
         {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
@@ -258,7 +258,7 @@ class _Meter:
     def __init__(self, progress: Progress) -> None:
         self.since, self.tokens, self.stalled = time.perf_counter(), progress.tokens, 0.0
 
-    def wait_for(self, steps: Iterator[Step]) -> Step:
+    def wait_for(self, steps: Iterator[Update]) -> Update:
         """The next update; how long it took to come is remembered."""
         before = time.perf_counter()
         update = next(steps)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from qkv import config as configs
+from qkv.core import batches
+from qkv.core.batches import Batch, PairBatches, Position, Update, UpdateStream
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, choose_precision
-from qkv.data import batches
-from qkv.data.loader import Batch, Pairs, Position, Step, Updates
-from qkv.data.plain import Blocks, Sentences
-from qkv.data.store import Prepared
+from qkv.data.alignments import batch_alignment
+from qkv.data.lm_data import BlockBatches, MaskedBatches
+from qkv.data.subwords import pair_dropout
 from qkv.models.base import Model
 from qkv.models.build import build
 from qkv.run import load_weights
@@ -46,16 +48,17 @@ class Outcome(NamedTuple):
 
 def make_updates(
     config: configs.Config,
-    prepared: Prepared,
+    prepared: PreparedText,
     device: torch.device | None = None,
     world: World = ALONE,
-    **laid: int,
-) -> Updates:
-    """The text as this kind of model is trained on it, and of it this rank's share; pairs may be laid end to end."""
+    pair_batches: Callable[..., PairBatches] = PairBatches,
+    micro_tokens: int = 0,
+) -> UpdateStream:
+    """Return the updates that this kind of model is trained on, this rank's share of them."""
     spec = config.train
     common: dict[str, Any] = {
         "tokens": spec.tokens_per_step,
-        "micro_tokens": spec.micro_tokens,
+        "micro_tokens": micro_tokens or spec.micro_tokens,
         "seed": spec.seed,
         "rank": world.rank,
         "world": world.size,
@@ -63,11 +66,17 @@ def make_updates(
     }
     match config.model:
         case configs.DecoderOnlyConfig():
-            return Blocks(prepared.train, length=config.data.max_length, **common)
+            return BlockBatches(prepared.train, length=config.data.max_length, **common)
         case configs.EncoderOnlyConfig(masked=masked):
-            return Sentences(prepared.train, prepared.tokenizers, masked=masked, **common)
-    text: dict[str, Any] = {"dropout": config.tokenizer.dropout, "aligned": spec.guided_alignment > 0}
-    return Pairs(prepared.train, prepared.tokenizers, **text, **{**common, **laid})
+            return MaskedBatches(prepared.train, prepared.tokenizers, masked=masked, **common)
+    dropout = config.tokenizer.dropout
+    return pair_batches(
+        prepared.train,
+        prepared.tokenizers,
+        cut=pair_dropout(prepared.tokenizers, dropout, config.data.max_length) if dropout else None,
+        align=batch_alignment if spec.guided_alignment > 0 else None,
+        **common,
+    )
 
 
 class Trainer:
@@ -77,12 +86,12 @@ class Trainer:
 
     @staticmethod
     def read(
-        config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
-    ) -> Updates:
+        config: configs.Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
+    ) -> UpdateStream:
         """The text as this trainer takes it."""
         return make_updates(config, prepared, device, world)
 
-    def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
+    def __init__(self, config: configs.Config, prepared: PreparedText, world: World = ALONE) -> None:
         self.config, self.prepared, self.world = config, prepared, world
         self.spec = spec = config.train
         self.device = choose_device(spec.device)
@@ -127,11 +136,11 @@ class Trainer:
         progress, spec = self.progress, self.spec
         return progress.step >= spec.steps or 0 < spec.patience <= progress.worse
 
-    def step(self, update: Step) -> Outcome:
+    def step(self, update: Update) -> Outcome:
         """One update of the weights, and what it came to."""
         return self.start(update)()
 
-    def start(self, update: Step) -> Callable[[], Outcome]:
+    def start(self, update: Update) -> Callable[[], Outcome]:
         """One update of the weights, left out when the loss is not finite; the same on every rank.
 
         Returned is a function that waits for what it came to and counts it, to be called in the order of the steps.
@@ -174,12 +183,12 @@ class Trainer:
 
     # ---- the gradient ------------------------------------------------------------------------------------------------
 
-    def gradients(self, update: Step) -> Tensor:
+    def gradients(self, update: Update) -> Tensor:
         """Add the gradient of this rank's share to the weights' own; returns the sums (3,): loss, −log p and tokens.
 
         What does not fit into memory leaves half a gradient behind: the update begins anew, in smaller parts.
         """
-        micros = self._in_step(update.micros) if self.sharded else update.micros
+        micros = self._in_step(update.micro_batches) if self.sharded else update.micro_batches
         while True:
             sums, too_large = self._passes(micros)
             if too_large is None:
@@ -259,9 +268,9 @@ class Trainer:
         distributed.scale(gradients, clipped / tokens)
         return norm
 
-    def padded(self, update: Step) -> list[Batch]:
+    def padded(self, update: Update) -> list[Batch]:
         """An update as padded batches, to be looked at or taken apart."""
-        return update.micros
+        return update.micro_batches
 
     def probe(self) -> None:
         """Try the largest micro-batch of the first pass over the text, so that what is too large shows at once.
@@ -270,7 +279,7 @@ class Trainer:
         """
         states = 0 if self.optimizer.state else 2
         taken = [torch.empty_like(parameter) for parameter in self.model.parameters() for _ in range(states)]
-        self.gradients(Step([largest(self.updates).to(self.device)], Position(0, 0)))
+        self.gradients(Update([largest(self.updates).to(self.device)], Position(0, 0)))
         self.zero_gradients()
         del taken
 
@@ -304,11 +313,11 @@ class Trainer:
                 load_weights(model, kept, Path("weights"))
 
 
-def largest(updates: Updates) -> Batch:
+def largest(updates: UpdateStream) -> Batch:
     """This rank's share of the micro-batch that takes the most memory, of the first pass over the text."""
 
     def padded(micro: batches.Indices) -> tuple[int, int]:
-        if not isinstance(updates, Pairs):
+        if not isinstance(updates, PairBatches):
             return len(micro), 0
         width = int(max(updates.src_widths[micro].max(), updates.tgt_widths[micro].max()))
         return len(micro) * width, width

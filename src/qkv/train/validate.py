@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from qkv import config
-from qkv.data import batches
-from qkv.data.loader import Batch, collate
-from qkv.data.plain import block_batch, hide, text_blocks
-from qkv.data.store import Prepared
+from qkv.core import batches
+from qkv.core.batches import Batch, collate
+from qkv.core.dataset import PreparedText
+from qkv.data.lm_data import block_batch, mask_tokens, text_blocks
 from qkv.decode.batched import search_all
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
@@ -74,7 +74,7 @@ class Validation:
 
 
 @torch.inference_mode()
-def validate(model: Model, prepared: Prepared, spec: config.Config, device: torch.device) -> Validation:
+def validate(model: Model, prepared: PreparedText, spec: config.Config, device: torch.device) -> Validation:
     """Measure the model as it stands; dropout is off while this runs."""
     training = model.training
     model.eval()
@@ -103,7 +103,7 @@ def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.dev
     return total, tokens
 
 
-def _batches(prepared: Prepared, spec: config.Config) -> Iterator[Batch]:
+def _batches(prepared: PreparedText, spec: config.Config) -> Iterator[Batch]:
     """The validation text as this kind of model is measured on it: the same at every validation."""
     store = prepared.valid
     if isinstance(spec.model, config.DecoderOnlyConfig):
@@ -115,25 +115,25 @@ def _batches(prepared: Prepared, spec: config.Config) -> Iterator[Batch]:
         yield _batch(prepared, spec, indices)
 
 
-def _widths(prepared: Prepared, spec: config.Config) -> list[batches.Lengths]:
+def _widths(prepared: PreparedText, spec: config.Config) -> list[batches.Lengths]:
     """How many positions each validation sentence takes, on both sides or on its only one."""
-    widths: list[batches.Lengths] = [np.asarray(prepared.valid.tgt_lengths) + 1]
+    widths: list[batches.Lengths] = [np.asarray(prepared.valid.lengths("tgt")) + 1]
     if isinstance(spec.model, config.TranslationConfig):
-        widths.insert(0, np.asarray(prepared.valid.src_lengths) + 1)
+        widths.insert(0, np.asarray(prepared.valid.lengths("src")) + 1)
     return widths
 
 
-def _batch(prepared: Prepared, spec: config.Config, indices: Sequence[int] | batches.Indices) -> Batch:
+def _batch(prepared: PreparedText, spec: config.Config, indices: Sequence[int] | batches.Indices) -> Batch:
     """Some sentences of the validation set, pairs or with tokens hidden."""
     store, tgt = prepared.valid, prepared.tokenizers.tgt
     rows = [store.tgt(i) for i in indices]
     if isinstance(spec.model, config.EncoderOnlyConfig):
         random = [np.random.default_rng((int(i), 5)) for i in indices]
-        return hide([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
+        return mask_tokens([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
     return collate([store.src(i) for i in indices], rows, prepared.tokenizers)
 
 
-def _looked_at(prepared: Prepared, spec: config.Config) -> Batch:
+def _looked_at(prepared: PreparedText, spec: config.Config) -> Batch:
     """The beginning of the validation text, as one small batch."""
     if isinstance(spec.model, config.DecoderOnlyConfig):
         length = min(spec.data.max_length, LOOKED_AT_TOKENS // 4)
@@ -172,7 +172,7 @@ def running_text(ids: Any, spec: config.Config, tokenizer: Any) -> Iterator[Batc
     return (block_batch(blocks[first : first + rows]) for first in range(0, len(blocks), rows))
 
 
-def _sample(model: DecoderOnly, prepared: Prepared, spec: config.Config, device: torch.device) -> str:
+def _sample(model: DecoderOnly, prepared: PreparedText, spec: config.Config, device: torch.device) -> str:
     tgt = prepared.tokenizers.tgt
     drawn = generate(
         model,
@@ -185,7 +185,9 @@ def _sample(model: DecoderOnly, prepared: Prepared, spec: config.Config, device:
     return tgt.decode_text([next(drawn).tokens[0] for _ in range(SAMPLE)])
 
 
-def _bleu(model: TranslationModel, prepared: Prepared, spec: config.Config, device: torch.device) -> tuple[float, str]:
+def _bleu(
+    model: TranslationModel, prepared: PreparedText, spec: config.Config, device: torch.device
+) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
     greedy = dataclasses.replace(spec.decode, beam=1)

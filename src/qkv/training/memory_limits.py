@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkv.console import say
+from qkv.core.batches import Batch
 from qkv.core.errors import QkvError
 from qkv.core.tokenizer import PAD
-from qkv.data.loader import Batch
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -71,7 +71,7 @@ def size(batch: Batch) -> int:
 
 def take(batch: Batch, first: int, stop: int) -> Batch:
     """Some rows of a batch."""
-    links = batch.links
+    links = batch.alignment
     if links is not None:
         links = links[(links[:, 0] >= first) & (links[:, 0] < stop)] - links.new_tensor([first, 0, 0])
     labels = batch.labels[first:stop]
@@ -81,4 +81,4 @@ def take(batch: Batch, first: int, stop: int) -> Batch:
 def idle(batch: Batch) -> Batch:
     """One row of a batch with nothing to predict: a pass without a gradient, for a rank that must keep step."""
     row = take(batch, 0, 1)
-    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.links is None else row.links[:0])
+    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.alignment is None else row.alignment[:0])

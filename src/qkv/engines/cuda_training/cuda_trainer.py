@@ -14,6 +14,7 @@ device: what a step came to is read when it is there. Without a GPU the same ope
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch import Tensor
 
 from qkv import config as configs
 from qkv.console import say
+from qkv.core.batches import Batch, Update, UpdateStream, collate
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, choose_precision
-from qkv.data.loader import Batch, Pairs, Step, Updates, collate
-from qkv.data.ragged import LONGEST, TILES, Ragged
-from qkv.data.store import Prepared
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.models.transformer import Transformer
 from qkv.train.optim import Ema
 from qkv.train.trainer import Outcome, Trainer, make_updates
@@ -45,7 +46,7 @@ def trainer_for(config: configs.Config, world: World = ALONE) -> type[Trainer]:
     return FastTrainer if _is_fast(config, world) else Trainer
 
 
-def make_trainer(config: configs.Config, prepared: Prepared, world: World = ALONE) -> Trainer:
+def make_trainer(config: configs.Config, prepared: PreparedText, world: World = ALONE) -> Trainer:
     return trainer_for(config, world)(config, prepared, world)
 
 
@@ -67,14 +68,14 @@ class FastTrainer(Trainer):
 
     lag = 16
 
-    def __init__(self, config: configs.Config, prepared: Prepared, world: World = ALONE) -> None:
+    def __init__(self, config: configs.Config, prepared: PreparedText, world: World = ALONE) -> None:
         super().__init__(config, prepared, world)
         self._made: Captured | None = None
 
     @staticmethod
     def read(
-        config: configs.Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE
-    ) -> Updates:
+        config: configs.Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
+    ) -> UpdateStream:
         spec, longest = config.train, LONGEST
         if isinstance(config.model, configs.TransformerConfig) and config.model.positions == "learned":
             # What BPE-dropout makes longer than that is refused by the plain way, with a word.
@@ -85,8 +86,7 @@ class FastTrainer(Trainer):
             device,
             world,
             micro_tokens=spec.micro_tokens or -(-spec.tokens_per_step // MIXED),
-            ragged_tokens=-(-spec.tokens_per_step // world.size),
-            ragged_longest=longest,
+            pair_batches=partial(PackedPairs, packed_tokens=-(-spec.tokens_per_step // world.size), longest=longest),
         )
 
     @property
@@ -94,7 +94,7 @@ class FastTrainer(Trainer):
         """Made at the first step: a state that is restored before it finds the weights where they were."""
         if self._made is None:
             assert isinstance(self.model, Transformer)
-            assert isinstance(self.updates, Pairs)
+            assert isinstance(self.updates, PackedPairs)
             pad, most = self.prepared.tokenizers.tgt.pad, self.updates.most_rows(self.progress.epoch)
             self.model.train()
             self._made = Captured(
@@ -105,14 +105,14 @@ class FastTrainer(Trainer):
     def probe(self) -> None:
         """Nothing is tried beforehand: what does not fit is taken in parts when it comes."""
 
-    def start(self, update: Step) -> Callable[[], Outcome]:
+    def start(self, update: Update) -> Callable[[], Outcome]:
         progress, captured = self.progress, self.captured
         progress.step += 1
         seed = self.seed()
         self.model.train()
         torch.manual_seed(seed)  # for what takes the plain way
-        if update.micros:  # first: what does not fit there begins with zero gradients anew
-            captured.totals += self.gradients(Step(update.micros, update.after))
+        if update.micro_batches:  # first: what does not fit there begins with zero gradients anew
+            captured.totals += self.gradients(Update(update.micro_batches, update.after))
         if not self._passed(update, seed):
             captured.totals += self.gradients(self._in_smaller_parts(update))
         if self.world.size > 1:
@@ -128,10 +128,10 @@ class FastTrainer(Trainer):
 
         return settle
 
-    def _passed(self, update: Step, seed: int) -> bool:
+    def _passed(self, update: Update, seed: int) -> bool:
         """Add the gradients of what is laid end to end; False if memory does not suffice, and nothing is held of it."""
         try:
-            for number, batch in enumerate(update.ragged):
+            for number, batch in enumerate(_packed(update)):
                 self.captured.add_gradient(batch, seed + number * PASS_SEED)
         except torch.OutOfMemoryError:
             return False
@@ -142,23 +142,27 @@ class FastTrainer(Trainer):
         self.captured.weights.grads.zero_()
         self.captured.totals.zero_()
 
-    def _in_smaller_parts(self, update: Step) -> Step:
+    def _in_smaller_parts(self, update: Update) -> Update:
         """The same update as padded micro-batches; from now on half as much is laid end to end."""
-        assert isinstance(self.updates, Pairs)
-        fewer = max(1, max(max(batch.sizes) for batch in update.ragged) // 2)
-        if fewer < self.updates.ragged_tokens:  # else it was laid before the last time that memory did not suffice
-            self.updates.ragged_tokens = fewer
+        assert isinstance(self.updates, PackedPairs)
+        fewer = max(1, max(max(batch.sizes) for batch in _packed(update)) // 2)
+        if fewer < self.updates.packed_tokens:  # else it was laid before the last time that memory did not suffice
+            self.updates.packed_tokens = fewer
             say(f"out of memory: from now on {fewer:,} tokens a side are computed at once")
         self.zero_gradients()
         self.captured.forget()
-        return Step([batch.to(self.device) for batch in self.padded(update)], update.after)
+        return Update([batch.to(self.device) for batch in self.padded(update)], update.after)
 
-    def padded(self, update: Step) -> list[Batch]:
+    def padded(self, update: Update) -> list[Batch]:
         tokenizers = self.prepared.tokenizers
-        rows = [row for batch in update.ragged for row in batch.rows(tokenizers.tgt.pad)]
+        rows = [row for batch in _packed(update) for row in batch.rows(tokenizers.tgt.pad)]
         groups = (rows[first : first + TOGETHER] for first in range(0, len(rows), TOGETHER))
         made = [collate([s[:-1] for s, _, _ in group], [t[1:] for _, t, _ in group], tokenizers) for group in groups]
-        return [*update.micros, *made]
+        return [*update.micro_batches, *made]
+
+
+def _packed(update: Update) -> tuple[PackedBatch, ...]:
+    return update.packed if isinstance(update, PackedUpdate) else ()
 
 
 # ---- CUDA graphs of a step -------------------------------------------------------------------------------------------
@@ -221,7 +225,7 @@ class Captured:
             optimizer.step()
 
     @torch.no_grad()
-    def add_gradient(self, batch: Ragged, seed: int) -> None:
+    def add_gradient(self, batch: PackedBatch, seed: int) -> None:
         """One pass: its gradient, its loss and its tokens are added to those of the update."""
         self.passes.seed.copy_(_halves(seed), non_blocking=True)
         self.totals[2] += batch.tokens
@@ -235,7 +239,7 @@ class Captured:
             graph.replay()
             return
         self.totals[:2] += self.passes.run(batch, tuple(self.most))  # compiles what is new; the graph is for the next
-        held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
+        held = PackedBatch(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def work() -> None:
             self.totals[:2] += self.passes.run(held, tuple(self.most))
@@ -294,7 +298,7 @@ class Captured:
         if self.pool is not None:
             torch.cuda.empty_cache()
 
-    def _make_room(self, batch: Ragged) -> None:
+    def _make_room(self, batch: PackedBatch) -> None:
         """Graphs are captured with room for the most rows met so far, and a quarter more."""
         for tile, count in enumerate(batch.counts):
             if count > self.most[tile]:
