@@ -30,10 +30,10 @@ from sacrebleu import corpus_bleu, corpus_chrf
 from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
-from qkv.config import CorpusConfig, DataConfig, TokenizerConfig
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.formats import read_lines
 from qkv.data.text_preparation import prepare_text
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Pair = tuple[list[int], list[int]]
 

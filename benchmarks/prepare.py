@@ -1,6 +1,6 @@
 """Preparing a corpus against the subword library's own batch encoding of the same lines, in one run.
 
-    python benchmarks/prepare.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
+    python benchmarks/prepare_text.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
 
 The first figure is all of `prepare_text`:
 unpacking, filtering, learning the vocabulary, tokenising and writing the store.
@@ -23,10 +23,10 @@ from typing import Any
 
 import tokenizers
 
-from qkv import config
 from qkv.core.dataset import PreparedText
 from qkv.data.formats import read_any_file
 from qkv.data.text_preparation import prepare_text
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Seconds = tuple[float, float]  # elapsed, and spent by all processors
 BATCH = 20_000  # lines given to the library at once
@@ -52,11 +52,11 @@ def main() -> None:
 
 def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
     stages: dict[str, float] = {}
-    data = config.DataConfig(train=(config.CorpusConfig(src=src, tgt=tgt),))
+    data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
     prepared = prepare_text(
         data,
-        config.TokenizerConfig(vocab=vocab),
+        TokenizerConfig(vocab=vocab),
         store,
         progress=lambda stage, done, total: stages.__setitem__(stage, stages.get(stage, time.perf_counter())),
     )

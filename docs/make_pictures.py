@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.api import Translator
-from qkv.config import TrainConfig
 from qkv.data.formats import read_lines
 from qkv.models.layers import sinusoids
+from qkv.options import TrainConfig
 from qkv.train.optim import learning_rate
 
 SENTENCE = "Your cat is a lovely cat."

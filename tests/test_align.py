@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import demo_corpus as demo
 import qkv
 from conftest import sentences
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.data import alignments
@@ -33,6 +32,7 @@ from qkv.explain.word_alignment import (
     untranslated,
     word_weights,
 )
+from qkv.options import TokenizerConfig
 
 CPU = torch.device("cpu")
 LINKS = st.tuples(st.integers(0, 200), st.integers(0, 200))
@@ -90,7 +90,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return learn(
         TRAINING,
         TRAINING,
-        config.TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
+        TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
         ("it",),
     ).src
 

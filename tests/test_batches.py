@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import PATIENCE, wait_until
-from qkv import config
 from qkv.core import batches
 from qkv.core.batches import (
     Batch,
@@ -39,6 +38,7 @@ from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn, pair_dropout
+from qkv.options import TokenizerConfig
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
 
@@ -207,9 +207,7 @@ WORDS = "the cat sleeps in a lovely garden under green trees while small birds s
 
 @cache
 def both() -> TokenizerPair:
-    return learn(
-        [" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, config.TokenizerConfig(vocab=320), ("de", "fr")
-    )
+    return learn([" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, TokenizerConfig(vocab=320), ("de", "fr"))
 
 
 @dataclass

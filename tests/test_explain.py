@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn
@@ -22,13 +21,14 @@ from qkv.explain.attention_maps import AttentionMap, attention_map, words
 from qkv.explain.head_analysis import measure, rarest
 from qkv.models import build
 from qkv.models.attention import Recording
+from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
 
 
 @pytest.fixture(scope="module")
 def tokenizers() -> TokenizerPair:
-    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=270), ())
+    return learn(TEXT, TEXT, TokenizerConfig(vocab=270), ())
 
 
 def made(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
@@ -40,7 +40,7 @@ def made(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
 
 @pytest.fixture(scope="module")
 def found(tokenizers: TokenizerPair) -> AttentionMap:
-    return made(tokenizers, config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
+    return made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
 
 
 # ---- what is recorded ------------------------------------------------------------------------------------------------
@@ -70,9 +70,7 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "add", listen)
-        found = made(
-            tokenizers, config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1)
-        )
+        found = made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1))
     assert set(heard) == set(found.weights)
     for name, weights in heard.items():
         assert np.array_equal(weights[0].numpy(), found.weights[name])
@@ -81,8 +79,8 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair)
 @pytest.mark.parametrize(
     "spec",
     [
-        config.RnnConfig(d_model=16, encoder_layers=1, decoder_layers=1),
-        config.ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2),
+        RnnConfig(d_model=16, encoder_layers=1, decoder_layers=1),
+        ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2),
     ],
     ids=lambda spec: spec.kind,
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv import config
 from qkv.api.run_training import _begin
 from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText, TokenStore
@@ -21,6 +20,7 @@ from qkv.data import alignments, text_preparation
 from qkv.data.alignments import batch_alignment
 from qkv.data.text_preparation import prepare_text
 from qkv.models.attention import record
+from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.train import checkpoint
 from qkv.train.guided import Guide, guided_layer, guided_loss
 from qkv.train.trainer import Trainer
@@ -64,7 +64,7 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     return *write_pairs(folder, pairs), str(folder / "text.align")
 
 
-def settings(files: tuple[str, str, str], align: bool = True, **train: object) -> config.Config:
+def settings(files: tuple[str, str, str], align: bool = True, **train: object) -> Config:
     spec = tiny_config(*files[:2], tokens_per_step=256, metric="loss", steps=8, validate_every=100)
     values = {"guided_alignment": 0.5 if align else 0.0, **train}
     corpus = {"src": files[0], "tgt": files[1], "align": files[2] if align else ""}
@@ -206,16 +206,16 @@ def test_the_store_keeps_links_between_tokens(tmp_path: Path, form: str, monkeyp
     gold[pairs[6][0]] = "0-0 0-0"
     (tmp_path / "a.align").write_text("".join(f"{gold[source]}\n" for source, _ in pairs), encoding="utf-8")
     src, tgt = write_pairs(tmp_path, pairs)
-    corpus = config.CorpusConfig(src, tgt, align="a.align", tag="it")
+    corpus = CorpusConfig(src, tgt, align="a.align", tag="it")
     if form == "tsv":
         (tmp_path / "a.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
-        corpus = config.CorpusConfig(src="a.tsv", align="a.align", tag="it")
+        corpus = CorpusConfig(src="a.tsv", align="a.align", tag="it")
     if form == "packed":  # and read by two processes
         (tmp_path / "a.align.gz").write_bytes(gzip.compress((tmp_path / "a.align").read_bytes()))
-        corpus = config.CorpusConfig(src, tgt, align="a.align.gz", tag="it")
+        corpus = CorpusConfig(src, tgt, align="a.align.gz", tag="it")
         monkeypatch.setattr(text_preparation, "SMALL_TEXT", 0)
-    data = config.DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
-    prepared = prepare_text(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
+    data = DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
+    prepared = prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store")
     for part in ("train", "valid"):  # some are held out
         kept = getattr(prepared, part)
         expected = expected_links(prepared, part, gold, tag=1)
@@ -230,18 +230,18 @@ def test_a_corpus_without_alignments_has_no_links(tmp_path: Path) -> None:
     first, second = sentences(60, seed=1), sentences(60, seed=2)
     one, two = write_pairs(tmp_path, first, "one"), write_pairs(tmp_path, second, "two")
     (tmp_path / "one.align").write_text("0-0\n" * 60, encoding="utf-8")
-    plain, given_ = config.CorpusConfig(*two), config.CorpusConfig(*one, align=str(tmp_path / "one.align"))
-    data = config.DataConfig(train=(given_, plain), valid=(plain,))
-    prepared = prepare_text(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
+    plain, given_ = CorpusConfig(*two), CorpusConfig(*one, align=str(tmp_path / "one.align"))
+    data = DataConfig(train=(given_, plain), valid=(plain,))
+    prepared = prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store")
     counts = [len(links_of(prepared.train, n)) > 0 for n in range(len(prepared.train))]
     assert counts == (prepared.train.corpus == 0).tolist()
     assert not any(len(links_of(prepared.valid, n)) for n in range(len(prepared.valid)))
     # Other alignments make another store, and none another again.
     (tmp_path / "one.align").write_text("0-0 0-0\n" * 60, encoding="utf-8")
-    assert len(links_of(prepare_text(data, config.TokenizerConfig(vocab=290), tmp_path / "store").train, 0))
+    assert len(links_of(prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store").train, 0))
     bare = prepare_text(
-        config.DataConfig(train=(config.CorpusConfig(*one), plain), valid=(plain,)),
-        config.TokenizerConfig(vocab=290),
+        DataConfig(train=(CorpusConfig(*one), plain), valid=(plain,)),
+        TokenizerConfig(vocab=290),
         tmp_path / "b",
     )
     assert not list((tmp_path / "b").glob("*links*"))
@@ -263,22 +263,20 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
     lines = words_links(pairs)
     lines[2] = line
     (tmp_path / "bad.align").write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
-    data = config.DataConfig(
-        train=(config.CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),)
-    )
+    data = DataConfig(train=(CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),))
     with pytest.raises(QkvError, match=message):
-        prepare_text(data, config.TokenizerConfig(vocab=280), tmp_path / "store")
+        prepare_text(data, TokenizerConfig(vocab=280), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"data": {"train": [{"src": "a", "tgt": "b"}]}}, "train.guided_alignment needs alignments"),
-        ({"tokenizer": {"dropout": 0.1}}, r"tokenizer\.dropout cuts otherwise"),
+        ({"tokenizer": {"dropout": 0.1}}, r"but tokenizer\.dropout changes them"),
         ({"model": {"kind": "rnn"}}, 'of model.kind = "transformer", not of "rnn"'),
-        ({"data": {"valid": [{"src": "a", "tgt": "b", "align": "c"}]}}, r"data\.valid\[0\]\.align teaches nothing"),
+        ({"data": {"valid": [{"src": "a", "tgt": "b", "align": "c"}]}}, r"data\.valid\[0\]\.align has no effect"),
         ({"data": {"max_length": 70_000}, "train": {"tokens_per_step": 90_000}}, "with align, at most 65535"),
-        ({"train": {"guided_alignment": 1.0, "r_drop": 1.0}}, "guides one pass, and train.r_drop takes two"),
+        ({"train": {"guided_alignment": 1.0, "r_drop": 1.0}}, "guides one pass, but train.r_drop has two"),
         ({"train": {"guided_alignment": -1.0}}, "guided_alignment = -1.0: must be at least 0"),
     ],
 )
@@ -287,13 +285,13 @@ def test_what_cannot_be_guided_is_refused(changed: dict[str, Any], message: str)
         "data": {"train": [{"src": "a", "tgt": "b", "align": "c"}]},
         "train": {"guided_alignment": 0.5},
     }
-    assert config.from_dict(tree).train.guided_alignment == 0.5
+    assert Config.from_dict(tree).train.guided_alignment == 0.5
     with pytest.raises(UsageError, match=message):
-        config.from_dict({**tree, **{name: {**tree.get(name, {}), **values} for name, values in changed.items()}})
+        Config.from_dict({**tree, **{name: {**tree.get(name, {}), **values} for name, values in changed.items()}})
 
 
 def test_plain_text_has_no_alignment(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n" * 30, encoding="utf-8")
-    data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
+    data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
     with pytest.raises(UsageError, match="aligns two sides, and plain text has one"):
-        prepare_text(data, config.TokenizerConfig(), tmp_path / "store")
+        prepare_text(data, TokenizerConfig(), tmp_path / "store")

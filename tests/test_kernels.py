@@ -87,7 +87,7 @@ print("equal")
 SEARCHES = """
 import copy, dataclasses, random
 import torch
-from qkv import config
+from qkv import options as config
 from qkv.decode import beams, chains
 from qkv.decode.batched import search_all
 from qkv.decode.board import Board

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import tiny_config
-from qkv import config
 from qkv.core import files
 from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
+from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.run import Run
 from qkv.train import checkpoint, optim
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
-TINY = config.TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
+TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def perceptron(width: int = 16) -> nn.Module:
 
 
 def build(model: nn.Module, optimizer: str, rate: float | Tensor = 0.01, **train: Any) -> torch.optim.Optimizer:
-    made = optim.build(model, config.TrainConfig(optimizer=optimizer, **train))
+    made = optim.build(model, TrainConfig(optimizer=optimizer, **train))
     for group in made.param_groups:
         group["lr"] = rate
     return made
@@ -117,13 +117,13 @@ def test_the_matrices_are_those_inside_the_layers() -> None:
         if p.dim() == 2 and name.startswith(("encoder.", "decoder.")) and name.endswith("weight")
     }
     assert matrices(model)[model.encoder[0].attention.qkv.weight] == [6, 6, 8]  # W^Q, W^K, W^V: d_k = 3, d_v = 4
-    untied = Transformer(config.TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
+    untied = Transformer(TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
     assert untied.output.weight not in matrices(untied)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_gates_of_a_recurrent_cell_are_matrices_of_their_own(cell: str) -> None:
-    model = build_model(config.RnnConfig(cell=cell, d_model=8), 17, 17)
+    model = build_model(RnnConfig(cell=cell, d_model=8), 17, 17)
     rows = {name: matrices(model)[p] for name, p in model.named_parameters() if "weight_hh" in name}
     assert rows
     assert all(each == [each[0]] * (4 if cell == "lstm" else 3) for each in rows.values())
@@ -289,7 +289,7 @@ def test_the_small_language_is_learned(name: str, corpus: tuple[str, str], tmp_p
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
     sizes = {"d_ff": 12, "heads": 2, "layers": 1} if kind in ("decoder", "encoder") else {}
-    spec = config.MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
+    spec = MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
     model = build_model(spec, 17, 17)
     optimizer = build(model, name)
     assert isinstance(optimizer, MatrixOptimizer)
@@ -305,7 +305,7 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
 
 
 def test_wsd_rises_stays_and_falls_to_zero() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
+    spec = TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
     rates = [optim.learning_rate(step, spec, 512) for step in range(1, 1001)]
     assert rates[:100] == pytest.approx([2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:700] == pytest.approx([2e-3] * 601)
@@ -316,7 +316,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
+    spec = TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
     rates = [optim.learning_rate(step, spec, 512) for step in range(90, 101)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import config
 from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
@@ -25,6 +24,7 @@ from qkv.data.subwords import learn
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
+from qkv.options import Config, TokenizerConfig, TransformerConfig
 from qkv.run import Run
 from qkv.train import validate
 from qkv.train.checkpoint import Progress
@@ -74,12 +74,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def tokenizers() -> TokenizerPair:
-    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=280), ())
+    return learn(TEXT, TEXT, TokenizerConfig(vocab=280), ())
 
 
 def a_run(folder: Path, tokenizers: TokenizerPair, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
     """A run folder in which only the log was written, or not even that."""
-    run = Run.create(folder, config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
+    run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
         with Log(run.log, steps=10, after=Progress()) as log:
             for line in lines:
@@ -283,7 +283,7 @@ def test_two_runs_share_their_axes_and_show_where_they_differ(
     assert lines["BLEU", 1, "BLEU"] == [50.0]
     assert lines["BLEU", 0, "BLEU"] == [line["bleu"] for line in entries(tiny, "valid")]
     assert len({chart["title"] for chart in found.data["charts"]}) == len(found.data["charts"])
-    differences = config.difference(runs[0].config, other.config)
+    differences = runs[0].config.difference(other.config)
     shown = {row[0]: row[1:] for row in found.cells if row[0] in dict.fromkeys(path for path, _, _ in differences)}
     assert len(shown) == len(differences) > 10
     assert shown["train.steps"] == ["200", "20"]
@@ -361,7 +361,7 @@ KINDS = {
 def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: TokenizerPair) -> None:
     """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
     torch.manual_seed(0)
-    spec = config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
+    spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     rows = [np.asarray(tokenizers.src.encode(text), np.int64) for text in TEXT]
 
@@ -414,7 +414,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
 
 def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
     """What is not a number cannot be written as JSON."""
-    model = build(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

@@ -17,13 +17,13 @@ import tokenizers as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core import tokenizer as module
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair, default_size
 from qkv.data import subwords as subwords
 from qkv.data.subwords import VARIANTS, BpeDropout, learn
 from qkv.interop.huggingface import library_tokenizer
+from qkv.options import TokenizerConfig
 
 ENGLISH = [
     "Your cat is a lovely cat.",
@@ -62,7 +62,7 @@ AWKWARD = [
 
 @cache
 def learned(kind: str, shared: bool = True) -> TokenizerPair:
-    return learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, shared=shared), TAGS)
+    return learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, shared=shared), TAGS)
 
 
 def nfc(text: str) -> str:
@@ -98,7 +98,7 @@ class TestRoundTrip:
             assert theirs.tgt.encode(text) == ours.tgt.encode(text)
 
     def test_learning_repeats_itself(self, kind: str, shared: bool) -> None:
-        again = learn(iter(ENGLISH), iter(GERMAN), config.TokenizerConfig(kind=kind, shared=shared), TAGS)
+        again = learn(iter(ENGLISH), iter(GERMAN), TokenizerConfig(kind=kind, shared=shared), TAGS)
         assert again.fingerprint == learned(kind, shared).fingerprint
 
 
@@ -302,17 +302,17 @@ def test_dropout_is_for_bpe() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vocabulary_larger_than_the_text_supports(kind: str) -> None:
     with pytest.raises(UsageError, match="supports only") as caught:
-        learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=32_000))
+        learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=32_000))
     supported = int(str(caught.value).split("supports only ")[1].split()[0])
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=supported)).src.size == supported
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind)).src.size == supported
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=supported)).src.size == supported
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind)).src.size == supported
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 def test_the_size_asked_for_is_the_size_made(kind: str) -> None:
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
     with pytest.raises(UsageError, match="at least 261"):
-        learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=260), TAGS)
+        learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=260), TAGS)
 
 
 def test_default_sizes() -> None:
@@ -327,7 +327,7 @@ def test_separate_vocabularies_are_learned_from_their_own_side() -> None:
 
 
 def test_plain_text_has_one_vocabulary() -> None:
-    one = learn((), GERMAN, config.TokenizerConfig())
+    one = learn((), GERMAN, TokenizerConfig())
     assert one.shared
     assert one.tgt.decode(one.tgt.encode(GERMAN[0])) == GERMAN[0]
 
@@ -390,7 +390,7 @@ def test_torch_is_not_imported() -> None:
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word", "char"])
 def test_an_endless_word_teaches_no_more_than_its_beginning(kind: str) -> None:
     """Learning from it whole would take hours; what is learned must be the same as from a part of it."""
-    spec = config.TokenizerConfig(kind=kind)
+    spec = TokenizerConfig(kind=kind)
     lines = ["one two three one two three"] * 3
     endless, cut = ["ab" * 500_000], ["ab" * 128]
     assert learn([*lines, *endless], lines, spec).fingerprint == learn([*lines, *cut], lines, spec).fingerprint

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from qkv.config import (
+from qkv.options import (
     Config,
     ConvS2SConfig,
     CorpusConfig,

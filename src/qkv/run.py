@@ -33,10 +33,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv import config as configs
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.options import Config
 from qkv.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Run:
     def create(
         cls,
         path: Path,
-        config: configs.Config,
+        config: Config,
         tokenizers: TokenizerPair,
         store: Path | None = None,
         command: str = "",
@@ -154,11 +154,11 @@ class Run:
         return self.path / "log.jsonl"
 
     @cached_property
-    def config(self) -> configs.Config:
-        return configs.load(self.path / "config.toml")
+    def config(self) -> Config:
+        return Config.load(self.path / "config.toml")
 
-    def write_config(self, config: configs.Config) -> None:
-        files.write_text(self.path / "config.toml", configs.dumps(config))
+    def write_config(self, config: Config) -> None:
+        files.write_text(self.path / "config.toml", config.dumps())
         self.__dict__.pop("config", None)
 
     @cached_property
@@ -219,7 +219,7 @@ class Run:
         return model.to(device).eval()
 
 
-def find_config(name: str) -> configs.Config:
+def find_config(name: str) -> Config:
     """A config by what a user calls it: a preset, a run folder, or a TOML file."""
     if name in PRESETS:
         return PRESETS[name]()
@@ -228,7 +228,7 @@ def find_config(name: str) -> configs.Config:
     if Path(name).exists():
         if Path(name).suffix != ".toml":
             raise UsageError(f"{name}: not a .toml file: a config is one, and text is given with --src and --tgt")
-        return configs.load(name)
+        return Config.load(name)
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"
     raise UsageError(f"{name}: no such preset, config file or run folder: {hint}")

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv import config
+from qkv.core.config import CorpusConfig, DataConfig
 from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
@@ -135,26 +135,27 @@ def find_file(name: str, root: str, suffixes: tuple[str, ...] = COMPRESSED) -> P
 
 
 def find_corpus(
-    corpus: config.CorpusConfig,
-    data: config.DataConfig,
+    corpus: CorpusConfig,
+    data: DataConfig,
     *,
+    text: str = "",
     line_format: LineFormat = LINES,
     find: Callable[[str, str], Path] = find_file,
 ) -> Corpus:
-    """Check the config of one corpus and find its files."""
-    names = tuple(name for name in (corpus.src, corpus.tgt, corpus.text) if name)
+    """Check the config of one corpus, two parallel files or a `text` without a source, and find its files."""
+    names = tuple(name for name in (corpus.src, corpus.tgt, text) if name)
     if not names:
         raise UsageError("a corpus names no file: give src and tgt, or text")
-    if corpus.text and len(names) > 1:
+    if text and len(names) > 1:
         raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")
     if corpus.tgt and not corpus.src:
         raise UsageError(f"corpus {corpus.tgt}: give src too, or text for a model without a source")
     if corpus.src and not corpus.tgt and line_format.parse is None:
         raise UsageError(f"corpus {corpus.src}: give tgt too, or one .tsv or .jsonl file that holds both sides")
-    if corpus.text and corpus.tag:
-        raise UsageError(f'corpus {corpus.text}: tag "{corpus.tag}" belongs before a source, and plain text has none')
+    if text and corpus.tag:
+        raise UsageError(f'corpus {text}: tag "{corpus.tag}" belongs before a source, and plain text has none')
     paths = tuple(find(name, data.root) for name in names)
-    return Corpus(names, paths, 1 if corpus.text else 2, corpus.weight, corpus.tag, line_format)
+    return Corpus(names, paths, 1 if text else 2, corpus.weight, corpus.tag, line_format)
 
 
 def is_stream(path: Path) -> bool:

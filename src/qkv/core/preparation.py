@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv import config
 from qkv.core import dataset
+from qkv.core.config import DataConfig, TokenizerConfig
 from qkv.core.corpus import (
     Corpus,
     ParallelMap,
@@ -71,7 +71,7 @@ class Filter(NamedTuple):
     on_validation: bool = False  # whether a given validation set is filtered too
 
 
-def length_filters(data: config.DataConfig) -> list[Filter]:
+def length_filters(data: DataConfig) -> list[Filter]:
     """Return the filters of the config: data.max_length and data.max_ratio."""
     return [
         Filter("too_long", partial(fits, limit=data.max_length), "tokens", f"<= {data.max_length}", on_validation=True),
@@ -100,7 +100,7 @@ class Sentences:
 
     name = "sentences"
 
-    def __init__(self, data: config.DataConfig, filters: Sequence[Filter]) -> None:
+    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
         self.data, self.filters = data, tuple(filters)
         self.reasons = [each.name.lower() for each in Disposition if each < Disposition.FILTERED]
         self.reasons += [each.name for each in self.filters]
@@ -204,8 +204,8 @@ class Sentences:
 def prepare(
     train: Sequence[Corpus],
     valid: Sequence[Corpus],
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
     folder: Path,
     *,
     tokenizers: TokenizerPair | None = None,
@@ -233,7 +233,8 @@ def prepare(
         for tag in {corpus.tag for corpus in corpora if corpus.tag}:
             tokenizers.src.tag(tag)  # refuses an unknown tag
     text = kind(data, [*length_filters(data), *filters])
-    settings = _settings(text, tokenizer, tokenizers, corpora, len(train))
+    learned = [learner.__name__, tokenizer.vocab, tokenizer.shared, tokenizer.sample]
+    settings = _settings(text, tokenizers.fingerprint if tokenizers else learned, corpora, len(train))
     inputs = [file_state(path) for path in paths]
     stores = Path(data.store) if data.store else None
     if reused := dataset.find_prepared(stores, folder, settings, inputs, ("path", "size", "mtime")):
@@ -308,7 +309,7 @@ class Scan:
             ),
         )
 
-    def learn_tokenizers(self, options: config.TokenizerConfig, learner: Learner) -> TokenizerPair:
+    def learn_tokenizers(self, options: TokenizerConfig, learner: Learner) -> TokenizerPair:
         """Learn the vocabulary from a uniform sample of the training pairs."""
         self.progress("learn", 0, None)
         kept = int(np.count_nonzero(self.dispositions == Disposition.TRAIN))
@@ -428,11 +429,8 @@ def _slices(length: int) -> Iterator[tuple[int, int]]:
 # ---- the key ---------------------------------------------------------------------------------------------------------
 
 
-def _settings(
-    text: Sentences, tokenizer: config.TokenizerConfig, given: TokenizerPair | None, corpora: list[Corpus], train: int
-) -> dict[str, Any]:
+def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
     """Return everything but the text itself that decides the result, as plain values."""
-    learned = {name: getattr(tokenizer, name) for name in ("kind", "vocab", "shared", "sample")}
     described = [
         [each.format.key, each.sides, each.weight, each.tag, each.column and [each.column.name, each.column.key]]
         for each in corpora
@@ -441,7 +439,7 @@ def _settings(
         "text": text.name,
         "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
         "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
-        "tokenizer": given.fingerprint if given else learned,
+        "tokenizer": vocabulary,
         "train": described[:train],
         "valid": described[train:],
     }

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
-from qkv import config
 from qkv.core import files
+from qkv.core.config import TokenizerConfig
 from qkv.core.errors import QkvError, UsageError
 
 PAD, BOS, EOS = 0, 1, 2
@@ -292,7 +292,7 @@ def learn_bpe(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer
 def learn_tokenizers(
     src_lines: Iterable[str],
     tgt_lines: Iterable[str],
-    options: config.TokenizerConfig,
+    options: TokenizerConfig,
     tags: Sequence[str] = (),
     *,
     pairs: int,

@@ -19,10 +19,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
-from qkv import config
 from qkv.core import corpus as core
 from qkv.core.corpus import LINES, READ_BYTES, Corpus, LineFormat, Texts, decode_line, find_corpus, find_file, read_file
 from qkv.core.errors import QkvError, UsageError
+from qkv.options import CorpusConfig, DataConfig
 
 COMPRESSED = (*core.COMPRESSED, ".zst")
 DEMO = Path(__file__).with_name("demo")  # the built-in corpus, compressed; benchmarks/demo_corpus generates it
@@ -74,7 +74,7 @@ def layout_of(name: str) -> str:
 # ---- finding and reading files ---------------------------------------------------------------------------------------
 
 
-def find_text(corpora: Iterable[config.CorpusConfig], data: config.DataConfig) -> list[Corpus]:
+def find_text(corpora: Iterable[CorpusConfig], data: DataConfig) -> list[Corpus]:
     """Check the config of each corpus and find its files."""
     found = [_find_corpus(corpus, data) for corpus in corpora]
     if len({corpus.sides for corpus in found}) > 1:
@@ -82,7 +82,7 @@ def find_text(corpora: Iterable[config.CorpusConfig], data: config.DataConfig) -
     return found
 
 
-def _find_corpus(corpus: config.CorpusConfig, data: config.DataConfig) -> Corpus:
+def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
     layouts = [layout_of(name) for name in (corpus.src, corpus.tgt, corpus.text) if name] or ["lines"]
     if corpus.tgt and layouts != ["lines", "lines"] and corpus.src and not corpus.text:
         raise UsageError(f"corpus {corpus.src} {corpus.tgt}: a .tsv or .jsonl file holds both sides: leave tgt out")
@@ -96,7 +96,7 @@ def _find_corpus(corpus: config.CorpusConfig, data: config.DataConfig) -> Corpus
         "tsv": LineFormat("tsv", parse_tsv),
         "jsonl": LineFormat(f"jsonl {langs[0]} {langs[1]}", partial(parse_jsonl, sides=sides, langs=langs)),
     }[layout]
-    found = find_corpus(corpus, data, line_format=line_format, find=open_text)
+    found = find_corpus(corpus, data, text=corpus.text, line_format=line_format, find=open_text)
     if corpus.align:
         if corpus.text:
             raise UsageError(f"corpus {corpus.text}: {corpus.align} aligns two sides, and plain text has one")
@@ -249,7 +249,7 @@ LANGUAGE_CODES = frozenset(
 )
 
 
-def infer_languages(data: config.DataConfig) -> config.DataConfig:
+def infer_languages(data: DataConfig) -> DataConfig:
     """Complete src_lang and tgt_lang from file names such as `train.en` and `train.de`, where they are not given.
 
     Only corpora with two files that end in two different language codes count. A side on which they disagree stays

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv import config
 from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate, UpdateStream, pad, visits
 from qkv.core.corpus import BOM, LINES, Corpus, LineFormat, ParallelMap, TextBlock, read_block
 from qkv.core.dataset import Encoded, TokenStore, load_tokenizers
@@ -26,6 +25,7 @@ from qkv.core.preparation import (
     Sentences,
 )
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.options import DataConfig
 
 # A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
 PARTS = LineFormat("parts")
@@ -40,7 +40,7 @@ class RunningText(Sentences):
 
     name = "running text"
 
-    def __init__(self, data: config.DataConfig, filters: Sequence[Filter]) -> None:
+    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
         super().__init__(data, ())
 
     def blocks(

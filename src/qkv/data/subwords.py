@@ -19,7 +19,6 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from qkv import config
 from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import (
@@ -35,6 +34,7 @@ from qkv.core.tokenizer import (
     pre_tokenizer,
     to_printable,
 )
+from qkv.options import TokenizerConfig
 
 CANDIDATES = 3  # BPE pieces that unigram starts with, for each piece of its vocabulary
 VARIANTS = 64  # segmentations that BPE-dropout may give one chunk
@@ -48,7 +48,7 @@ def learner_for(kind: str) -> Learner:
 
 
 def learn(
-    src_lines: Iterable[str], tgt_lines: Iterable[str], options: config.TokenizerConfig, tags: Sequence[str] = ()
+    src_lines: Iterable[str], tgt_lines: Iterable[str], options: TokenizerConfig, tags: Sequence[str] = ()
 ) -> TokenizerPair:
     """Learn the vocabularies of a whole corpus, of the kind in the options; running text has target lines only."""
     src_lines, tgt_lines = list(src_lines), list(tgt_lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qkv import config
 from qkv.console import say
 from qkv.core.corpus import Progress
 from qkv.core.dataset import PreparedText
@@ -13,14 +12,15 @@ from qkv.core.preparation import Filter, Sentences, prepare
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.formats import COMPRESSED, find_text
 from qkv.data.subwords import learner_for
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
 SMALL_TEXT = 16 << 20  # bytes; starting processes for less takes longer than the work
 
 
 def prepare_text(
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
     folder: Path,
     *,
     tokenizers: TokenizerPair | None = None,
@@ -34,7 +34,7 @@ def prepare_text(
     With `running_text`, plain text is read on across lines: nothing is dropped, newlines are tokens, and its end is
     held out for validation.
     """
-    kind = Sentences
+    kind: type[Sentences] = Sentences
     if running_text:
         from qkv.data.lm_data import RunningText  # which loads torch
 

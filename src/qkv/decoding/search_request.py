@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import score_all, search_all
@@ -27,6 +26,7 @@ from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.evaluation.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
+from qkv.options import Config, DecodeConfig
 from qkv.worker_pool import ProcessWorkers
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
@@ -84,7 +84,7 @@ def without_spaces(language: str) -> bool:
 class Asked:
     """What the search is asked for in a call, the same for all its texts."""
 
-    spec: configs.DecodeConfig
+    spec: DecodeConfig
     rules: Rules
     n_best: int
     candidates: int  # hypotheses searched for, of which n_best come back
@@ -97,7 +97,7 @@ class Asked:
     @classmethod
     def of(
         cls,
-        config: configs.Config,
+        config: Config,
         tokenizer: Tokenizer,
         *,
         beam: int | None = None,
@@ -183,7 +183,7 @@ def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
     return max(n_best, CANDIDATES) if candidates is None else candidates
 
 
-def tag_before(tag: str, tokenizers: TokenizerPair, config: configs.Config) -> list[int]:
+def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]:
     """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
     if tag:
         return [tokenizers.src.tag(tag)]

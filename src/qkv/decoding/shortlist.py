@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv import config
 from qkv.core import files
 from qkv.core.batches import pad
 from qkv.core.dataset import TokenStore
@@ -30,6 +29,7 @@ from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.models.base import Model
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence
 LINKS = 20_000_000  # pairs of a source and a target token that the table is learned from: a few seconds, under 1 GB
@@ -181,7 +181,7 @@ def search_short(
     narrow: Callable[[Tensor], StepModel[Any, Any]],
     shortlist: Shortlist,
     sources: Sequence[Ids],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     tokenizers: TokenizerPair,
     *,
     n_best: int = 1,

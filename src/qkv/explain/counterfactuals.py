@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import score_all
@@ -23,6 +22,7 @@ from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
 from qkv.models.attention import Head, heads_of, without
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WhatIf:
 def what_if(
     model: StepModel[Any, Any],
     tokenizers: TokenizerPair,
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     device: torch.device,
     text: str,
     *,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.board import Hypothesis
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Ranking, Traced, trace
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 
 CANDIDATES = 10  # shown at each step
 
@@ -48,7 +48,7 @@ class Read:
     def encode(self, source: Tensor, lengths: Tensor) -> Any:
         return self.memory
 
-    def search(self, spec: config.DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
+    def search(self, spec: DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
         """The n best hypotheses that begin with the prefix."""
         ids, begun = self.tgt, torch.tensor([list(prefix)], device=self.source.device) if prefix else None
         (found,) = search(
@@ -69,7 +69,7 @@ def decoding(
     model: StepModel[Any, Any],
     tokenizers: TokenizerPair,
     source_ids: Sequence[int],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     device: torch.device,
     *,
     n_best: int = 1,
@@ -128,7 +128,7 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
 class _Tree:
     """The nodes of one traced search, in the order in which it ranked them; the first is <s>."""
 
-    def __init__(self, traced: Traced, spec: config.DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
+    def __init__(self, traced: Traced, spec: DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
         self.traced, self.spec, self.tgt, self.width, self.n_best = traced, spec, tgt, width, n_best
         self.nodes: list[dict[str, Any]] = []
         root = self._add(None, 0, tgt.bos, 0.0, "went on", "where every translation begins")

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv import config as configs
 from qkv.core import files
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
@@ -27,6 +26,7 @@ from qkv.data.alignments import Link, tokens_of_words
 from qkv.decode.batched import by_length
 from qkv.models.attention import record
 from qkv.models.state import StepModel
+from qkv.options import TransformerConfig
 from qkv.run import Run
 from qkv.train.guided import guided_layer
 
@@ -301,7 +301,7 @@ def alignment_head(run: Run) -> Head:
             return Head(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise QkvError(f"{path}: damaged: find the head anew with `qkv align {run.path} … --find`") from None
-    if run.config.train.guided_alignment and isinstance(run.config.model, configs.TransformerConfig):
+    if run.config.train.guided_alignment and isinstance(run.config.model, TransformerConfig):
         return Head(f"decoder.{guided_layer(run.config.model.decoder_layers)}.cross", 0, "written", 0.2)
     return Head()
 

@@ -15,11 +15,11 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
 from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.options import DecodeConfig, TransformerConfig
 
 UNUSED_SCORE = -1e6  # the score of a piece that no text is split into
 POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
@@ -52,7 +52,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
     return theirs.eval()
 
 
-def write_huggingface(model: Transformer, folder: Path, search: config.DecodeConfig, longest: int) -> None:
+def write_huggingface(model: Transformer, folder: Path, search: DecodeConfig, longest: int) -> None:
     """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
     theirs = to_huggingface(model, max_positions=reach(longest))
     several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
@@ -118,7 +118,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str =
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+def _empty(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
     transformers = engine("transformers")
     shape = {
         "vocab_size": src_vocab,

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.batches import Batch
 from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
@@ -29,6 +28,7 @@ from qkv.engines.cuda_training.cuda_trainer import Captured
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
+from qkv.options import TrainConfig
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 
@@ -38,13 +38,13 @@ RATE = 1e-4  # the learning rate: that of no schedule, as nothing is to be learn
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingSetup:
     """What all contenders begin with."""
 
     model: Transformer  # on the CPU; nobody may change it
     device: torch.device
     width: int  # of a batch: no sentence is longer
-    spec: config.TrainConfig
+    spec: TrainConfig
 
     @property
     def autocast(self) -> torch.autocast:
@@ -64,10 +64,10 @@ class Contender(ABC):
         return f"{self.engine} {self.how}"
 
     @abstractmethod
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         """Make model and optimiser on the device."""
 
-    def laid(self, batch: Batch) -> Any:
+    def collate(self, batch: Batch) -> Any:
         """A batch as this one wants it, on the host: the work of a loader's thread, which is not timed."""
         return batch
 
@@ -84,18 +84,18 @@ class Contender(ABC):
         """Give back the memory."""
 
 
-class Written(Contender):
+class StandardLoop(Contender):
     """A model in the loop that everyone writes: loss under autocast, backward, fused Adam.
 
     `make` gives a module from (source, lengths, target) to logits; `compiled` has torch compile it with its loss, for
     the one shape that there is.
     """
 
-    def __init__(self, engine: str, make: Callable[[Subject], nn.Module], *, compiled: bool = False) -> None:
+    def __init__(self, engine: str, make: Callable[[TrainingSetup], nn.Module], *, compiled: bool = False) -> None:
         super().__init__(engine, "compiled" if compiled else "eager")
         self.make, self.compiled = make, compiled
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         self.subject = subject
         self.model: Any = self.make(subject).to(subject.device).train()
         self.run = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
@@ -104,7 +104,7 @@ class Written(Contender):
         self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=subject.spec.eps, fused=True)
 
     def logits(self, batch: Batch) -> Tensor:
-        with evaluating(self.model):
+        with eval_mode(self.model):
             found: Tensor = self.model(*batch.inputs)
         return found
 
@@ -127,7 +127,7 @@ class Written(Contender):
         torch.compiler.reset()
 
 
-class Plain(Written):
+class PlainQkv(StandardLoop):
     """Our model and our loss, which never holds all logits, one operation after the other."""
 
     def __init__(self) -> None:
@@ -141,20 +141,20 @@ class Plain(Written):
         return loss / (labels != PAD).sum()
 
 
-class Fast(Contender):
+class FusedQkv(Contender):
     """Our fused pass over sentences laid end to end; on a GPU, as CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__(OURS, "captured")
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         self.model = copy.deepcopy(subject.model).to(subject.device).train()
         optimizer = optim.build(self.model, subject.spec)
         dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
         self.captured = Captured(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
-    def laid(self, batch: Batch) -> PackedBatch:
+    def collate(self, batch: Batch) -> PackedBatch:
         real = batch.labels != PAD
         lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
         rows = [
@@ -164,7 +164,7 @@ class Fast(Contender):
         return pack(*map(Rows, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
 
     def logits(self, batch: Batch) -> Tensor:
-        with evaluating(self.model):
+        with eval_mode(self.model):
             found: Tensor = self.model(*batch.inputs)
         return found
 
@@ -178,7 +178,7 @@ class Fast(Contender):
         self.model = self.captured = None  # type: ignore[assignment]
 
 
-class OtherArchitecture(Written):
+class OtherArchitecture(StandardLoop):
     """One whose layers are not the paper's: of the same sizes, but its logits are its own."""
 
     exact = False
@@ -186,14 +186,14 @@ class OtherArchitecture(Written):
 
 def contenders(device: torch.device) -> list[Contender]:
     """All there are; ours come first, the plain one as the reference for the others' logits."""
-    found: list[Contender] = [Plain(), Fast()] if device.type == "cuda" else [Plain()]
+    found: list[Contender] = [PlainQkv(), FusedQkv()] if device.type == "cuda" else [PlainQkv()]
     for engine, make in ((TRANSFORMERS, _marian), (TORCH, _torch)):
-        found += [Written(engine, make, compiled=compiled) for compiled in (False, True)]
+        found += [StandardLoop(engine, make, compiled=compiled) for compiled in (False, True)]
     return [*found, OtherArchitecture(X_TRANSFORMERS, _x_transformers)]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients."""
     model.eval()
     try:
@@ -209,7 +209,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class _Marian(nn.Module):
     """transformers' model, with the signature of ours."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrainingSetup) -> None:
         super().__init__()
         self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
         self.model.set_attn_implementation("sdpa")
@@ -224,11 +224,11 @@ class _Marian(nn.Module):
         return logits
 
 
-def _marian(subject: Subject) -> nn.Module:
+def _marian(subject: TrainingSetup) -> nn.Module:
     return _Marian(subject)
 
 
-def _torch(subject: Subject) -> nn.Module:
+def _torch(subject: TrainingSetup) -> nn.Module:
     """torch's layers; their dropout inside attention and feed-forward, which the paper has not, is that of our spec."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
     spec = subject.model.spec
@@ -243,7 +243,7 @@ def _torch(subject: Subject) -> nn.Module:
 class _XTransformer(nn.Module):
     """x-transformers' encoder and decoder of our sizes, its own choices in all else; output tied to the embedding."""
 
-    def __init__(self, subject: Subject, package: Any) -> None:
+    def __init__(self, subject: TrainingSetup, package: Any) -> None:
         super().__init__()
         spec, vocab = subject.model.spec, len(subject.model.output.weight)
         shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
@@ -262,7 +262,7 @@ class _XTransformer(nn.Module):
         return logits
 
 
-def _x_transformers(subject: Subject) -> nn.Module:
+def _x_transformers(subject: TrainingSetup) -> nn.Module:
     try:
         return _XTransformer(subject, importlib.import_module("x_transformers"))
     except ImportError:
@@ -273,7 +273,7 @@ def _x_transformers(subject: Subject) -> nn.Module:
 
 
 @dataclass
-class Prefixes:
+class PrefixState:
     """Without a cache, all there is to remember is what was written."""
 
     memory: Tensor
@@ -281,8 +281,8 @@ class Prefixes:
     tokens: Tensor
     beam: int
 
-    def select(self, rows: Tensor) -> Prefixes:
-        return Prefixes(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
+    def select(self, rows: Tensor) -> PrefixState:
+        return PrefixState(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
 
 
 class TorchTransformer(nn.Module):
@@ -312,7 +312,7 @@ class TorchTransformer(nn.Module):
             spec.decoder_layers,
             final(),
         )
-        self.load_state_dict(_renamed(ours), strict=True)
+        self.load_state_dict(_torch_state_dict(ours), strict=True)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         padding = _padding(source, lengths)
@@ -326,12 +326,12 @@ class TorchTransformer(nn.Module):
         padding = _padding(source, lengths)
         return self.encoder(self.source(source), src_key_padding_mask=padding), padding
 
-    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> Prefixes:
+    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> PrefixState:
         values, padding = (part.repeat_interleave(beam, 0) for part in memory)
         nothing = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
-        return Prefixes(values, padding, nothing, beam)
+        return PrefixState(values, padding, nothing, beam)
 
-    def step(self, tokens: Tensor, state: Prefixes) -> tuple[Tensor, Prefixes]:
+    def step(self, tokens: Tensor, state: PrefixState) -> tuple[Tensor, PrefixState]:
         state.tokens = torch.cat([state.tokens, tokens], dim=1)
         hidden = self._decode(state.tokens, state.memory, state.padding)[:, -tokens.shape[1] :]
         return F.linear(hidden, self.output.weight), state
@@ -350,7 +350,7 @@ def _padding(source: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
 
 
-def _renamed(ours: Transformer) -> dict[str, Tensor]:
+def _torch_state_dict(ours: Transformer) -> dict[str, Tensor]:
     """Our weights under torch's names; torch's attention has biases, which are zero here if ours has none."""
     state = {
         name: tensor

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import config
+from qkv.options import TrainConfig
 from qkv.training.matrix_optimizers import MatrixOptimizer, Muon, Soap
 
 DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
 MATRIX_OPTIMIZERS: dict[str, type[MatrixOptimizer]] = {"muon": Muon, "soap": Soap}
 
 
-def learning_rate(step: int, spec: config.TrainConfig, d_model: int) -> float:
+def learning_rate(step: int, spec: TrainConfig, d_model: int) -> float:
     """The learning rate of update number `step`, counted from 1.
 
     All schedules rise linearly over `warmup` steps. Then the paper's (equation 3) and inverse_sqrt fall with 1/√step,
@@ -41,7 +41,7 @@ def learning_rate(step: int, spec: config.TrainConfig, d_model: int) -> float:
     return spec.learning_rate * fall[spec.schedule]
 
 
-def build(model: nn.Module, spec: config.TrainConfig) -> torch.optim.Optimizer:
+def build(model: nn.Module, spec: TrainConfig) -> torch.optim.Optimizer:
     """Adam as in the paper, or what goes past it; weight decay is decoupled and leaves norms and biases alone.
 
     All of them keep tensors in `state[parameter]`, take a learning rate that is a number or a tensor, and leave out a

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.core import batches
 from qkv.core.batches import Batch, PairBatches, Position, Update, UpdateStream
 from qkv.core.dataset import PreparedText
@@ -23,6 +22,7 @@ from qkv.data.lm_data import BlockBatches, MaskedBatches
 from qkv.data.subwords import pair_dropout
 from qkv.models.base import Model
 from qkv.models.build import build
+from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig
 from qkv.run import load_weights
 from qkv.train import optim
 from qkv.train.checkpoint import Progress
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def make_updates(
-    config: configs.Config,
+    config: Config,
     prepared: PreparedText,
     device: torch.device | None = None,
     world: World = ALONE,
@@ -65,9 +65,9 @@ def make_updates(
         "device": device,
     }
     match config.model:
-        case configs.DecoderOnlyConfig():
+        case DecoderOnlyConfig():
             return BlockBatches(prepared.train, length=config.data.max_length, **common)
-        case configs.EncoderOnlyConfig(masked=masked):
+        case EncoderOnlyConfig(masked=masked):
             return MaskedBatches(prepared.train, prepared.tokenizers, masked=masked, **common)
     dropout = config.tokenizer.dropout
     return pair_batches(
@@ -86,12 +86,12 @@ class Trainer:
 
     @staticmethod
     def read(
-        config: configs.Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
+        config: Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
     ) -> UpdateStream:
         """The text as this trainer takes it."""
         return make_updates(config, prepared, device, world)
 
-    def __init__(self, config: configs.Config, prepared: PreparedText, world: World = ALONE) -> None:
+    def __init__(self, config: Config, prepared: PreparedText, world: World = ALONE) -> None:
         self.config, self.prepared, self.world = config, prepared, world
         self.spec = spec = config.train
         self.device = choose_device(spec.device)

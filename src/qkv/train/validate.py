@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from qkv import config
 from qkv.core import batches
 from qkv.core.batches import Batch, collate
 from qkv.core.dataset import PreparedText
@@ -29,6 +28,7 @@ from qkv.evaluation import metrics
 from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
 from qkv.models.transformer import DecoderOnly
+from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig, TranslationConfig
 from qkv.train.loss import smoothed_loss
 
 TOKENS = 4096  # of validation text computed at once
@@ -74,7 +74,7 @@ class Validation:
 
 
 @torch.inference_mode()
-def validate(model: Model, prepared: PreparedText, spec: config.Config, device: torch.device) -> Validation:
+def validate(model: Model, prepared: PreparedText, spec: Config, device: torch.device) -> Validation:
     """Measure the model as it stands; dropout is off while this runs."""
     training = model.training
     model.eval()
@@ -103,10 +103,10 @@ def total_loss(model: Model, given: Iterator[Batch], pad: int, device: torch.dev
     return total, tokens
 
 
-def _batches(prepared: PreparedText, spec: config.Config) -> Iterator[Batch]:
+def _batches(prepared: PreparedText, spec: Config) -> Iterator[Batch]:
     """The validation text as this kind of model is measured on it: the same at every validation."""
     store = prepared.valid
-    if isinstance(spec.model, config.DecoderOnlyConfig):
+    if isinstance(spec.model, DecoderOnlyConfig):
         yield from running_text(np.asarray(store.stream), spec, prepared.tokenizers.tgt)
         return
     widths = _widths(prepared, spec)
@@ -115,27 +115,27 @@ def _batches(prepared: PreparedText, spec: config.Config) -> Iterator[Batch]:
         yield _batch(prepared, spec, indices)
 
 
-def _widths(prepared: PreparedText, spec: config.Config) -> list[batches.Lengths]:
+def _widths(prepared: PreparedText, spec: Config) -> list[batches.Lengths]:
     """How many positions each validation sentence takes, on both sides or on its only one."""
     widths: list[batches.Lengths] = [np.asarray(prepared.valid.lengths("tgt")) + 1]
-    if isinstance(spec.model, config.TranslationConfig):
+    if isinstance(spec.model, TranslationConfig):
         widths.insert(0, np.asarray(prepared.valid.lengths("src")) + 1)
     return widths
 
 
-def _batch(prepared: PreparedText, spec: config.Config, indices: Sequence[int] | batches.Indices) -> Batch:
+def _batch(prepared: PreparedText, spec: Config, indices: Sequence[int] | batches.Indices) -> Batch:
     """Some sentences of the validation set, pairs or with tokens hidden."""
     store, tgt = prepared.valid, prepared.tokenizers.tgt
     rows = [store.tgt(i) for i in indices]
-    if isinstance(spec.model, config.EncoderOnlyConfig):
+    if isinstance(spec.model, EncoderOnlyConfig):
         random = [np.random.default_rng((int(i), 5)) for i in indices]
         return mask_tokens([row.astype(np.int64) for row in rows], tgt, spec.model.masked, random)
     return collate([store.src(i) for i in indices], rows, prepared.tokenizers)
 
 
-def _looked_at(prepared: PreparedText, spec: config.Config) -> Batch:
+def _looked_at(prepared: PreparedText, spec: Config) -> Batch:
     """The beginning of the validation text, as one small batch."""
-    if isinstance(spec.model, config.DecoderOnlyConfig):
+    if isinstance(spec.model, DecoderOnlyConfig):
         length = min(spec.data.max_length, LOOKED_AT_TOKENS // 4)
         ids = np.asarray(prepared.valid.stream[:LOOKED_AT_TOKENS])
         return block_batch(text_blocks(ids, prepared.tokenizers.tgt, length)[:LOOKED_AT])
@@ -164,7 +164,7 @@ def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device
     return {name: float(f"{mean:.6g}") for name, mean in means.items() if math.isfinite(mean)}
 
 
-def running_text(ids: Any, spec: config.Config, tokenizer: Any) -> Iterator[Batch]:
+def running_text(ids: Any, spec: Config, tokenizer: Any) -> Iterator[Batch]:
     """A whole text in blocks of the model's context, each token predicted once."""
     length = spec.data.max_length
     blocks = text_blocks(ids, tokenizer, length)
@@ -172,7 +172,7 @@ def running_text(ids: Any, spec: config.Config, tokenizer: Any) -> Iterator[Batc
     return (block_batch(blocks[first : first + rows]) for first in range(0, len(blocks), rows))
 
 
-def _sample(model: DecoderOnly, prepared: PreparedText, spec: config.Config, device: torch.device) -> str:
+def _sample(model: DecoderOnly, prepared: PreparedText, spec: Config, device: torch.device) -> str:
     tgt = prepared.tokenizers.tgt
     drawn = generate(
         model,
@@ -185,9 +185,7 @@ def _sample(model: DecoderOnly, prepared: PreparedText, spec: config.Config, dev
     return tgt.decode_text([next(drawn).tokens[0] for _ in range(SAMPLE)])
 
 
-def _bleu(
-    model: TranslationModel, prepared: PreparedText, spec: config.Config, device: torch.device
-) -> tuple[float, str]:
+def _bleu(model: TranslationModel, prepared: PreparedText, spec: Config, device: torch.device) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
     greedy = dataclasses.replace(spec.decode, beam=1)

@@ -13,7 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv.config import (
+from qkv.core.dataset import PreparedText, TokenStore
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import UsageError
+from qkv.engines.cuda_training.cuda_trainer import make_trainer, trainer_for
+from qkv.options import (
     AttentionModelConfig,
     Config,
     DecoderOnlyConfig,
@@ -21,10 +25,6 @@ from qkv.config import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.core.dataset import PreparedText, TokenStore
-from qkv.core.device import choose_device, describe
-from qkv.core.errors import UsageError
-from qkv.engines.cuda_training.cuda_trainer import make_trainer, trainer_for
 from qkv.training.model_card import parameters, shape, unit
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says

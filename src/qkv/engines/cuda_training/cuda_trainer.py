@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.console import say
 from qkv.core.batches import Batch, Update, UpdateStream, collate
 from qkv.core.dataset import PreparedText
@@ -29,6 +28,7 @@ from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.models.transformer import Transformer
+from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.train.optim import Ema
 from qkv.train.trainer import Outcome, Trainer, make_updates
 from qkv.training.distributed import ALONE, World
@@ -41,16 +41,16 @@ TOGETHER = 256  # rows of a ragged batch that are padded together
 MIXED = 16  # parts of an update, each of like lengths: all updates have about the same sizes, and need few graphs
 
 
-def trainer_for(config: configs.Config, world: World = ALONE) -> type[Trainer]:
+def trainer_for(config: Config, world: World = ALONE) -> type[Trainer]:
     """The fastest trainer there is for this model on this device."""
     return FastTrainer if _is_fast(config, world) else Trainer
 
 
-def make_trainer(config: configs.Config, prepared: PreparedText, world: World = ALONE) -> Trainer:
+def make_trainer(config: Config, prepared: PreparedText, world: World = ALONE) -> Trainer:
     return trainer_for(config, world)(config, prepared, world)
 
 
-def _is_fast(config: configs.Config, world: World) -> bool:
+def _is_fast(config: Config, world: World) -> bool:
     spec, device = config.train, choose_device(config.train.device)
     return (
         device.type == "cuda"
@@ -68,16 +68,16 @@ class FastTrainer(Trainer):
 
     lag = 16
 
-    def __init__(self, config: configs.Config, prepared: PreparedText, world: World = ALONE) -> None:
+    def __init__(self, config: Config, prepared: PreparedText, world: World = ALONE) -> None:
         super().__init__(config, prepared, world)
         self._made: Captured | None = None
 
     @staticmethod
     def read(
-        config: configs.Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
+        config: Config, prepared: PreparedText, device: torch.device | None = None, world: World = ALONE
     ) -> UpdateStream:
         spec, longest = config.train, LONGEST
-        if isinstance(config.model, configs.TransformerConfig) and config.model.positions == "learned":
+        if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
             # What BPE-dropout makes longer than that is refused by the plain way, with a word.
             longest = min(longest, config.model.max_positions)
         return make_updates(
@@ -178,7 +178,7 @@ class Captured:
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
-        spec: configs.TrainConfig,
+        spec: TrainConfig,
         *,
         pad: int,
         dtype: torch.dtype,
