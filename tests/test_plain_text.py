@@ -27,8 +27,7 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_blocks
 from qkv.data.subwords import learn
 from qkv.data.text_preparation import prepare_text
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models import DecoderOnly, EncoderOnly
 from qkv.options import (
     Config,

@@ -181,9 +181,9 @@ def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_
 
 
 # Every file is flushed by `sync`, and after its renaming the folder. A kill in the first leaves half a file. In order:
-# the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation the weights of the step, the
-# best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for the state as a
-# whole.
+# the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation the weights of
+# the step, the best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for
+# the state as a whole.
 MOMENTS = {
     "half of the first weights": 8,
     "best without scores": 11,
@@ -450,8 +450,8 @@ def test_resume_needs_a_run(call: Call, tmp_path: Path, recipe: Path) -> None:
     for arguments, words in [
         (["--resume"], "--resume needs --run"),
         (["--resume", "--run", tmp_path / "none"], "no such run folder"),
-        ([recipe, "--resume", "--run", tmp_path], "takes what the run folder holds"),
-        (["--resume", "--run", tmp_path, "--minutes", "3"], "takes what the run folder holds"),
+        ([recipe, "--resume", "--run", tmp_path], "takes text and config from the run folder"),
+        (["--resume", "--run", tmp_path, "--minutes", "3"], "takes text and config from the run folder"),
     ]:
         done = call("train", *arguments)
         assert (done.code, words in done.error) == (2, True)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from qkv.core.batches import Batch, collate
 from qkv.core.errors import UsageError
+from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
-from qkv.decode.batched import by_length
-from qkv.decode.board import Ids
+from qkv.core.translate import by_length
 from qkv.explain import figure_files
 from qkv.models.attention import heads_of, without
 from qkv.models.state import StepModel

@@ -21,9 +21,9 @@ from qkv.core import files
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import by_length
 from qkv.data import alignments
 from qkv.data.alignments import Link, tokens_of_words
-from qkv.decode.batched import by_length
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig

@@ -7,7 +7,6 @@ told by their entropy.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,10 +19,10 @@ import torch
 from qkv.core import batches
 from qkv.core.batches import Batch, collate
 from qkv.core.dataset import PreparedText
+from qkv.core.search import SearchOptions
+from qkv.core.translate import search_all
 from qkv.data.lm_data import block_batch, mask_tokens, text_blocks
-from qkv.decode.batched import search_all
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation import metrics
 from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
@@ -188,7 +187,7 @@ def _sample(model: DecoderOnly, prepared: PreparedText, spec: Config, device: to
 def _bleu(model: TranslationModel, prepared: PreparedText, spec: Config, device: torch.device) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
-    greedy = dataclasses.replace(spec.decode, beam=1)
+    greedy = SearchOptions.of(spec.decode, beam=1)
     found = search_all(model, sources, greedy, tokenizers, device=device)
     texts = [tokenizers.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in found]
     references = prepared.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
