@@ -427,7 +427,7 @@ def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_are_found_by_name() -> None:
     """`demo:NAME` is accepted as a file name and means a file of the corpus."""
-    assert find("demo:test.it", "elsewhere").is_file()
+    assert open_text("demo:test.it", "elsewhere").is_file()
     assert read_lines("demo:test.it")[0] == "Il tuo gatto è un gatto adorabile."
     assert len(read_lines("demo:valid.align")) == demo.SIZES["valid"]
     for unknown in ("test.de", "", "test.it.xz", "../demo/test.it"):
