@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config
+from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
-from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
 

@@ -12,6 +12,7 @@ import pytest
 import sacrebleu
 
 from qkv.core.errors import QkvError
+from qkv.core.validation import bleu_tokenizer, corpus_bleu
 from qkv.evaluation import metrics
 
 SRC = Path(__file__).parents[1] / "src"
@@ -90,7 +91,7 @@ def test_parts_can_be_left_out() -> None:
 
 def test_quick_bleu_is_bleu() -> None:
     assert (
-        metrics.bleu(HYPOTHESES, REFERENCES) == metrics.score(HYPOTHESES, REFERENCES, bootstrap=0, ter=False).bleu.value
+        corpus_bleu(HYPOTHESES, REFERENCES) == metrics.score(HYPOTHESES, REFERENCES, bootstrap=0, ter=False).bleu.value
     )
 
 
@@ -115,7 +116,7 @@ def test_refusals_name_the_counts() -> None:
     with pytest.raises(QkvError, match="3 hypotheses b but 2 references"):
         metrics.compare(["a", "b"], ["a", "b", "c"], ["a", "b"])
     with pytest.raises(QkvError, match="no references"):
-        metrics.bleu([], [])
+        corpus_bleu([], [])
     with pytest.raises(QkvError, match="needs resamples"):
         metrics.compare(["a"], ["a"], ["a"], bootstrap=0)
 
@@ -149,7 +150,7 @@ def test_equally_good_systems_are_seldom_called_different() -> None:
     [("", "13a"), ("de", "13a"), ("zh", "zh"), ("zh-CN", "zh"), ("zho_Hans", "zh"), ("th", "char"), ("en_US", "13a")],
 )
 def test_the_tokenizer_follows_the_target_language(language: str, tokenizer: str) -> None:
-    assert metrics.tokenizer_for(language) == tokenizer
+    assert bleu_tokenizer(language) == tokenizer
     scores = metrics.score(["今天 hello"], ["今天 hello"], tgt_lang=language, bootstrap=0, ter=False)
     assert f"tok:{tokenizer}|" in scores.bleu.signature
     assert scores.bleu_lower.name == f"BLEU lower-case, {tokenizer}"

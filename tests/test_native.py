@@ -18,6 +18,7 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv import config
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import collate
 from qkv.decode.batched import search_all
@@ -31,7 +32,6 @@ from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.engines.cpu.packed_transformer import PackedTransformer
-from qkv.run import Run
 from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
 ROOT = Path(__file__).parents[1]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv import config
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
 from qkv.engines.cpu import choose, pack, packed_linear
 from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
 from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
 from qkv.models.build import build
-from qkv.run import Run
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}

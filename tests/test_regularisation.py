@@ -11,9 +11,10 @@ import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
 from qkv import config
+from qkv.assembly import trainer_for
+from qkv.core.trainer import Trainer
 from qkv.models.build import build
 from qkv.models.layers import Embedding
-from qkv.train.trainer import Trainer
 
 KINDS: list[config.ModelConfig] = [
     config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.3, norm="pre"),
@@ -29,7 +30,7 @@ def trainer(folder: Path, model: config.ModelConfig, **train: Any) -> Trainer:
     made = dataclasses.replace(tiny_config(src, tgt), model=model).replace(train={"metric": "loss"} | train)
     if not isinstance(model, config.TranslationConfig):
         made = made.replace(data={"train": [{"text": tgt}]})
-    return Trainer(*begun(folder, made))
+    return trainer_for(*begun(folder, made))
 
 
 def divergence(trained: Trainer) -> float:

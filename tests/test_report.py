@@ -16,18 +16,17 @@ import pytest
 import torch
 
 from qkv import config
+from qkv.assembly import Run, task_for
 from qkv.core.errors import UsageError
+from qkv.core.run import JsonlLog
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
+from qkv.explain import head_analysis
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
-from qkv.run import Run
 from qkv.text import Tokenizers, learn
-from qkv.train import validate
-from qkv.train.checkpoint import Progress
-from qkv.train.log import Log
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TEXT = ["the cat sees the dog", "the dog sees the big cat and the small dog", "one cat", "two dogs see the cat"]
@@ -80,10 +79,10 @@ def a_run(folder: Path, tokenizers: Tokenizers, lines: list[dict[str, Any]] | No
     """A run folder in which only the log was written, or not even that."""
     run = Run.create(folder, config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
-        with Log(run.log, steps=10, after=Progress()) as log:
-            for line in lines:
-                values = dict(line)
-                log.write(values.pop("event"), values.pop("step"), **values)
+        log = JsonlLog(run.log)
+        for line in lines:
+            values = dict(line)
+            log.event(values.pop("event"), values.pop("step"), values)
     return run
 
 
@@ -377,7 +376,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 
     alone: dict[str, list[float]] = {}
     with torch.inference_mode():
-        found = validate.attention_entropy(
+        found = head_analysis.attention_entropy(
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
@@ -393,21 +392,21 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
         assert 0 < found[name] < math.log(max(map(len, rows)) + 1)
 
 
-def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
     prepared, model = Prepared.open(run.store), run.model(torch.device("cpu"))
-    looked_at = validate._looked_at(prepared, run.config)
-    assert looked_at.source.shape[0] == validate.LOOKED_AT
-    first = [prepared.valid.tgt(i).tolist() for i in range(validate.LOOKED_AT)]
+    task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS
+    looked_at = task.sample(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
+    assert looked_at.source.shape[0] == rows
+    first = [prepared.valid.tgt(i).tolist() for i in range(rows)]
     pad, eos = prepared.tokenizers.tgt.pad, prepared.tokenizers.tgt.eos
     assert [[t for t in row if t not in (pad, eos)] for row in looked_at.labels.tolist()] == first
-    monkeypatch.setattr(validate, "LOOKED_AT_TOKENS", 40)
-    smaller = validate._looked_at(prepared, run.config)
-    assert 1 <= smaller.source.shape[0] < validate.LOOKED_AT
+    smaller = task.sample(prepared, run.config, rows, 40)
+    assert 1 <= smaller.source.shape[0] < rows
     assert max(smaller.source.numel(), smaller.labels.numel()) <= 40
     spec = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, metric="loss"))
-    result = validate.validate(model, prepared, spec, torch.device("cpu"))
-    assert set(result.attention_entropy) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
+    result = head_analysis.MeasuredTask(task).validate(model, prepared, spec, torch.device("cpu"))
+    assert set(result.details["attention_entropy"]) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
     assert "attention_entropy" not in result.to_dict()
 
 
@@ -417,5 +416,6 @@ def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]
-    found = validate.attention_entropy(model, collate(row, row, tokenizers), tokenizers.tgt.pad, torch.device("cpu"))
+    batch = collate(row, row, tokenizers)
+    found = head_analysis.attention_entropy(model, batch, tokenizers.tgt.pad, torch.device("cpu"))
     assert found == {}

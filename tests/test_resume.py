@@ -20,10 +20,10 @@ import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv import config
 from qkv.api import run_training
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import prepare
-from qkv.run import Run
 
 STEPS, EVERY = 16, 4
 
@@ -34,14 +34,16 @@ import json, os, signal, sys
 from pathlib import Path
 from qkv import cli
 from qkv.core import files
+from qkv.api import run_training
+from qkv.assembly import Run
+from qkv.core.run import JsonlLog
+from qkv.core.trainer import Trainer
 from qkv.data.job import Job
-from qkv.run import Run
-from qkv.train import begin, log, loop
 
 PLACES = {
     "sync": (files, "sync"),
-    "step": (loop.Trainer, "start"),
-    "log": (log.Log, "write"),
+    "step": (Trainer, "start"),
+    "log": (JsonlLog, "event"),
     "learn": (Job, "learn"),
     "create": (Run, "create"),
 }

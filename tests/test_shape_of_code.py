@@ -58,10 +58,10 @@ BACKWARD: dict[str, set[str]] = {
         "qkv.engines.cuda_training.elementwise_kernels",
         "qkv.engines.cuda_training.vocabulary_kernels",
     },
-    "qkv.train.loop": {
+    "qkv.core.trainer": {
         "qkv.engines.cuda_training.cuda_trainer",
     },
-    "qkv.training.auto_recipe": {
+    "qkv.api.auto_recipe": {
         "qkv.engines.cuda_training.cuda_trainer",
     },
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
 from qkv.api.results import Alternative, OtherWord, Scored, Translation
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
@@ -34,7 +35,6 @@ from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
 from qkv.models.base import Model
 from qkv.models.state import StepModel
-from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 

@@ -99,7 +99,7 @@ def command_line() -> str:
 
 def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
     """The lines of both files, or the pairs that the run held out."""
-    from qkv.run import Run
+    from qkv.assembly import Run
 
     if source and not reference:
         raise UsageError(f"{source}: give REF too, its reference translations")

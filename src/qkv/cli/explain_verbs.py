@@ -145,9 +145,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page (.html) to write.")] = Path("report.html"),
 ) -> None:
     """A page about a training: its curves, its samples over time, and how it compares with another."""
+    from qkv.assembly import Run
     from qkv.console import say
     from qkv.explain.training_report import report as write
-    from qkv.run import Run
 
     write([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))

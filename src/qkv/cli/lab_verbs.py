@@ -188,7 +188,7 @@ def ablate(
 ) -> None:
     """What changes of a recipe are worth: each against the recipe as it is, at equal time, with several seeds."""
     from qkv.config import assign
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
     config = with_pairs(find_config(what), sources, targets, valid_src or None, valid_tgt or None)

@@ -15,9 +15,9 @@ from qkv.cli.arguments import RunArgument, Settings, command_line, with_more, wi
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from qkv.assembly import Run
     from qkv.config import Config
     from qkv.data.store import Prepared
-    from qkv.run import Run
 if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
 
@@ -63,10 +63,10 @@ def train(
 
     Two files (--src, --tgt) make a model that translates, one (--text) a language model. --from adapts a trained one.
     """
+    from qkv.api import auto_recipe
     from qkv.api.run_training import train as begin
+    from qkv.assembly import Run
     from qkv.config import path_of
-    from qkv.run import Run
-    from qkv.training import auto_recipe
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
@@ -98,7 +98,7 @@ def _given(what: str | None, start: Run | None) -> Config | None:
     """What the command line names to train: a config, or that of the run to begin with, whose length was its own."""
     from qkv.config import TrainConfig
     from qkv.console import say
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     if what is None:
         return None if start is None else dataclasses.replace(start.config, train=TrainConfig())
@@ -113,7 +113,7 @@ def average(
     name: Annotated[str, typer.Option(help="What to call the result.", show_default="average_N")] = "",
 ) -> None:
     """Average the last checkpoints of a run into new weights (use them with --weights)."""
-    from qkv.train.average import average_last
+    from qkv.api.run_training import average_last
 
     path, checkpoints = average_last(run, last, name)
     print(f"{path}: average of {', '.join(each.stem for each in checkpoints)}")
@@ -128,7 +128,7 @@ def config(
 ) -> None:
     """Show and check a config, or compare two."""
     from qkv import config as configs
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     shown = configs.assign(find_config(what), settings or [])
     if other is None:

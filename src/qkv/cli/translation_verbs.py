@@ -198,7 +198,7 @@ def _shown(found: Translation, number: int, ranked: bool, as_json: bool) -> str:
 def _task(runs: list[Path], weights: str, **how: Any) -> dict[str, Any]:
     """All that decides what is written; an unfinished file is only gone on with if it was begun with the same."""
     from qkv.api.file_translation import fingerprint
-    from qkv.run import Run
+    from qkv.assembly import Run
 
     return {"qkv": __version__, "models": [fingerprint(Run.open(run), weights) for run in runs], **how}
 

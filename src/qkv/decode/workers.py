@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from qkv import config
+from qkv.assembly import Run
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
 from qkv.engines.cpu import pack
 from qkv.models.state import StepModel
-from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.worker_pool import ProcessWorkers, cpu_count
 

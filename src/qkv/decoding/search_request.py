@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qkv import config as configs
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.validation import bleu_tokenizer
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.rules import Rules
@@ -23,7 +24,6 @@ from qkv.decoding.constraints import Avoid, Required, check_conflict, clean, con
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
 from qkv.engines.cuda_decoding.continuous_batching import Pool
-from qkv.evaluation.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
 from qkv.text import Tokenizer, Tokenizers
@@ -317,7 +317,7 @@ class Finder:
         scores = [hypothesis.score for hypothesis in hypotheses]
         drawn = asked.rules.sampling is not None
         logprobs = None if drawn else [hypothesis.logprob for hypothesis in hypotheses]
-        order = rerank(texts, scores, asked.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
+        order = rerank(texts, scores, asked.rerank or "", bleu_tokenizer(self.tgt_lang), logprobs)
         return [hypotheses[place] for place in order]
 
     def _check(self, work: Work, found: list[list[Hypothesis]]) -> None:

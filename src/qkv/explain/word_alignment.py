@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv import config as configs
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import links
@@ -26,9 +27,8 @@ from qkv.data.loader import collate
 from qkv.decode.batched import by_length
 from qkv.models.attention import record
 from qkv.models.state import StepModel
-from qkv.run import Run
 from qkv.text import Tokenizers
-from qkv.train.guided import guided_layer
+from qkv.training.regularization import guided_layer
 
 READINGS = ("written", "fed")
 THRESHOLDS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35)

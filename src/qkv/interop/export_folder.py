@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from qkv import config as configs
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
@@ -23,7 +24,6 @@ from qkv.interop.ctranslate2 import to_ctranslate2
 from qkv.interop.exported_weights import penalty
 from qkv.interop.huggingface import write_huggingface, write_tokenizer
 from qkv.models.transformer import Transformer
-from qkv.run import Run
 from qkv.text import Tokenizers
 
 CTRANSLATE2 = """\

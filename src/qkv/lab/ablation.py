@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
+from qkv.api import auto_recipe
+from qkv.assembly import trainer_for
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
-from qkv.training import auto_recipe
 
 AS_IT_IS = "as it is"
 EQUAL = ("time", "steps")
@@ -110,7 +110,7 @@ def _check_measured_alike(texts: dict[str, Prepared]) -> None:
 
 def _updates(config: configs.Config, prepared: Prepared) -> int:
     """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
-    return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
+    return trainer_for(config, prepared).plan().last_step if config.train.epochs else config.train.steps
 
 
 def _at_equal_time(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from qkv import config, presets
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.data.loader import pad
@@ -29,7 +30,6 @@ from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.exported_weights import engine
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
-from qkv.run import Run
 from qkv.text import Tokenizers
 from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
 from qkv.worker_pool import ProcessWorkers

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
@@ -26,7 +27,6 @@ from qkv.lab import decoding_contenders, training_speed
 from qkv.lab.decoding_contenders import Setting, Sources, Subject, Task
 from qkv.lab.result_tables import Sheet, about, check_outputs, publish
 from qkv.models.base import parameter_count
-from qkv.run import Run
 from qkv.text.tokenizer import EOS
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)

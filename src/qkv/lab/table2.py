@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
+from qkv.api import auto_recipe
+from qkv.api.model_card import parameters, shape
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
@@ -23,8 +25,6 @@ from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo
 from qkv.text import Tokenizers
-from qkv.training import auto_recipe
-from qkv.training.model_card import parameters, shape
 
 OURS = "Transformer"
 EQUAL = ("flops", "time", "steps")

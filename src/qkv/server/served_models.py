@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
+from qkv.assembly import Run
 from qkv.core.errors import UsageError
-from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
 from qkv.text import Tokenizers

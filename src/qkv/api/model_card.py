@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from qkv import config as configs
+from qkv.assembly import Run
 from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
-from qkv.run import Run
 from qkv.text import Tokenizers
 
 

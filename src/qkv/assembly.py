@@ -1,0 +1,133 @@
+"""From a config to functions: the one place that maps options to a model, a task, a training step and a run folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkv import config as configs
+from qkv.core import run as core_run
+from qkv.core.device import ALONE, World, choose_device
+from qkv.core.loss import SmoothedObjective
+from qkv.core.optimizer import ConfigSchedule, build_optimizer
+from qkv.core.trainer import Objective, PlainTrainStep, Trainer
+from qkv.core.validation import Task, TranslationTask
+from qkv.data.loader import Updates
+from qkv.data.store import Prepared
+from qkv.engines.cuda_training import cuda_trainer
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv.models.base import Model
+from qkv.models.build import build
+from qkv.text import Tokenizers
+from qkv.training import distributed
+from qkv.training.distributed import ShardedTrainStep
+from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
+from qkv.training.matrix_optimizers import Muon, Soap
+from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
+
+
+class Run(core_run.Run):
+    """A run folder of any kind of model."""
+
+    def build_model(self) -> Model:
+        return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def task_for(config: configs.Config) -> Task:
+    """Return what the kind of model reads, and what it is measured by."""
+    match config.model:
+        case configs.DecoderOnlyConfig():
+            return LanguageModelTask()
+        case configs.EncoderOnlyConfig():
+            return MaskedLanguageModelTask()
+        case _:
+            return TranslationTask()
+
+
+def train_step_for(config: configs.Config, world: World = ALONE) -> type[PlainTrainStep]:
+    """Return the fastest training step that supports the config on its device."""
+    if config.train.parallel == "sharded" and world.size > 1:
+        return ShardedTrainStep
+    if cuda_trainer.supports(config, choose_device(config.train.device), world) is None:
+        return CudaTrainStep
+    return MemoryLimitedStep
+
+
+def updates_for(
+    config: configs.Config,
+    text: Prepared,
+    device: torch.device | None = None,
+    world: World = ALONE,
+    step: type[PlainTrainStep] | None = None,
+) -> Updates:
+    """Return the stream of updates that this training step reads, and of each update this rank's share."""
+    device = device or torch.device("cpu")
+    if issubclass(step or train_step_for(config, world), CudaTrainStep):
+        return cuda_trainer.packed_updates(config, text, device, world)
+    return task_for(config).updates(text, config, device, world)
+
+
+def objective_for(config: configs.Config, model: Model, tokenizers: Tokenizers) -> Objective:
+    """Return the loss that the config names."""
+    options, pad = config.train, tokenizers.tgt.pad
+    if options.guided_alignment:
+        weight, smoothing = options.guided_alignment, options.label_smoothing
+        return GuidedAlignment(model, weight=weight, smoothing=smoothing, pad=pad)
+    if options.r_drop:
+        return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
+    return SmoothedObjective(options.label_smoothing, pad)
+
+
+def optimizer_for(model: nn.Module, options: configs.TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that the options name.
+
+    All of them keep tensors in `state[parameter]`, take a learning rate that is a number or a tensor, and skip a step
+    on the device where their attribute `found_inf` is 1.
+    """
+    settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    match options.optimizer:
+        case "muon":
+            return Muon(model, weight_decay=options.weight_decay, **settings)
+        case "soap":
+            return Soap(model, weight_decay=options.weight_decay, **settings)
+        case _:
+            return build_optimizer(model, options)
+
+
+def trainer_for(
+    config: configs.Config, text: Prepared, world: World = ALONE, step: type[PlainTrainStep] | None = None
+) -> Trainer:
+    """Return a trainer of a new model; `step` replaces the fastest training step."""
+    options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)
+    distributed.check_device(world, device)
+    step = step or train_step_for(config, world)
+
+    def build_on_device() -> Model:
+        return build(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
+
+    torch.manual_seed(options.seed)
+    model = build_on_device()
+    world.copy(model.parameters())  # other processors may have drawn other bits
+    if options.checkpointing:
+        recompute_layers(model)
+    if issubclass(step, ShardedTrainStep):
+        distributed.shard(model, device, world)
+    optimizer, objective = optimizer_for(model, options), objective_for(config, model, tokenizers)
+    # A parameter's device has a number; the thread that reads batches has no current device of its own.
+    updates = updates_for(config, text, next(model.parameters()).device, world, step)
+    parts: dict[str, Any] = {"hooks": (Ema(model, options.ema),) if options.ema else (), "world": world}
+    if issubclass(step, MemoryLimitedStep | ShardedTrainStep):
+        parts["updates"] = updates
+    if issubclass(step, ShardedTrainStep):
+        parts["build"] = build_on_device
+    if issubclass(step, CudaTrainStep):
+        parts["pad"] = tokenizers.tgt.pad
+    train_step = step(model, optimizer, options, objective, **parts)
+    schedule = ConfigSchedule(options, config.model.d_model, updates)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule, world=world)
