@@ -68,7 +68,8 @@ BACKWARD: dict[str, set[str]] = {
 
 # Stages that load without waiting for torch, but for the modules that compute with tensors.
 LIGHT = "core worker_pool console kinds config presets text data evaluation segmentation cli".split()
-HEAVY = ["qkv.core.device", "qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
+HEAVY = [f"qkv.core.{name}" for name in ("checkpoint", "device", "loss", "optimizer", "trainer")]
+HEAVY += ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve export config doctor average
     lab

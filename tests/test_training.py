@@ -23,7 +23,6 @@ import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv import config
 from qkv.api import auto_recipe
-from qkv.api.model_card import parameters
 from qkv.api.run_training import average_last
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import checkpoint, files, optimizer, validation
@@ -37,6 +36,7 @@ from qkv.core.validation import Validation, validate
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
+from qkv.explain.model_card import parameters
 from qkv.training.regularization import Ema
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from qkv import config as configs
-from qkv.api.model_card import card, parameters, unit, vocabulary
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.console import TrainingBar, bars, say
 from qkv.core import files
@@ -22,6 +21,7 @@ from qkv.core.trainer import fit as run_fit
 from qkv.data.languages import languages
 from qkv.data.store import Prepared, prepare
 from qkv.explain.head_analysis import MeasuredTask
+from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.

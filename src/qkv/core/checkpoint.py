@@ -59,9 +59,6 @@ class Clock:
     def __init__(self, tokens: int = 0) -> None:
         self.since, self.tokens, self.stalled = time.perf_counter(), tokens, 0.0
 
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.since
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside the block as time without data."""
@@ -83,9 +80,10 @@ class Clock:
 
     def count(self, progress: Progress) -> float:
         """Add the seconds since the last reading to those of the run, and begin again."""
-        seconds = self.elapsed()
+        now = time.perf_counter()
+        seconds = now - self.since
         progress.seconds += seconds
-        self.since, self.tokens, self.stalled = self.since + seconds, progress.tokens, 0.0
+        self.since, self.tokens, self.stalled = now, progress.tokens, 0.0
         return seconds
 
 

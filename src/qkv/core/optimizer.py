@@ -68,7 +68,7 @@ class Schedule(Protocol):
     """Learning rate and end of training; consulted before each update. All ranks must get the same plan."""
 
     def plan(self, step: int, elapsed: float) -> Plan:
-        """Plan update number `step`; `elapsed` is the time in seconds that the run has taken so far."""
+        """Plan update number `step`; `elapsed` is the age of the run in seconds, as of the last log line."""
 
 
 class ConfigSchedule:

@@ -1,7 +1,7 @@
 """Training (paper, section 5): one update of the weights, and the loop that repeats it until the schedule ends.
 
-`PlainTrainStep` is the update. `Trainer` counts updates and keeps all that a resumed run needs. `fit` is the loop: it
-logs, validates, keeps the best weights, saves the state, and stops in good order on a signal.
+`PlainTrainStep` is the update. `Trainer` counts updates. `fit` is the loop: it logs, validates, keeps the best weights,
+saves the state, and stops in good order on a signal.
 """
 
 from __future__ import annotations
@@ -175,8 +175,7 @@ class PlainTrainStep:
     def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def probe(self) -> None:
-        """The plain step tries nothing beforehand."""
+    def probe(self) -> None: ...
 
     def padded(self, update: Step) -> list[Batch]:
         return update.micros
@@ -235,7 +234,7 @@ class Trainer:
         """Return the schedule's plan of the next update."""
         number = self.progress.step + 1
         if self._planned is None or self._planned[0] != number:
-            self._planned = number, self.schedule.plan(number, self.progress.seconds + self.clock.elapsed())
+            self._planned = number, self.schedule.plan(number, self.progress.seconds)
         return self._planned[1]
 
     def done(self) -> bool:

@@ -166,8 +166,8 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lan
     """Return sacreBLEU's BLEU of a corpus; it tokenises the raw references itself."""
     from sacrebleu.metrics.bleu import BLEU
 
-    if len(hypotheses) != len(references) or not references:
-        raise QkvError(f"{len(hypotheses)} hypotheses for {len(references)} references: give one for each")
+    if not references or len(hypotheses) != len(references):
+        raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
     metric = BLEU(tokenize=bleu_tokenizer(tgt_lang), force=True)  # force: no warning that the text looks tokenised
     return float(metric.corpus_score(hypotheses, [references]).score)
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from qkv import config as configs
-from qkv.api.model_card import parameters, shape, vocabulary
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.explain.model_card import parameters, shape, vocabulary
 
 PAGE = Path(__file__).parent / "page"
 TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")

@@ -16,11 +16,11 @@ from typing import Any
 
 from qkv import config as configs
 from qkv.api import auto_recipe
-from qkv.api.model_card import parameters, shape
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
+from qkv.explain.model_card import parameters, shape
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.presets import demo

@@ -31,7 +31,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv import config as configs
 from qkv.api import Translator
-from qkv.api.model_card import parameters, vocabulary
 from qkv.api.run_training import fit
 from qkv.assembly import Run, updates_for
 from qkv.console import bars, say
@@ -43,6 +42,7 @@ from qkv.core.validation import corpus_bleu
 from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
+from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.presets import demo

@@ -120,8 +120,8 @@ def _open(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
 
 def card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
     """What people may want to know about a model."""
-    from qkv.api.model_card import shape, vocabulary
     from qkv.decoding.search_request import without_spaces
+    from qkv.explain.model_card import shape, vocabulary
     from qkv.models.base import parameter_count
 
     config, scores, written = model.config, model.run.scores, model.run.path / "card.md"
