@@ -2,10 +2,15 @@
 #
 #   make demo    install, train the built-in English-Italian demo, measure it, translate with it
 #   make test    install with the test tools, then lint, types and every test
+#   make test-fast      the core's tests and the quickest others, for every save: under a minute
+#   make test-gpu       the tests that need a GPU
+#   make test-outside   the tests against large programs and models of others
 #   make lint    lint and types only
 #   make bench   the speed figures of benchmarks/
 #   make docs    the pages made from the code
 #   make clean   remove the environment and the caches; runs/ stays
+#
+# HYPOTHESIS_PROFILE=random make test-fast draws new examples in every run.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,7 +19,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test test-fast test-gpu test-outside lint bench docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -27,7 +32,26 @@ demo: $(VENV)/.installed
 
 # pytest comes last, so that its summary is the last line.
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --ignore tests/outside
+
+# Files that do not exist are left out.
+FAST := $(wildcard tests/core $(addprefix tests/test_,$(addsuffix .py, \
+  shape_of_code config tokenizer batches store search rules no_peeking memory phrases split corpus metrics)))
+GPU := $(wildcard tests/gpu tests/test_on_gpu.py)
+OUTSIDE := $(wildcard tests/outside)
+
+test-fast: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -n auto -m "not slow" $(FAST)
+
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(GPU)
+
+test-outside: $(VENV)/.installed-test
+ifeq ($(OUTSIDE),)
+	@echo "there is no test in tests/outside yet"
+else
+	$(BIN)/python -m pytest $(OUTSIDE)
+endif
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

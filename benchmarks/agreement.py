@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qkv
-from qkv.config import Config, CorpusConfig, DataConfig, TokenizerConfig
+from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 
 PATHS: dict[str, dict[str, Any]] = {
     "fast path, bf16": {"precision": "auto"},

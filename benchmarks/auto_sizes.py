@@ -20,40 +20,40 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from qkv import config as configs
 from qkv import presets
 from qkv.api import auto_recipe
 from qkv.data.lines import Lines
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
-from qkv.lab.ablation import seconds_an_update
+from qkv.lab.ablation import seconds_per_update
 from qkv.lab.trials import Trial
+from qkv.options import Config, CorpusConfig, DataConfig
 
 AUTO, PAPER, QUICKER = "auto", "paper_base", "paper_base, warm-up in proportion"
 
 
-def text(files: list[str], pairs: int, folder: Path) -> tuple[configs.Config, Prepared]:
+def text(files: list[str], pairs: int, folder: Path) -> tuple[Config, Prepared]:
     """A config of the first so many pairs, and them prepared."""
     folder.mkdir(parents=True, exist_ok=True)
     cut = [folder / f"{pairs}.src", folder / f"{pairs}.tgt"]
     for name, path in zip(files, cut, strict=False):
         path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
     train, valid = (
-        configs.CorpusConfig(src=str(cut[0]), tgt=str(cut[1])),
-        configs.CorpusConfig(src=files[2], tgt=files[3]),
+        CorpusConfig(src=str(cut[0]), tgt=str(cut[1])),
+        CorpusConfig(src=files[2], tgt=files[3]),
     )
-    config = configs.Config(data=configs.DataConfig(train=(train,), valid=(valid,)))
+    config = Config(data=DataConfig(train=(train,), valid=(valid,)))
     return config, trials.prepare_text(config, folder)
 
 
-def plan(config: configs.Config, prepared: Prepared, minutes: float) -> tuple[dict[str, configs.Config], float]:
+def plan(config: Config, prepared: Prepared, minutes: float) -> tuple[dict[str, Config], float]:
     """The automatic recipe, the preset and the preset with a shorter warm-up, and how many seconds each may train."""
     chosen, reasons = auto_recipe.choose(config, prepared, minutes)
     print(*reasons, sep="\n", flush=True)
-    seconds = chosen.train.steps * seconds_an_update(chosen, prepared)
+    seconds = chosen.train.steps * seconds_per_update(chosen, prepared)
     base = presets.paper_base()
     usual = dataclasses.replace(config, model=base.model, train=base.train)
-    steps = max(1, round(seconds / seconds_an_update(usual, prepared)))
+    steps = max(1, round(seconds / seconds_per_update(usual, prepared)))
     usual = usual.replace(train={"steps": steps, "validate_every": max(1, steps // 10)})
     peak = (base.model.d_model * base.train.warmup) ** -0.5
     quicker = {"schedule": "inverse_sqrt", "learning_rate": peak, "warmup": max(1, steps // 10)}

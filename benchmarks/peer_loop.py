@@ -30,15 +30,15 @@ from sacrebleu import corpus_bleu, corpus_chrf
 from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
-from qkv.config import CorpusConfig, DataConfig, TokenizerConfig
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.lines import read_lines
 from qkv.data.store import prepare
-from qkv.text import Tokenizers
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Pair = tuple[list[int], list[int]]
 
 
-def learn(files: list[str], vocab: int, store: str = "") -> tuple[Tokenizers, list[Pair]]:
+def learn(files: list[str], vocab: int, store: str = "") -> tuple[TokenizerPair, list[Pair]]:
     """Subwords, and the training text in their ids."""
     train, valid = CorpusConfig(src=files[0], tgt=files[1]), CorpusConfig(src=files[2], tgt=files[3])
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def learn(files: list[str], vocab: int, store: str = "") -> tuple[Tokenizers, li
         ]
 
 
-def build(size: argparse.Namespace, tokenizers: Tokenizers) -> MarianMTModel:
+def build(size: argparse.Namespace, tokenizers: TokenizerPair) -> MarianMTModel:
     tokens = tokenizers.tgt
     layers = {"encoder_layers": size.layers, "decoder_layers": size.layers}
     heads = {"encoder_attention_heads": size.heads, "decoder_attention_heads": size.heads}
@@ -84,7 +84,7 @@ def batches(pairs: list[Pair], tokens: int, draw: random.Random) -> Iterator[lis
 
 
 @torch.no_grad()
-def translate(model: MarianMTModel, tokenizers: Tokenizers, lines: list[str], device: torch.device) -> list[str]:
+def translate(model: MarianMTModel, tokenizers: TokenizerPair, lines: list[str], device: torch.device) -> list[str]:
     model.eval()
     src, tgt, found = tokenizers.src, tokenizers.tgt, {}
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))

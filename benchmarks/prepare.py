@@ -22,9 +22,9 @@ from typing import Any
 
 import tokenizers
 
-from qkv import config
 from qkv.data.corpus import pieces
 from qkv.data.store import Prepared, prepare
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Seconds = tuple[float, float]  # elapsed, and spent by all processors
 BATCH = 20_000  # lines given to the library at once
@@ -50,11 +50,11 @@ def main() -> None:
 
 def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
     stages: dict[str, float] = {}
-    data = config.DataConfig(train=(config.CorpusConfig(src=src, tgt=tgt),))
+    data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
     prepared = prepare(
         data,
-        config.TokenizerConfig(vocab=vocab),
+        TokenizerConfig(vocab=vocab),
         store,
         progress=lambda stage, done, total: stages.__setitem__(stage, stages.get(stage, time.perf_counter())),
     )

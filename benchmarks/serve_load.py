@@ -1,13 +1,13 @@
-"""Load on a server, against the same sentences offline: throughput, latency, memory, and that no answer is mixed up.
+"""Load test of a server against offline translation: throughput, latency, memory, mixed-up responses.
 
     python benchmarks/serve_load.py RUN [--clients 64] [--seconds 120] [--sentences 1] [--rounds 2]
 
-They take turns, so that whatever else the machine does falls on all: `qkv.load(RUN, workers=…).translate` in processes
-that are warm already; so many clients, each sending one request after another, with `--sentences` texts in each; and
-`qkv translate` of a file of as many sentences as the server answered, from its start to its end. Every answer is
-compared with the offline translation. The clients run on the same machine, and what they cost is part of the figure:
-from one loop over plain sockets they send requests that were made before. With a long `--seconds` and `--rounds 1` it
-is a soak: memory is told after each minute.
+Three measurements alternate, so that other load on the machine affects all: `qkv.load(RUN, workers=…).translate` in
+processes that are already warm; `--clients` clients of a server, each sending one request after another with
+`--sentences` texts; and `qkv translate` of a file with as many sentences as the server translated, including its start.
+Every response is compared with the offline translation. The clients run on the same machine and their cost is part of
+the result; one loop over plain sockets sends prepared requests. A long `--seconds` with `--rounds 1` is a soak test:
+memory is printed every minute.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-MOST = 200_000  # sentences in that file
+MAX_SENTENCES = 200_000  # in that file
 
 
 class Client:
-    """A connection that stays open, and sends one request after another; a prebuilt one costs next to nothing."""
+    """A keep-alive connection that sends prepared requests one after another."""
 
     def __init__(self, port: int, begin: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -45,10 +45,10 @@ class Client:
         self.socket.sendall(requests[self.asked])
 
     def receive(self) -> tuple[int, bytes] | None:
-        """Status and body of the answer, when all of it is there."""
+        """Return status and body once the response is complete, otherwise None."""
         more = self.socket.recv(1 << 20)
         if not more:
-            raise ConnectionError("the server hung up")
+            raise ConnectionError("the server closed the connection")
         self.got += more
         head, found, body = self.got.partition(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", head, re.I)
@@ -58,7 +58,7 @@ class Client:
 
 
 class Load:
-    """Clients, and what they saw."""
+    """The clients and their measurements."""
 
     def __init__(self, port: int, expected: dict[str, str], languages: tuple[str, str], size: int) -> None:
         self.port, self.size = port, size
@@ -66,7 +66,7 @@ class Load:
         self.errors: list[str] = []
         self.mixed = 0
         self.requests: list[bytes] = []
-        self.answers: list[list[str]] = []  # what each of them must be answered with
+        self.answers: list[list[str]] = []  # expected translations of each request
         sentences = list(expected)
         for first in range(0, len(sentences), size):
             texts = [sentences[(first + i) % len(sentences)] for i in range(size)]
@@ -75,7 +75,7 @@ class Load:
             self.answers.append([expected[text] for text in texts])
 
     def run(self, clients: int, seconds: float, pids: list[int]) -> float:
-        """So many clients for so long; returns sentences a second. Memory of the server is told after every minute."""
+        """Run clients for some seconds and return sentences per second; prints the server's memory every minute."""
         began, minute = time.monotonic(), 1
         waiting = selectors.DefaultSelector()
         for number in range(clients):
@@ -123,7 +123,7 @@ def memory(pids: list[int]) -> float:
 
 
 def busy(pids: list[int]) -> float:
-    """Seconds of processor time that some processes have had."""
+    """Processor time of some processes, in seconds."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
@@ -135,7 +135,7 @@ def processes(pid: int) -> list[int]:
 
 
 def start(run: str, workers: int, options: list[str]) -> tuple[subprocess.Popen[str], int]:
-    """A server at a free port, when it is ready."""
+    """Start a server at a free port and wait until it is ready."""
     import urllib.error
     import urllib.request
 
@@ -154,7 +154,7 @@ def start(run: str, workers: int, options: list[str]) -> tuple[subprocess.Popen[
 
 
 def whole_command(run: str, lines: list[str], count: int) -> float:
-    """Sentences a second of `qkv translate` with a file of so many, from its start to its end."""
+    """Sentences per second of `qkv translate` with a file of `count` sentences, including its start."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         source.write_text("".join(f"{line}\n" for line in islice(cycle(lines), count)), encoding="utf-8")
@@ -202,7 +202,7 @@ def main() -> None:
             spent = busy([listening]) - before[0], busy(models) - before[1]
             clients = 1000 * (time.process_time() - clients) / (len(load.latencies) * arguments.sentences)
             front, back = (1000 * each / (len(load.latencies) * arguments.sentences) for each in spent)
-            command = whole_command(arguments.run, lines, min(MOST, len(load.latencies) * arguments.sentences))
+            command = whole_command(arguments.run, lines, min(MAX_SENTENCES, len(load.latencies) * arguments.sentences))
             taken = sorted(load.latencies)
             p50, p95, p99 = (1000 * taken[int(len(taken) * q)] for q in (0.5, 0.95, 0.99))
             print(

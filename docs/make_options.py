@@ -1,4 +1,4 @@
-"""Write docs/options.md from the declarations in qkv.config: `make docs`."""
+"""Write docs/options.md from the declarations in qkv.core.config and qkv.options: `make docs`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qkv import config
+from qkv.options import MODEL_KINDS, Config, CorpusConfig
 
 INTRODUCTION = """\
 # Options
 
-Everything that decides a run, made by `make docs` from `src/qkv/config.py`. A config file has one table for each
-section, and what it leaves out has its default; on the command line an option is `--set section.key=value`:
+Every option of a run, made by `make docs` from `src/qkv/core/config.py` and `src/qkv/options.py`. A config file has one
+table for each section; options that it does not set have their defaults. On the command line an option is
+`--set section.key=value`:
 
 ```
 qkv train config.toml --set train.steps=20000 --set model.dropout=0.3
@@ -27,13 +28,13 @@ keeps all of them, resolved, in its `config.toml`.
 def page() -> str:
     """The whole page."""
     sections: list[tuple[str, Any]] = []
-    for spec in dataclasses.fields(config.Config):
+    for spec in dataclasses.fields(Config):
         if spec.name == "model":
-            sections += [(f'[model] kind = "{kind}"', cls) for kind, cls in config.MODEL_KINDS.items()]
+            sections += [(f'[model] kind = "{kind}"', cls) for kind, cls in MODEL_KINDS.items()]
         else:
             sections.append((f"[{spec.name}]", spec.default_factory))
         if spec.name == "data":
-            sections.append(("[[data.train]], [[data.valid]]", config.CorpusConfig))
+            sections.append(("[[data.train]], [[data.valid]]", CorpusConfig))
     return "\n".join([INTRODUCTION, *(section(title, cls) for title, cls in sections)])
 
 

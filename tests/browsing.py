@@ -1,4 +1,4 @@
-"""A page in a real browser, for tests: it may neither complain nor ask anybody but its own server."""
+"""A page in a real browser, for tests; console errors and requests to other servers fail the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., Any]
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """Chromium, without a window."""
+    """Headless Chromium."""
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -31,7 +31,7 @@ def launched() -> Iterator[Any]:
 
 @contextmanager
 def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) -> Iterator[Open]:
-    """A function that opens the page at a tab; where it is `ready`, it is waited for. A refusal is no complaint."""
+    """Yield a function that opens the page at a tab; `ready`: wait for the models. HTTP errors are allowed."""
     contexts, complaints = [], []
 
     def open_page(tab: str = "translate", **options: Any) -> Any:
@@ -44,7 +44,7 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
         page.goto(f"{url}#{tab}")
         page.wait_for_selector(f"#panel-{tab}:not([hidden])")
         if ready():
-            page.wait_for_selector(".card", state="attached")  # the models are known: every tab is ready
+            page.wait_for_selector(".card", state="attached")  # the models are loaded: every tab is ready
         return page
 
     yield open_page
@@ -54,12 +54,12 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
 
 
 def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
-    """Wait until a place has this text."""
+    """Wait until an element has this text."""
     playwright.expect(page.locator(place)).to_have_text(text, timeout=1000 * PATIENCE)
 
 
 def wait_for(page: Any, true: Callable[[], object]) -> None:
-    """Poll until a condition holds, while the page goes on."""
+    """Poll until a condition holds, while the page keeps running."""
     end = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < end, "gave up waiting"
@@ -67,13 +67,13 @@ def wait_for(page: Any, true: Callable[[], object]) -> None:
 
 
 def outcome(page: Any, row: int) -> list[str]:
-    """Of a what-if: the translation, score and log-probability of a row, without the change beside them."""
+    """Translation, score and log-probability in a row of the what-if table."""
     page.wait_for_selector("#outcome table")
     cells = page.locator(f"#outcome tbody tr:nth-child({row}) td")
     return [cells.nth(0).inner_text().strip(), *(cells.nth(i).inner_text().split()[0] for i in (1, 2))]
 
 
-def told(found: Any) -> list[str]:
-    """The same, as the page should tell it."""
-    values = (f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−") for value in (found.score, found.logprob))
-    return [found.translation, *values]
+def expected_outcome(result: Any) -> list[str]:
+    """The expected `outcome` of a result."""
+    values = (f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−") for value in (result.score, result.logprob))
+    return [result.translation, *values]

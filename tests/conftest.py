@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from qkv import config
+from qkv.options import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,9 +31,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SRC = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
 
-# No deadline: a test never asserts a time. Derandomised: a failure on one machine is a failure on all.
-settings.register_profile("qkv", deadline=None, derandomize=True)
-settings.load_profile("qkv")
+# No deadline: a test never asserts a time. "fixed" draws the same examples everywhere, so that a failure repeats;
+# HYPOTHESIS_PROFILE=random draws new ones in each run and prints how to repeat a failure.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 PATIENCE = 300.0  # seconds before a test gives up waiting; no test asserts how long anything takes
 
@@ -84,7 +86,7 @@ def write_pairs(folder: Path, pairs: Iterable[tuple[str, str]], name: str = "tex
     return str(paths[0]), str(paths[1])
 
 
-def tiny_config(src: str, tgt: str, **train: object) -> config.Config:
+def tiny_config(src: str, tgt: str, **train: object) -> Config:
     """A model of the small language; as it stands, 200 steps learn it almost perfectly."""
     values = {
         "steps": 200,
@@ -99,7 +101,7 @@ def tiny_config(src: str, tgt: str, **train: object) -> config.Config:
         "device": "cpu",
         "tensorboard": False,
     }
-    return config.Config().replace(
+    return Config().replace(
         data={"train": [{"src": src, "tgt": tgt}], "max_length": 32, "src_lang": "en", "tgt_lang": "it"},
         model={
             "d_model": 64,
@@ -128,7 +130,7 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
 
 
-def begun(folder: Path, spec: config.Config) -> tuple[config.Config, Prepared]:
+def begun(folder: Path, spec: Config) -> tuple[Config, Prepared]:
     """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
     from qkv.api.run_training import _begin
 

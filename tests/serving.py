@@ -1,4 +1,4 @@
-"""A served model for tests: `qkv serve` in a process of its own at a free port, which ends with the test or before."""
+"""`qkv serve` in a subprocess at a free port, for tests; it ends with the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import qkv
 from conftest import PATIENCE, sentences, tiny_config
-from qkv import config
+from qkv.options import Config, CorpusConfig, DataConfig, DecoderOnlyConfig, TokenizerConfig
 
 ENDLESS = 10**9  # tokens of a completion that ends only when it is stopped
 JSON = {"Content-Type": "application/json"}
@@ -34,16 +34,16 @@ FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 LOAD_AFTER = """
 import sys
 from qkv.cli import main
-from qkv.serve import crew
+from qkv.server import worker_supervisor
 
-crew.START = f"open({sys.argv.pop(1)!r}).close(); {crew.START}"
+worker_supervisor.START = f"open({sys.argv.pop(1)!r}).close(); {worker_supervisor.START}"
 main()
 """
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -166,9 +166,7 @@ def train_writer(folder: Path) -> Path:
     lines = [source for source, _ in sentences(300, seed=5)]
     (folder / "text.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     spec = tiny_config("", "", steps=60, validate_every=60, label_smoothing=0.0, average=0)
-    data = config.DataConfig(train=(config.CorpusConfig(text=str(folder / "text.txt")),), max_length=32)
-    model = config.DecoderOnlyConfig(
-        d_model=32, d_ff=64, heads=2, layers=1, norm="pre", positions="rotary", dropout=0.0
-    )
-    made = config.Config(data, config.TokenizerConfig(kind="char"), model, spec.train, spec.decode)
+    data = DataConfig(train=(CorpusConfig(text=str(folder / "text.txt")),), max_length=32)
+    model = DecoderOnlyConfig(d_model=32, d_ff=64, heads=2, layers=1, norm="pre", positions="rotary", dropout=0.0)
+    made = Config(data, TokenizerConfig(kind="char"), model, spec.train, spec.decode)
     return qkv.train(made, folder / "run").path

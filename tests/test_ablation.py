@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import Run, updates_for
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
+from qkv.options import Config, DecoderOnlyConfig, TrainConfig
 
 DROP = "model.dropout=0.1 train.r_drop=2"
 WORDS = "tokenizer.kind=word"
 
 
-def recipe(folder: Path) -> config.Config:
+def recipe(folder: Path) -> Config:
     small = {"d_model": 16, "d_ff": 16}
     return tiny_config(*write_pairs(folder, sentences(60))).replace(model=small, train={"steps": 8, "warmup": 4})
 
@@ -28,13 +28,13 @@ def recipe(folder: Path) -> config.Config:
 def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, page = tmp_path / "work", tmp_path / "table.md"
     # What takes twice as long for an update has half as many of them.
-    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
+    monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
     options: dict[str, Any] = {"out": work, "seeds": 2, "jobs": 1, "device": "cpu"}
     result = ablation.measure(recipe(tmp_path), [DROP, WORDS], **options, output=[str(page)], command="qkv lab ablate")
     found = [Result.from_dict(each) for each in result["trials"]]
     assert [each.error for each in found] == [""] * 6
     assert [(each.name, each.seed, each.steps) for each in found] == [
-        (name, seed, steps) for name, steps in ((ablation.AS_IT_IS, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
+        (name, seed, steps) for name, steps in ((ablation.BASELINE, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
     ]
     told = page.read_text(encoding="utf-8")
     assert f"| {DROP} |" in told
@@ -46,11 +46,11 @@ def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def seconds(made: config.Config, prepared: object) -> float:
+    def seconds(made: Config, prepared: object) -> float:
         asked.append(made.train.r_drop)
         return 3.0 if made.train.r_drop else 1.0
 
-    monkeypatch.setattr(ablation.auto, "seconds_a_pass", seconds)
+    monkeypatch.setattr(ablation.auto_recipe, "seconds_a_pass", seconds)
     monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu"}
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
-    monkeypatch.setattr(ablation, "seconds_an_update", lambda made, text: made.train.tokens_per_step)
+    monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: made.train.tokens_per_step)
     monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
     schedule = {"steps": 1000, "epochs": 2.5, "patience": 1, "tokens_per_step": 1280, "warmup": 4, "validate_every": 5}
     made = recipe(tmp_path).replace(train=schedule)
@@ -84,7 +84,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     assert [each["steps"] for each in shorter] == [3]
 
 
-def fake(name: str, spec: config.TrainConfig, key: str, bleu: float) -> Result:
+def fake(name: str, spec: TrainConfig, key: str, bleu: float) -> Result:
     assert not spec.epochs
     assert not spec.patience
     return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
@@ -92,22 +92,22 @@ def fake(name: str, spec: config.TrainConfig, key: str, bleu: float) -> Result:
 
 def test_a_gain_is_told_from_chance() -> None:
     def three(name: str, *values: float) -> list[Result]:
-        return [fake(name, config.TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
+        return [fake(name, TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
 
     found = {
-        ablation.AS_IT_IS: three(ablation.AS_IT_IS, 30.0, 30.2, 29.8),
+        ablation.BASELINE: three(ablation.BASELINE, 30.0, 30.2, 29.8),
         "good": three("good", 31.9, 32.1, 32.0),
         "same": three("same", 30.1, 30.0, 30.2),
         "broken": [Result("broken", 1, "", error="it broke")],
     }
-    rows = {row[0]: row for row in ablation._sheet("", found).rows}
+    rows = {row[0]: row for row in ablation._result_table("", found).rows}
     assert rows["good"][1] == "32.00 ± 0.10"
     assert rows["good"][3].endswith(": more than chance")
     assert rows["same"][3].endswith(": chance")
     assert rows["broken"][4] == "failed"
-    alone = ablation._sheet("", {name: results[:1] for name, results in found.items()})
+    alone = ablation._result_table("", {name: results[:1] for name, results in found.items()})
     assert [row[3] for row in alone.rows][1] == "+1.9, noise unknown"
-    assert rows[ablation.AS_IT_IS][3] == ""
+    assert rows[ablation.BASELINE][3] == ""
 
 
 def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
     with pytest.raises(UsageError, match=r'which model\.kind = "decoder" has not'):
-        ablation.measure(config.Config(model=config.DecoderOnlyConfig()), [], out=tmp_path)
+        ablation.measure(Config(model=DecoderOnlyConfig()), [], out=tmp_path)
     with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):
@@ -144,4 +144,4 @@ def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, w
 
 
 def test_what_no_row_may_change_are_options() -> None:
-    assert set(ablation.DECIDED) <= {path for path, _, _ in config.options(config.Config())}
+    assert set(ablation.NOT_COMPARABLE) <= {path for path, _, _ in Config().options()}

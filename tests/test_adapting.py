@@ -10,12 +10,12 @@ import pytest
 
 import qkv
 from conftest import Call, Done, sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.api import auto_recipe, run_training
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
+from qkv.options import Config, CorpusConfig, DataConfig, DecoderOnlyConfig, TokenizerConfig, TrainConfig
 
 Pair = tuple[str, str]
 
@@ -105,14 +105,14 @@ def test_a_run_as_a_config_says_that_its_weights_are_not_used(
 def test_a_language_model_goes_on_with_other_text(tmp_path: Path) -> None:
     (tmp_path / "one").write_text("".join(f"{line}\n" for line, _ in sentences(300)), encoding="utf-8")
     (tmp_path / "two").write_text("".join(f"{line}\n" for _, line in sentences(300)), encoding="utf-8")
-    model = config.DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
-    train = config.TrainConfig(
+    model = DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
+    train = TrainConfig(
         steps=2, tokens_per_step=256, validate_every=2, device="cpu", learning_rate=0.0, tensorboard=False
     )
     runs: list[Run] = []
     for name in ("one", "two"):
-        data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / name)),), max_length=16)
-        spec = config.Config(data, config.TokenizerConfig(vocab=300), model, train)
+        data = DataConfig(train=(CorpusConfig(text=str(tmp_path / name)),), max_length=16)
+        spec = Config(data, TokenizerConfig(vocab=300), model, train)
         runs.append(qkv.train(spec, tmp_path / f"run-{name}", start=runs[0] if runs else None))
     ours, theirs = (files.read_tensors(run.weights("best")) for run in runs)
     assert all(ours[name].equal(theirs[name]) for name in theirs)

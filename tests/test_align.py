@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import demo_corpus as demo
 import qkv
 from conftest import sentences
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.data import links
+from qkv.data.subwords import learn
 from qkv.documents.inline_markup import place_markup, strip_markup
 from qkv.explain.word_alignment import (
     Agreement,
@@ -31,7 +32,7 @@ from qkv.explain.word_alignment import (
     untranslated,
     word_weights,
 )
-from qkv.text import Tokenizer, learn
+from qkv.options import TokenizerConfig
 
 CPU = torch.device("cpu")
 LINKS = st.tuples(st.integers(0, 200), st.integers(0, 200))
@@ -89,7 +90,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return learn(
         TRAINING,
         TRAINING,
-        config.TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
+        TokenizerConfig(kind=request.param, vocab=0 if request.param == "char" else 300),
         ("it",),
     ).src
 

@@ -28,13 +28,14 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import WORDS, Call, sentences, write_pairs
-from qkv import cli, config
+from qkv import cli
 from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
 from qkv.api.file_translation import Crew
 from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
 from qkv.api.results import Alternative
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.corpus import blocks, read, resolve
+from qkv.options import Config, CorpusConfig, DataConfig
 
 DOCS = Path(__file__).parents[1] / "docs" / "augmenting.md"
 
@@ -144,7 +145,7 @@ class Told:
     """Takes a translator's place: a line says itself what becomes of it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.config, self.device = config.Config(), torch.device("cpu")
+        self.config, self.device = Config(), torch.device("cpu")
         self.tokenizers = SimpleNamespace(src=Words(), tgt=Words())
         self.members: list[Any] = []
         self.asked: list[str] = []
@@ -247,7 +248,7 @@ def test_the_likeliest_are_kept() -> None:
 def test_a_round_trip_is_the_judge() -> None:
     """The way back is asked of the pairs that are left: the given line, from its translation."""
     forth, back = Told(), Told()
-    back.config = config.Config().replace(data={"max_length": 3})
+    back.config = Config().replace(data={"max_length": 3})
     lines = ["ab", "copy", "abcd", "too many words here"]
     augmenter = Augmenter(forth, "back-translation", filters=Filters(min_logprob=-5.0), back=back)  # type: ignore[arg-type]
     found = augmenter.pairs(lines)
@@ -337,7 +338,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
-    (corpus,) = resolve([config.CorpusConfig(src=str(path))], config.DataConfig())
+    (corpus,) = resolve([CorpusConfig(src=str(path))], DataConfig())
     return [pair for block in blocks(corpus, corpus.paths) for pair in read(block) if pair]
 
 
@@ -671,26 +672,26 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
 def test_also_is_read(
     given: str, expected: tuple[str, float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.cli.arguments import with_more
+    from qkv.cli.arguments import with_extra_pairs
 
     monkeypatch.chdir(tmp_path)
     for name in ("pairs.tsv", "a:2.tsv"):
         (tmp_path / name).touch()
     data = {"train": [{"src": "x", "tgt": "y"}], "valid": [{"src": "v", "tgt": "w"}]}
-    first, also = with_more(config.Config().replace(data=data), [given]).data.train
+    first, also = with_extra_pairs(Config().replace(data=data), [given]).data.train
     assert (first.src, (also.src, also.weight, also.tag)) == ("x", expected)
-    _, rooted = with_more(config.Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
+    _, rooted = with_extra_pairs(Config().replace(data={**data, "root": "elsewhere"}), [given]).data.train
     assert rooted.src == ("-" if expected[0] == "-" else str(tmp_path / expected[0]))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--also", "pairs.tsv:much"], '"much" is no weight: write FILE:WEIGHT, e.g. pairs.tsv:0.5'),
+        (["--also", "pairs.tsv:much"], '"much" is not a number: write FILE:WEIGHT, e.g. pairs.tsv:0.5'),
         (["--also", "pairs.tsv:-1"], "weight = -1.0: must be at least 0"),
         (["--also", "none.tsv"], "none.tsv: no such file"),
         (["--also", "pairs.txt"], "give tgt too, or one .tsv or .jsonl file"),
-        (["--also", "pairs.tsv", "--text", "a"], "--text is for models without a source"),
+        (["--also", "pairs.tsv", "--text", "a"], "--text trains a language model"),
     ],
 )
 def test_also_that_cannot_be(
@@ -709,7 +710,7 @@ def test_a_model_is_not_validated_on_its_like(call: Call, corpus: tuple[str, str
     assert done.code == 2
     assert "no text to validate on: give --valid-src and --valid-tgt" in done.error
     done = call("train", "--resume", "--run", tmp_path / "run", "--also", "pairs.tsv")
-    assert "--resume takes what the run folder holds" in done.error
+    assert "--resume takes text and config from the run folder" in done.error
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

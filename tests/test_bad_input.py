@@ -23,7 +23,6 @@ from safetensors.numpy import save_file
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import Run
 from qkv.core import files
 
@@ -40,7 +39,7 @@ def train(pairs: tuple[Path, Path], tmp_path: Path, call: Call) -> Any:
     """Two steps of training on the files as they are, in the folder `run`, with more arguments."""
     quick = tiny_config("a", "b", steps=2, tokens_per_step=256, metric="loss", average=0)
     small = quick.replace(model={"d_model": 16, "d_ff": 16})
-    (tmp_path / "quick.toml").write_text(config.dumps(small), encoding="utf-8")
+    (tmp_path / "quick.toml").write_text(small.dumps(), encoding="utf-8")
 
     def run(*arguments: object) -> Any:
         files = ["--src", pairs[0], "--tgt", pairs[1], "--run", tmp_path / "run"]
@@ -176,7 +175,7 @@ def test_a_config_file_that_cannot_be(call: Call, tmp_path: Path) -> None:
     [
         (["train", "paper_bas"], "no such preset, config file or run folder: did you mean paper_base?"),
         (["train", "xyz"], "presets: "),
-        (["train"], "nothing to train on"),
+        (["train"], "no training text"),
         (["train", "paper_base"], "nothing to train on"),
         (["train", "--src", "a"], "a: give tgt too"),
         (["train", "--src", "a", "--tgt", "b", "--tgt", "c"], "1 --src but 2 --tgt"),
@@ -261,7 +260,7 @@ def test_a_text_or_option_that_cannot_be_translated(
 def test_a_bad_line_may_be_skipped_and_stays_a_line(tiny: Path, call: Call) -> None:
     done = call("translate", tiny, "--on-bad", "skip", input=b"One cat.\n\xff\nTwo dog.\n")
     assert (done.code, done.out) == (0, "Uno gatto.\n\nDue cane.\n")
-    assert done.err == "-: 1 lines were not UTF-8 and stay empty\n"
+    assert done.err == "-: 1 lines were not UTF-8; their output is empty\n"
 
 
 def test_a_remedy_is_offered_only_where_there_is_one(tiny: Path, call: Call, tmp_path: Path) -> None:
@@ -276,7 +275,7 @@ def test_a_translation_that_had_to_end_is_told(copy: Path, call: Call) -> None:
     run.write_config(run.config.replace(decode={"extra_length": 0}))
     done = call("translate", copy, input=b"One\n\n")
     assert (done.code, done.out.count("\n")) == (0, 2)
-    assert done.err == "-: 1 translations reached the longest length allowed (decode.extra_length)\n"
+    assert done.err == "-: 1 translations reached the maximum length (decode.extra_length)\n"
 
 
 @pytest.mark.slow

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import PATIENCE, wait_until
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data import batches
 from qkv.data.batches import Update, choose_micro_tokens, cut, pad_share, plan, share, visits
 from qkv.data.loader import Batch, Pairs, Position, Step, collate
-from qkv.text import Tokenizers, learn
+from qkv.data.subwords import learn
+from qkv.options import TokenizerConfig
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
 
@@ -188,10 +189,8 @@ WORDS = "the cat sleeps in a lovely garden under green trees while small birds s
 
 
 @cache
-def both() -> Tokenizers:
-    return learn(
-        [" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, config.TokenizerConfig(vocab=320), ("de", "fr")
-    )
+def both() -> TokenizerPair:
+    return learn([" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, TokenizerConfig(vocab=320), ("de", "fr"))
 
 
 @dataclass

@@ -24,7 +24,7 @@ import qkv
 from conftest import PATIENCE, Call, sentences, write_pairs
 from qkv import api
 from qkv.assembly import Run
-from qkv.config import difference, from_dict
+from qkv.options import Config
 
 COMMAND = [sys.executable, "-m", "qkv"]
 
@@ -311,7 +311,7 @@ def test_config_round_trip(tiny: Path, call: Call, tmp_path: Path) -> None:
     shown = call("config", tiny).out
     (tmp_path / "f.toml").write_text(shown, encoding="utf-8")
     assert call("config", tmp_path / "f.toml").out == shown
-    assert not difference(from_dict(tomllib.loads(shown)), Run.open(tiny).config)
+    assert not Config.from_dict(tomllib.loads(shown)).difference(Run.open(tiny).config)
     assert call("config", tiny, tmp_path / "f.toml").out == ""
 
 
@@ -359,11 +359,19 @@ def test_every_verb_explains_itself(verb: str, call: Call) -> None:
         assert "Options:" in done.out
 
 
+@pytest.mark.parametrize("group", ["", "lab"])
+def test_no_line_of_help_is_cut(group: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal of 80 columns each verb has one line, of at most 60 characters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = call(*group.split(), "--help").out.partition("Commands:\n")[2].rstrip().split("\n")
+    summaries = [line.split(maxsplit=1)[1] for line in lines]
+    assert len(summaries) == (5 if group else 17)
+    assert [each for each in summaries if not each.endswith(".") or each.endswith("...") or len(each) > 60] == []
+
+
 def test_help_does_not_wait_for_torch() -> None:
     code = """
 import sys
-import time
-import time
 from qkv.cli import main
 sys.argv = ["qkv", "--help"]
 try:

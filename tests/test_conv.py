@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import leaves
-from qkv import config
 from qkv.decode.search import search
 from qkv.models import parameter_count, record
 from qkv.models.convs2s import Convolutional, EncoderLayer, GatedConvolution, dilations, neighbours
+from qkv.options import ConvS2SConfig, DecodeConfig
 
 VOCAB = 20
 KINDS = ("contiguous", "dilated", "separable")
@@ -25,9 +25,9 @@ kinds = pytest.mark.parametrize("convolution", KINDS)
 COMBINATIONS = list(itertools.product(KINDS, (1, 3, 5), ("learned", "sinusoidal", "none"), ("all", "output", "none")))
 
 
-def spec_of(**options: Any) -> config.ConvS2SConfig:
+def spec_of(**options: Any) -> ConvS2SConfig:
     small = {"d_model": 8, "encoder_layers": 2, "decoder_layers": 3, "max_positions": 64, "dropout": 0.0}
-    return config.ConvS2SConfig(**(small | options))
+    return ConvS2SConfig(**(small | options))
 
 
 def model_of(seed: int = 0, **options: Any) -> Convolutional:
@@ -283,7 +283,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, 
 def test_a_search_is_the_same_in_company(convolution: str) -> None:
     model = model_of(convolution=convolution, tie="none")
     source, lengths = some(4, 6), torch.tensor([6, 2, 4, 1])
-    spec = config.DecodeConfig(beam=3, extra_length=5)
+    spec = DecodeConfig(beam=3, extra_length=5)
     special = {"bos": 1, "eos": 2, "pad": 0}
     together = search(model, source, lengths, spec, n_best=3, **special)
     for i, found in enumerate(together):

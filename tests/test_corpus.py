@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import corpus as module
 from qkv.data.corpus import blocks, read, resolve, unpack
 from qkv.data.languages import languages
+from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
     ("A cat.", "Eine Katze."),
@@ -37,9 +37,9 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def pairs_of(
-    tmp_path: Path, spec: config.CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
+    tmp_path: Path, spec: CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
 ) -> list[tuple[str, ...] | None]:
-    data = config.DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
+    data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
     (found,) = resolve(data.train, data)
     files = tuple(unpack(path, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
     return [pair for block in blocks(found, files) for pair in read(block, on_bad)]
@@ -49,10 +49,10 @@ def lines(texts: list[str], end: str = "\n") -> bytes:
     return "".join(text + end for text in texts).encode()
 
 
-def write_pair(folder: Path, src: bytes, tgt: bytes, suffix: str = "") -> config.CorpusConfig:
+def write_pair(folder: Path, src: bytes, tgt: bytes, suffix: str = "") -> CorpusConfig:
     (folder / f"a.en{suffix}").write_bytes(PACKERS[suffix](src))
     (folder / f"a.de{suffix}").write_bytes(PACKERS[suffix](tgt))
-    return config.CorpusConfig(src=f"a.en{suffix}", tgt=f"a.de{suffix}")
+    return CorpusConfig(src=f"a.en{suffix}", tgt=f"a.de{suffix}")
 
 
 # ---- the same pairs from everything ----------------------------------------------------------------------------------
@@ -65,28 +65,28 @@ def test_compressed_or_not(tmp_path: Path, suffix: str) -> None:
     assert pairs_of(tmp_path, spec) == PAIRS
     pack = PACKERS[suffix]
     (tmp_path / f"b.tsv{suffix}").write_bytes(pack(lines(["\t".join(pair) for pair in PAIRS])))
-    assert pairs_of(tmp_path, config.CorpusConfig(src=f"b.tsv{suffix}")) == PAIRS
+    assert pairs_of(tmp_path, CorpusConfig(src=f"b.tsv{suffix}")) == PAIRS
     (tmp_path / f"c.jsonl{suffix}").write_bytes(pack(lines([json.dumps({"src": a, "tgt": b}) for a, b in PAIRS])))
-    assert pairs_of(tmp_path, config.CorpusConfig(src=f"c.jsonl{suffix}")) == PAIRS
+    assert pairs_of(tmp_path, CorpusConfig(src=f"c.jsonl{suffix}")) == PAIRS
     (tmp_path / f"d.txt{suffix}").write_bytes(pack(lines(list(tgt))))
-    assert pairs_of(tmp_path, config.CorpusConfig(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
+    assert pairs_of(tmp_path, CorpusConfig(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
 
 
 def test_a_file_that_is_there_only_packed_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"packed"))
-    assert pairs_of(tmp_path, config.CorpusConfig(text="a.txt")) == [("packed",)]
+    assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("packed",)]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"also"))
     with pytest.raises(UsageError, match=r"a\.txt: no such file, but a\.txt\.gz and a\.txt\.xz: name one"):
-        pairs_of(tmp_path, config.CorpusConfig(text="a.txt"))
+        pairs_of(tmp_path, CorpusConfig(text="a.txt"))
     (tmp_path / "a.txt").write_bytes(b"plain")
-    assert pairs_of(tmp_path, config.CorpusConfig(text="a.txt")) == [("plain",)]
+    assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("plain",)]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 def test_several_compressed_streams_end_to_end(tmp_path: Path, suffix: str) -> None:
     pack = PACKERS[suffix]
     (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"one\ntw") + pack(b"o\n") + pack(b"three"))
-    assert pairs_of(tmp_path, config.CorpusConfig(text=f"a.txt{suffix}")) == [("one",), ("two",), ("three",)]
+    assert pairs_of(tmp_path, CorpusConfig(text=f"a.txt{suffix}")) == [("one",), ("two",), ("three",)]
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_several_compressed_streams_end_to_end(tmp_path: Path, suffix: str) -> N
 )
 def test_kinds_of_jsonl(tmp_path: Path, row: Callable[[str, str], dict[str, object]]) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines([json.dumps(row(a, b), ensure_ascii=False) for a, b in PAIRS]))
-    assert pairs_of(tmp_path, config.CorpusConfig(src="a.jsonl"), langs=("en", "de")) == PAIRS
+    assert pairs_of(tmp_path, CorpusConfig(src="a.jsonl"), langs=("en", "de")) == PAIRS
 
 
 def test_jsonl_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one\\ntwo"}\n{"text": "three"}\n')
-    assert pairs_of(tmp_path, config.CorpusConfig(text="a.jsonl")) == [("one\ntwo",), ("three",)]
+    assert pairs_of(tmp_path, CorpusConfig(text="a.jsonl")) == [("one\ntwo",), ("three",)]
 
 
 def test_ends_of_lines_and_files(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     tgt = [f"Zeile {n}" for n in range(200)]
     spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
     assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
-    (found,) = resolve((spec,), config.DataConfig(root=str(tmp_path)))
+    (found,) = resolve((spec,), DataConfig(root=str(tmp_path)))
     cut = blocks(found, found.paths)
     assert len(cut) > 50
     assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
@@ -126,10 +126,10 @@ def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\teins\ntwo\tzwei\n")))
-    assert pairs_of(tmp_path, config.CorpusConfig(src="-")) == [("one", "eins"), ("two", "zwei")]
+    assert pairs_of(tmp_path, CorpusConfig(src="-")) == [("one", "eins"), ("two", "zwei")]
     (tmp_path / "a.de").write_bytes(b"eins\nzwei\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
-    assert pairs_of(tmp_path, config.CorpusConfig(src="-", tgt="a.de")) == [("one", "eins"), ("two", "zwei")]
+    assert pairs_of(tmp_path, CorpusConfig(src="-", tgt="a.de")) == [("one", "eins"), ("two", "zwei")]
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ def test_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_half_a_character_in_json(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"src": "a", "tgt": "b"}\n{"src": "\\ud83d", "tgt": "b"}\n')
     with pytest.raises(QkvError, match=r"a\.jsonl, line 2: U\+D83D"):
-        pairs_of(tmp_path, config.CorpusConfig(src="a.jsonl"))
-    assert pairs_of(tmp_path, config.CorpusConfig(src="a.jsonl"), "skip") == [("a", "b"), None]
+        pairs_of(tmp_path, CorpusConfig(src="a.jsonl"))
+    assert pairs_of(tmp_path, CorpusConfig(src="a.jsonl"), "skip") == [("a", "b"), None]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_half_a_character_in_json(tmp_path: Path) -> None:
 def test_bad_rows(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(QkvError, match=message):
-        pairs_of(tmp_path, config.CorpusConfig(src=name), langs=("en", "de"))
+        pairs_of(tmp_path, CorpusConfig(src=name), langs=("en", "de"))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
@@ -198,25 +198,25 @@ def test_broken_compressed_files(tmp_path: Path, suffix: str, damage: str) -> No
         packed[2] ^= 0xFF
     (tmp_path / f"a.txt{suffix}").write_bytes(packed)
     with pytest.raises(QkvError, match=rf"a\.txt{suffix}: broken {suffix} file"):
-        pairs_of(tmp_path, config.CorpusConfig(text=f"a.txt{suffix}"))
+        pairs_of(tmp_path, CorpusConfig(text=f"a.txt{suffix}"))
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (config.CorpusConfig(src="none.en", tgt="none.de"), r"none\.en: no such file"),
-        (config.CorpusConfig(text="folder"), "folder: is a folder"),
-        (config.CorpusConfig(), "names no file"),
-        (config.CorpusConfig(src="a.en"), "give tgt too"),
-        (config.CorpusConfig(tgt="a.de"), "give src too"),
-        (config.CorpusConfig(src="a.en", text="a.de"), "not both"),
-        (config.CorpusConfig(src="a.tsv", tgt="a.de"), "leave tgt out"),
-        (config.CorpusConfig(text="a.tsv"), "plain text cannot be .tsv"),
-        (config.CorpusConfig(src="-", tgt="-"), "only one file"),
-        (config.CorpusConfig(text="a.txt", tag="de"), "plain text has none"),
+        (CorpusConfig(src="none.en", tgt="none.de"), r"none\.en: no such file"),
+        (CorpusConfig(text="folder"), "folder: is a folder"),
+        (CorpusConfig(), "names no file"),
+        (CorpusConfig(src="a.en"), "give tgt too"),
+        (CorpusConfig(tgt="a.de"), "give src too"),
+        (CorpusConfig(src="a.en", text="a.de"), "not both"),
+        (CorpusConfig(src="a.tsv", tgt="a.de"), "leave tgt out"),
+        (CorpusConfig(text="a.tsv"), "plain text cannot be .tsv"),
+        (CorpusConfig(src="-", tgt="-"), "only one file"),
+        (CorpusConfig(text="a.txt", tag="de"), "plain text has none"),
     ],
 )
-def test_wrong_calls(tmp_path: Path, spec: config.CorpusConfig, message: str) -> None:
+def test_wrong_calls(tmp_path: Path, spec: CorpusConfig, message: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match=message):
         pairs_of(tmp_path, spec)
@@ -225,7 +225,7 @@ def test_wrong_calls(tmp_path: Path, spec: config.CorpusConfig, message: str) ->
 def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, b"one\n", b"eins\n")
     with pytest.raises(UsageError, match="one kind only"):
-        resolve((pair, config.CorpusConfig(text="a.en")), config.DataConfig(root=str(tmp_path)))
+        resolve((pair, CorpusConfig(text="a.en")), DataConfig(root=str(tmp_path)))
 
 
 # ---- languages -------------------------------------------------------------------------------------------------------
@@ -252,18 +252,18 @@ def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     ],
 )
 def test_the_names_of_files_tell_their_languages(names: list[str], found: tuple[str, str]) -> None:
-    corpora = tuple(config.CorpusConfig(*pair.split(" ")) for pair in names)
-    data = languages(config.DataConfig(train=corpora))
+    corpora = tuple(CorpusConfig(*pair.split(" ")) for pair in names)
+    data = languages(DataConfig(train=corpora))
     assert (data.src_lang, data.tgt_lang) == found
     assert languages(data) == data
-    assert languages(config.DataConfig(train=corpora[:1], valid=corpora[1:])).src_lang == found[0]
+    assert languages(DataConfig(train=corpora[:1], valid=corpora[1:])).src_lang == found[0]
 
 
 def test_languages_that_are_given_stay() -> None:
-    given = config.DataConfig(train=(config.CorpusConfig("train.en", "train.de"),), tgt_lang="de-AT")
+    given = DataConfig(train=(CorpusConfig("train.en", "train.de"),), tgt_lang="de-AT")
     assert languages(given) == dataclasses.replace(given, src_lang="en")
 
 
 def test_plain_text_has_no_pair_of_languages() -> None:
-    plain = config.DataConfig(train=(config.CorpusConfig(text="book.en"),))
+    plain = DataConfig(train=(CorpusConfig(text="book.en"),))
     assert languages(plain) == plain

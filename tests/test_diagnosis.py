@@ -1,9 +1,10 @@
-"""The diagnosis: every measure on examples worked by hand, and what holds for any text."""
+"""The diagnosis: every measure on examples worked by hand, and properties that hold for any text."""
 
 from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -38,8 +39,8 @@ SOURCES, REFERENCES = [list(side) for side in zip(*random.Random(1).sample(PAIRS
 FLAGS = ["empty", "loop", "hallucination", "copy", "short", "long", "cut", "retried"]
 
 
-def flags(source: str, hypothesis: str, reference: str, **told: Any) -> tuple[str, ...]:
-    (sentence,) = diagnose([source], [hypothesis], [reference], **told).sentences
+def flags(source: str, hypothesis: str, reference: str, **options: Any) -> tuple[str, ...]:
+    (sentence,) = diagnose([source], [hypothesis], [reference], **options).sentences
     return sentence.flags
 
 
@@ -108,9 +109,9 @@ def test_copies_are_those_that_the_reference_does_not_copy() -> None:
     assert "copy" in flags("The cat sees Anna.", "The cat vede Anna.", "Il gatto vede Anna.")  # two words of four
     assert "copy" not in flags("The cat sees Anna now.", "The cat vede Anna ora.", "Il gatto vede Anna ora.")
     assert flags("OK!", "OK!", "OK!") == ()
-    many = diagnose(["the cat", "a b c d e f"], ["the cat", "u v w x y z"], ["il gatto", "u v w x y z"])
-    assert many.copied_words == 2 / 8  # of all words, not of sentences
-    assert many.rate("copy") == 1 / 2
+    copies = diagnose(["the cat", "a b c d e f"], ["the cat", "u v w x y z"], ["il gatto", "u v w x y z"])
+    assert copies.copied_words == 2 / 8  # of all words, not of sentences
+    assert copies.rate("copy") == 1 / 2
 
 
 # ---- hallucinations --------------------------------------------------------------------------------------------------
@@ -124,38 +125,38 @@ def test_the_chance_level_is_what_other_references_have_in_common() -> None:
     assert chance_level(texts) == pytest.approx(np.quantile(alike, 0.9))
     assert 10 < chance_level(texts) < 30
     assert chance_level(texts * 3) == chance_level(texts)
-    assert chance_level(texts[:19]) == 20.0  # too few to tell
-    assert chance_level(REFERENCES) == 30.0  # which are all much alike
+    assert chance_level(texts[:19]) == 20.0  # too few references
+    assert chance_level(REFERENCES) == 30.0  # all of them are similar
 
 
 def test_an_output_that_is_unlike_its_reference_is_a_hallucination() -> None:
     invented = "Domani compriamo dodici biciclette nuove."
-    found = diagnose([*SOURCES, "Who knows her?"], [*REFERENCES, invented], [*REFERENCES, "Chi mai la conosce?"])
-    assert found.chance == chance_level([*REFERENCES, "Chi mai la conosce?"])
-    assert found.counts["hallucination"] == 1
-    assert found.flagged("hallucination")[0].line == 61
-    assert found.rate("hallucination") == 1 / 61
-    assert f"chrF2 up to {found.chance:.1f}" in found.definitions["hallucination"]
+    diagnosis = diagnose([*SOURCES, "Who knows her?"], [*REFERENCES, invented], [*REFERENCES, "Chi mai la conosce?"])
+    assert diagnosis.chance == chance_level([*REFERENCES, "Chi mai la conosce?"])
+    assert diagnosis.counts["hallucination"] == 1
+    assert diagnosis.flagged("hallucination")[0].line == 61
+    assert diagnosis.rate("hallucination") == 1 / 61
+    assert f"chrF2 up to {diagnosis.chance:.1f}" in diagnosis.definitions["hallucination"]
 
 
 def test_the_chance_level_divides() -> None:
     right, dice = "uno due tre quattro cinque sei sette otto nove dieci", random.Random(5)
     wrong = "".join(dice.choice("kwzjhbgxy") if letter != " " else " " for letter in right)
-    found = {}
+    flagged = {}
     for shared in range(len(right)):
         hypothesis = right[:shared] + wrong[shared:]
         chrf = sacrebleu.sentence_chrf(hypothesis, [right]).score
-        found[chrf] = "hallucination" in flags("a b c", hypothesis, right)
-        assert found[chrf] == (chrf <= 20)
-    assert max(score for score, flag in found.items() if flag) > 17
-    assert min(score for score, flag in found.items() if not flag) < 23
+        flagged[chrf] = "hallucination" in flags("a b c", hypothesis, right)
+        assert flagged[chrf] == (chrf <= 20)
+    assert max(score for score, flag in flagged.items() if flag) > 17
+    assert min(score for score, flag in flagged.items() if not flag) < 23
 
 
 @pytest.mark.parametrize(
     ("hypothesis", "flag"),
     [
         ("", ("empty",)),
-        ("Boh quux pfft.", ()),  # three words: too few to tell
+        ("Boh quux pfft.", ()),  # three words are too few
         ("Boh quux pfft grr.", ("hallucination",)),
         ("Who knows her?", ("copy",)),
         ("Chi", ("short",)),
@@ -173,7 +174,7 @@ def test_the_beginning_of_a_long_reference_is_short_not_invented() -> None:
     assert sentence.flags == ("short",)
 
 
-# ---- lengths, blanks, what the search says ---------------------------------------------------------------------------
+# ---- lengths, blank lines, flags of the search -----------------------------------------------------------------------
 
 
 def test_lengths_are_in_characters_of_the_reference() -> None:
@@ -181,32 +182,32 @@ def test_lengths_are_in_characters_of_the_reference() -> None:
     assert flags("x y", "abcde", "ab") == ("long",)
     assert flags("x y", "ab", "abcd") == ()
     assert flags("x y", " ab ", "abcde") == ("short",)
-    found = diagnose(["x", "y"], ["abcd", ""], ["abc", "abcde"])
-    assert found.length_ratio == 4 / 8
-    assert [sentence.length_ratio for sentence in found.sentences] == [4 / 3, 0.0]
+    diagnosis = diagnose(["x", "y"], ["abcd", ""], ["abc", "abcde"])
+    assert diagnosis.length_ratio == 4 / 8
+    assert [sentence.length_ratio for sentence in diagnosis.sentences] == [4 / 3, 0.0]
 
 
 def test_blank_lines_are_counted_and_not_judged() -> None:
-    found = diagnose(["a", "", " ", "b", "c"], ["u", "", "v", "w", ""], ["u", "", "", " ", "w"])
-    assert (found.lines, found.blank_sources, found.blank_kept, found.blank_references) == (5, 2, 1, 1)
-    assert [sentence.line for sentence in found.sentences] == [1, 5]
-    assert found.rate("empty") == 1 / 2
-    assert found.to_dict()["sentences"]["length_ratio"] == [1.0, None, None, None, 0.0]
+    diagnosis = diagnose(["a", "", " ", "b", "c"], ["u", "", "v", "w", ""], ["u", "", "", " ", "w"])
+    assert (diagnosis.lines, diagnosis.blank_sources, diagnosis.blank_kept, diagnosis.blank_references) == (5, 2, 1, 1)
+    assert [sentence.line for sentence in diagnosis.sentences] == [1, 5]
+    assert diagnosis.rate("empty") == 1 / 2
+    assert diagnosis.to_dict()["sentences"]["length_ratio"] == [1.0, None, None, None, 0.0]
 
 
-def test_the_search_is_believed() -> None:
-    found = diagnose(
+def test_flags_of_the_search_are_taken_over() -> None:
+    diagnosis = diagnose(
         SOURCES[:3], REFERENCES[:3], REFERENCES[:3], truncated=[True, False, True], retried=[True] + 2 * [False]
     )
-    assert [sentence.flags for sentence in found.sentences] == [("cut", "retried"), (), ("cut",)]
-    assert found.counts == {**dict.fromkeys(FLAGS, 0), "cut": 2, "retried": 1}
+    assert [sentence.flags for sentence in diagnosis.sentences] == [("cut", "retried"), (), ("cut",)]
+    assert diagnosis.counts == {**dict.fromkeys(FLAGS, 0), "cut": 2, "retried": 1}
 
 
 @pytest.mark.parametrize(
     "texts", [(["a"], [], ["a"]), (["a"], ["b"], ["a", "b"]), ([], ["b"], [])], ids=["none", "references", "sources"]
 )
 def test_lines_that_do_not_correspond_are_refused(texts: tuple[list[str], list[str], list[str]]) -> None:
-    with pytest.raises(QkvError, match="each line needs exactly one"):
+    with pytest.raises(QkvError, match="give one for each source"):
         diagnose(*texts)
     with pytest.raises(QkvError, match="2 truncated"):
         diagnose(["a"], ["b"], ["c"], truncated=[True, False])
@@ -219,12 +220,12 @@ MIXED = [f"{'Then ' * (i % 7)}{source}" for i, source in enumerate(SOURCES)]  # 
 
 
 def test_sentences_and_buckets_have_sacrebleus_scores() -> None:
-    found = diagnose(MIXED, HYPOTHESES, REFERENCES)
-    for sentence in found.sentences:
+    diagnosis = diagnose(MIXED, HYPOTHESES, REFERENCES)
+    for sentence in diagnosis.sentences:
         assert sentence.chrf == pytest.approx(sacrebleu.sentence_chrf(sentence.hypothesis, [sentence.reference]).score)
     lengths = [len(words_of(source)) for source in MIXED]
-    assert len(found.by_length) > 2
-    for bucket in found.by_length:
+    assert len(diagnosis.by_length) > 2
+    for bucket in diagnosis.by_length:
         inside = [i for i, length in enumerate(lengths) if bucket.low <= length <= bucket.high]
         texts = [HYPOTHESES[i] for i in inside], [[REFERENCES[i] for i in inside]]
         assert bucket.sentences == len(inside) >= SMALLEST
@@ -237,47 +238,58 @@ def test_sentences_and_buckets_have_sacrebleus_scores() -> None:
 
 
 def test_the_worst_are_those_with_the_lowest_chrf() -> None:
-    found = diagnose(SOURCES, HYPOTHESES, REFERENCES)
-    scores = [sentence.chrf for sentence in found.ranked]
+    diagnosis = diagnose(SOURCES, HYPOTHESES, REFERENCES)
+    scores = [sentence.chrf for sentence in diagnosis.ranked]
     assert scores == sorted(scores)
     assert len(scores) == 60
-    told = found.to_dict()
-    assert [each["line"] for each in told["worst"]] == [sentence.line for sentence in found.ranked[:10]]
-    assert all(each["hypothesis"] == HYPOTHESES[each["line"] - 1] for each in told["worst"])
+    values = diagnosis.to_dict()
+    assert [each["line"] for each in values["worst"]] == [sentence.line for sentence in diagnosis.ranked[:10]]
+    assert all(each["hypothesis"] == HYPOTHESES[each["line"] - 1] for each in values["worst"])
 
 
 def test_perfect_translations_have_nothing_wrong() -> None:
-    found = diagnose(SOURCES, REFERENCES, REFERENCES)
-    assert sum(found.counts.values()) == 0
-    assert (found.length_ratio, found.copied_words) == (1.0, 0.0)
-    assert all((bucket.bleu, bucket.chrf) == pytest.approx((100, 100)) for bucket in found.by_length)
+    diagnosis = diagnose(SOURCES, REFERENCES, REFERENCES)
+    assert sum(diagnosis.counts.values()) == 0
+    assert (diagnosis.length_ratio, diagnosis.copied_words) == (1.0, 0.0)
+    assert all((bucket.bleu, bucket.chrf) == pytest.approx((100, 100)) for bucket in diagnosis.by_length)
 
 
 def test_a_bad_system_is_found_out() -> None:
-    """Every tenth output spoilt in each of four ways: each is counted, and nothing else is."""
+    """Every tenth output is spoilt in each of four ways: exactly these are counted."""
     spoilt = list(REFERENCES)
     for i in range(0, 60, 10):
         spoilt[i], spoilt[i + 1], spoilt[i + 2] = "", SOURCES[i + 1], "il gatto " * 20
         spoilt[i + 3] = "Compriamo dodici biciclette nuove domani."
-    found = diagnose(SOURCES, spoilt, REFERENCES)
-    lines = found.to_dict()["flagged"]
+    diagnosis = diagnose(SOURCES, spoilt, REFERENCES)
+    lines = diagnosis.to_dict()["flagged"]
     expected = {"empty": 1, "copy": 2, "loop": 3, "hallucination": 4}
     assert {flag: lines[flag] for flag in expected} == {
         flag: list(range(first, 60, 10)) for flag, first in expected.items()
     }
-    assert all(found.rate(flag) == 6 / 60 for flag in expected)
+    assert all(diagnosis.rate(flag) == 6 / 60 for flag in expected)
 
 
-# ---- what always holds -----------------------------------------------------------------------------------------------
+# ---- properties of any text ------------------------------------------------------------------------------------------
 
 
-def facts(found: Diagnosis) -> Any:
-    """All that does not name a line."""
-    told = found.to_dict()
-    told["flagged"] = told["sentences"] = None
-    told["worst"] = [{**each, "line": None} for each in told["worst"]]
-    ranked = [(s.source, s.hypothesis, s.flags, s.chrf) for s in found.ranked]
-    return json.loads(json.dumps(told)), ranked
+def test_unicode_forms_do_not_change_the_diagnosis() -> None:
+    texts = [
+        ["Il caffè è già lì.", "Perché è qui?"],
+        ["Il caffè è già lì.", "Ma perché è là?"],
+        ["Là c'è il tè.", "Più."],
+    ]
+    nfc, nfd = ([[unicodedata.normalize(form, line) for line in side] for side in texts] for form in ("NFC", "NFD"))
+    assert nfc != nfd
+    assert diagnose(*nfd) == diagnose(nfc[0], nfd[1], nfc[2]) == diagnose(*nfc)
+
+
+def facts(diagnosis: Diagnosis) -> Any:
+    """Everything in a diagnosis but line numbers."""
+    values = diagnosis.to_dict()
+    values["flagged"] = values["sentences"] = None
+    values["worst"] = [{**each, "line": None} for each in values["worst"]]
+    ranked = [(s.source, s.hypothesis, s.flags, s.chrf) for s in diagnosis.ranked]
+    return json.loads(json.dumps(values)), ranked
 
 
 def test_the_order_of_lines_does_not_matter() -> None:
@@ -298,16 +310,16 @@ TEXT = st.one_of(
 @given(st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=40))
 def test_rates_are_shares_and_buckets_hold_everything_once(rows: list[tuple[str, str, str]]) -> None:
     sides = [list(side) for side in zip(*rows, strict=True)] or [[], [], []]
-    found = diagnose(*sides)
-    told = json.loads(json.dumps(found.to_dict()))
-    assert list(told["rates"]) == list(told["definitions"]) == list(told["counts"]) == FLAGS
-    assert all(0 <= rate <= 1 for rate in told["rates"].values())
-    assert 0 <= told["copied_words"] <= 1
-    assert all(0 <= sentence.copied <= 1 and 0 <= sentence.chrf <= 100 for sentence in found.sentences)
-    assert sum(bucket.sentences for bucket in found.by_length) == len(found.sentences)
-    assert found.lines == found.blank_sources + found.blank_references + len(found.sentences)
-    assert {flag: len(told["flagged"][flag]) for flag in FLAGS} == found.counts
-    for sentence in found.sentences:
+    diagnosis = diagnose(*sides)
+    values = json.loads(json.dumps(diagnosis.to_dict()))
+    assert list(values["rates"]) == list(values["definitions"]) == list(values["counts"]) == FLAGS
+    assert all(0 <= rate <= 1 for rate in values["rates"].values())
+    assert 0 <= values["copied_words"] <= 1
+    assert all(0 <= sentence.copied <= 1 and 0 <= sentence.chrf <= 100 for sentence in diagnosis.sentences)
+    assert sum(bucket.sentences for bucket in diagnosis.by_length) == len(diagnosis.sentences)
+    assert diagnosis.lines == diagnosis.blank_sources + diagnosis.blank_references + len(diagnosis.sentences)
+    assert {flag: len(values["flagged"][flag]) for flag in FLAGS} == diagnosis.counts
+    for sentence in diagnosis.sentences:
         assert not {"empty", "loop", "copy", "short"} & set(sentence.flags) or "hallucination" not in sentence.flags
         assert set(sentence.flags) == {"empty"} or "empty" not in sentence.flags
 
@@ -331,12 +343,12 @@ def test_lengths_that_are_spread_evenly_fill_all_buckets() -> None:
 
 
 def test_the_printed_lines_state_their_definitions() -> None:
-    found = diagnose(SOURCES, ["", *HYPOTHESES[1:-1], REFERENCES[-1] * 3], REFERENCES)
-    text = str(found)
+    diagnosis = diagnose(SOURCES, ["", *HYPOTHESES[1:-1], REFERENCES[-1] * 3], REFERENCES)
+    text = str(diagnosis)
     assert "length ratio = " in text
     for flag in FLAGS:
-        shown = f"({found.counts[flag]:,})  {found.definitions[flag]}" in text
+        shown = f"({diagnosis.counts[flag]:,})  {diagnosis.definitions[flag]}" in text
         assert shown == (flag in ("empty", "loop", "hallucination", "copy", "long"))
-    assert f"line {found.ranked[0].line}: {found.ranked[0].chrf:.1f}" in text
-    assert all(f"({bucket.sentences:,})" in text for bucket in found.by_length)
+    assert f"line {diagnosis.ranked[0].line}: {diagnosis.ranked[0].chrf:.1f}" in text
+    assert all(f"({bucket.sentences:,})" in text for bucket in diagnosis.by_length)
     assert "none" in str(diagnose([], [], []))

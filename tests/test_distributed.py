@@ -19,7 +19,7 @@ import torch
 
 import qkv
 from conftest import PATIENCE, sentences, tiny_config, wait_until, write_pairs
-from qkv import assembly, config
+from qkv import assembly
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import files
 from qkv.core import run as core_run
@@ -27,6 +27,7 @@ from qkv.core.device import ALONE, World
 from qkv.data import batches
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv.options import Config, RnnConfig
 from qkv.training import distributed
 
 HALF, STEPS = 6, 12
@@ -42,6 +43,10 @@ from qkv.cli.command import _explain
 from qkv.core import run as core_run
 from qkv.core.trainer import Trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv import options as config
+from qkv.cli import _report_failure
+from qkv.train import log, loop
+from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 
 usual = assembly.train_step_for
 core_run._json_value = lambda value: value
@@ -61,10 +66,10 @@ Trainer.start = sabotaged
 try:
     for job in work["jobs"]:
         assembly.train_step_for = (lambda *_: CudaTrainStep) if Path(job["run"]).name == "fast" else usual
-        start = {"resume": True} if job["resume"] else {"config": config.load(job["config"])}
+        start = {"resume": True} if job["resume"] else {"config": Config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
-    sys.exit(_explain(error, False))
+    sys.exit(_report_failure(error, False))
 """
 
 
@@ -149,7 +154,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"tokens_per_step": 30, "micro_tokens": 24},
     )
     path = folder / "recipe.toml"
-    path.write_text(config.dumps(settings), encoding="utf-8")
+    path.write_text(settings.dumps(), encoding="utf-8")
     return path
 
 
@@ -162,16 +167,16 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_run, "_json_value", lambda value: value)
-        qkv.train(config.load(recipe), folder / "aa")
-        qkv.train(config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
+        qkv.train(Config.load(recipe), folder / "aa")
+        qkv.train(Config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
         shutil.copytree(folder / "ad", folder / "as")
         twice = folder / "twice.toml"  # with R-Drop, and so little dropout that nothing is dropped
-        passes = config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
-        twice.write_text(config.dumps(passes), encoding="utf-8")
+        passes = Config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
+        twice.write_text(passes.dumps(), encoding="utf-8")
         qkv.train(passes, folder / "alone")
         with pytest.MonkeyPatch.context() as other:
             other.setattr(assembly, "train_step_for", lambda *_: CudaTrainStep)
-            qkv.train(config.load(recipe), folder / "fast-alone")
+            qkv.train(Config.load(recipe), folder / "fast-alone")
         jobs = [
             job(folder / "fast", recipe),
             job(folder / "data", twice),
@@ -196,7 +201,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
     """So that what follows holds for them too."""
     prepared = Prepared.open(runs / "aa" / "store")
-    first = updates_for(config.load(recipe), prepared).plan(0)[:STEPS]
+    first = updates_for(Config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]
     assert any(not share for share in shares)
     assert any(share and len(share) < len(update) for share, update in zip(shares, first, strict=True))
@@ -330,7 +335,7 @@ def test_buckets_hold_every_tensor_once_and_one_type_each(monkeypatch: pytest.Mo
 
 
 def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
-    settings = config.load(recipe).replace(model={"dropout": 0.5})
+    settings = Config.load(recipe).replace(model={"dropout": 0.5})
     prepared = Prepared.open(runs / "aa" / "store")
     first, again, second = (trainer_for(settings, prepared, World(rank)) for rank in (0, 0, 1))
     with closing(first.updates.starting(first.progress.position)) as steps:
@@ -341,10 +346,10 @@ def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
-    base = config.Config()
+    base = Config()
     sharded = dataclasses.replace(base.train, parallel="sharded")
     assert dataclasses.replace(base, train=sharded).train.parallel == "sharded"
     with pytest.raises(qkv.UsageError, match="is for layers of attention"):
-        dataclasses.replace(base, train=sharded, model=config.RnnConfig())
+        dataclasses.replace(base, train=sharded, model=RnnConfig())
     with pytest.raises(qkv.UsageError, match="needs whole matrices"):
         dataclasses.replace(base, train=dataclasses.replace(sharded, optimizer="muon"))

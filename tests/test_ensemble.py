@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate, pad
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decoding.ensemble import Ensemble
 from qkv.models.build import build
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
 from test_search import EOS, Prefix, TableModel, assert_same, everything, random_table
 
 VOCAB = 14
 KINDS: list[Any] = [
-    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, tie="none"),
-    config.RnnConfig(d_model=16, tie="none"),
-    config.ConvS2SConfig(d_model=16, tie="none"),
+    TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, tie="none"),
+    RnnConfig(d_model=16, tie="none"),
+    ConvS2SConfig(d_model=16, tie="none"),
 ]
 
 
@@ -50,7 +50,7 @@ def sources() -> tuple[list[Any], torch.Tensor, torch.Tensor]:
 
 def found_by(model: Any, beam: int = 3) -> Any:
     _, source, lengths = sources()
-    spec = config.DecodeConfig(beam=beam, extra_length=4)
+    spec = DecodeConfig(beam=beam, extra_length=4)
     return search(model, source, lengths, spec, bos=1, eos=EOS, pad=0, n_best=beam)
 
 
@@ -66,7 +66,7 @@ def test_a_small_world_of_two_is_searched_by_their_mean(seed: int, average: str,
         return together / together.sum()
 
     model = Ensemble([TableModel(one), TableModel(other)], average)
-    spec = config.DecodeConfig(beam=60)
+    spec = DecodeConfig(beam=60)
     limit, source = torch.tensor([3]), torch.tensor([[0]])
     (found,) = search(model, source, torch.tensor([1]), spec, bos=1, eos=EOS, pad=0, n_best=n_best, longest=limit)
     assert_same(found, everything(mean, 3, 3, spec)[:n_best])
@@ -84,7 +84,7 @@ def test_models_of_all_kinds_together(average: str, beam: int) -> None:
     models = [member(0), member(1), member(2), member(0, 1)]
     found = found_by(Ensemble(models, average), beam)
     rows, _, _ = sources()
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     for row, hypotheses in zip(rows, found, strict=True):
         targets = [np.array(h.tokens, np.int64) for h in hypotheses]
         batch = collate([row] * len(targets), targets, either)

@@ -13,24 +13,25 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
+from qkv.data.subwords import learn
 from qkv.explain import attention_maps, head_analysis
 from qkv.explain.attention_maps import AttentionMap, attention_map, words
 from qkv.explain.head_analysis import measure, rarest
 from qkv.models import build
 from qkv.models.attention import Recording
-from qkv.text import Tokenizers, learn
+from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> Tokenizers:
-    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=270), ())
+def tokenizers() -> TokenizerPair:
+    return learn(TEXT, TEXT, TokenizerConfig(vocab=270), ())
 
 
-def made(tokenizers: Tokenizers, spec: Any) -> AttentionMap:
+def made(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
     torch.manual_seed(0)
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     source, target = (tokenizers.src.encode(text) for text in TEXT)
@@ -38,8 +39,8 @@ def made(tokenizers: Tokenizers, spec: Any) -> AttentionMap:
 
 
 @pytest.fixture(scope="module")
-def found(tokenizers: Tokenizers) -> AttentionMap:
-    return made(tokenizers, config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
+def found(tokenizers: TokenizerPair) -> AttentionMap:
+    return made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
 
 
 # ---- what is recorded ------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def test_every_layer_and_head_is_there_and_sums_to_one(found: AttentionMap) -> N
     assert found.translation == TEXT[1]
 
 
-def test_the_weights_are_exactly_those_the_model_used(tokenizers: Tokenizers) -> None:
+def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair) -> None:
     """The recorder hears the model's own tensors; the map holds the same numbers, bit for bit."""
     heard: dict[str, torch.Tensor] = {}
     add = Recording.add
@@ -69,9 +70,7 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: Tokenizers) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "add", listen)
-        found = made(
-            tokenizers, config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1)
-        )
+        found = made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1))
     assert set(heard) == set(found.weights)
     for name, weights in heard.items():
         assert np.array_equal(weights[0].numpy(), found.weights[name])
@@ -80,12 +79,12 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: Tokenizers) ->
 @pytest.mark.parametrize(
     "spec",
     [
-        config.RnnConfig(d_model=16, encoder_layers=1, decoder_layers=1),
-        config.ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2),
+        RnnConfig(d_model=16, encoder_layers=1, decoder_layers=1),
+        ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2),
     ],
     ids=lambda spec: spec.kind,
 )
-def test_other_kinds_of_model_show_what_they_have(spec: Any, tokenizers: Tokenizers, tmp_path: Path) -> None:
+def test_other_kinds_of_model_show_what_they_have(spec: Any, tokenizers: TokenizerPair, tmp_path: Path) -> None:
     found = made(tokenizers, spec)
     assert found.weights
     for name, weights in found.weights.items():

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.data.loader import pad
 from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import BOS, EOS, PAD, Tokenizer
+from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 WORDS = 40  # learned tokens; the vocabulary has the bytes too
 EXTRA = 30  # tokens by which a translation may be longer than its source: the taught models seldom need so many
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
-TOKENIZERS = Tokenizers(TOKENIZER, TOKENIZER)
+TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
 NAMES = TOKENIZER.names
 SMALL: dict[str, Any] = {
     "d_model": 32,
@@ -51,7 +50,7 @@ SMALL: dict[str, Any] = {
 def some_model(**options: Any) -> Transformer:
     """Large random weights: no bias is zero, no gain one."""
     torch.manual_seed(1)
-    model = Transformer(config.TransformerConfig(**SMALL | options), TOKENIZER.size, TOKENIZER.size).eval()
+    model = Transformer(TransformerConfig(**SMALL | options), TOKENIZER.size, TOKENIZER.size).eval()
     gains = {id(m.weight) for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
     for p in model.parameters():
         nn.init.normal_(p, mean=1.0 if id(p) in gains else 0.0, std=0.2)
@@ -69,7 +68,7 @@ def some_ids(count: int, seed: int) -> list[list[int]]:
 def taught_model(norm: str) -> Transformer:
     """One that has half learned to copy: unlike random ones it says many things, and mostly comes to an end."""
     torch.manual_seed(2)
-    spec = config.TransformerConfig(**SMALL | {"norm": norm, "decoder_layers": 2})
+    spec = TransformerConfig(**SMALL | {"norm": norm, "decoder_layers": 2})
     model = Transformer(spec, TOKENIZER.size, TOKENIZER.size)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     for step in range(120):
@@ -155,7 +154,7 @@ def translator(model: Transformer, folder: Path) -> Any:
 def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> None:
     """Without a length penalty: the others divide by length**alpha, the paper by ((5 + length) / 6)**alpha."""
     model, sources = taught_model(norm), some_ids(40, seed=5)
-    spec = config.DecodeConfig(beam=beam, length_penalty="none", extra_length=EXTRA)
+    spec = DecodeConfig(beam=beam, length_penalty="none", extra_length=EXTRA)
     found = [hypotheses[0] for hypotheses in search_all(model, sources, spec, TOKENIZERS, device=CPU)]
     ended = [i for i, hypothesis in enumerate(found) if not hypothesis.truncated]
     assert len(ended) > 20
@@ -264,7 +263,7 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Pat
 def test_only_what_translates_is_exported(tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("The cat sees the dog.\n" * 50, encoding="utf-8")
-    model = config.DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
+    model = DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
     spec = tiny_config("", "", steps=1, metric="loss", average=0, validate_every=1)
     spec = dataclasses.replace(spec.replace(data={"train": [{"text": str(text)}]}), model=model)
     run = qkv.train(spec, tmp_path / "run")

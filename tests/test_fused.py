@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qkv import config
 from qkv.core.loss import label_smoothed_loss
 from qkv.data.loader import Batch, pad
 from qkv.data.ragged import TILES, Flat, Ragged, lay
@@ -20,6 +19,7 @@ from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.models.transformer import Transformer
+from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.training.regularization import r_drop_loss
 
 VOCAB = 50
@@ -48,7 +48,7 @@ def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
 def small(**options: object) -> Transformer:
     torch.manual_seed(0)
     settings: dict[str, object] = {"d_model": 32, "d_ff": 48, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
-    return Transformer(config.TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
+    return Transformer(TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [1, 64])
@@ -208,9 +208,9 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
-        assert not can_pass(config.TransformerConfig(**options))  # type: ignore[arg-type]
-    assert not can_pass(config.DecoderOnlyConfig())
-    assert can_pass(config.TransformerConfig())
+        assert not can_pass(TransformerConfig(**options))  # type: ignore[arg-type]
+    assert not can_pass(DecoderOnlyConfig())
+    assert can_pass(TransformerConfig())
 
 
 KERNELS = """

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv import config
 from qkv.api.run_training import _begin
 from qkv.assembly import trainer_for
 from qkv.core import checkpoint
@@ -23,6 +22,7 @@ from qkv.data import store as store_module
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.attention import record
+from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
 
 # ---- the objective ---------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     return *write_pairs(folder, pairs), str(folder / "text.align")
 
 
-def settings(files: tuple[str, str, str], align: bool = True, **train: object) -> config.Config:
+def settings(files: tuple[str, str, str], align: bool = True, **train: object) -> Config:
     spec = tiny_config(*files[:2], tokens_per_step=256, metric="loss", steps=8, validate_every=100)
     values = {"guided_alignment": 0.5 if align else 0.0, **train}
     corpus = {"src": files[0], "tgt": files[1], "align": files[2] if align else ""}
@@ -201,16 +201,16 @@ def test_the_store_keeps_links_between_tokens(tmp_path: Path, form: str, monkeyp
     gold[pairs[6][0]] = "0-0 0-0"
     (tmp_path / "a.align").write_text("".join(f"{gold[source]}\n" for source, _ in pairs), encoding="utf-8")
     src, tgt = write_pairs(tmp_path, pairs)
-    corpus = config.CorpusConfig(src, tgt, align="a.align", tag="it")
+    corpus = CorpusConfig(src, tgt, align="a.align", tag="it")
     if form == "tsv":
         (tmp_path / "a.tsv").write_text("".join(f"{s}\t{t}\n" for s, t in pairs), encoding="utf-8")
-        corpus = config.CorpusConfig(src="a.tsv", align="a.align", tag="it")
+        corpus = CorpusConfig(src="a.tsv", align="a.align", tag="it")
     if form == "packed":  # and read by two processes
         (tmp_path / "a.align.gz").write_bytes(gzip.compress((tmp_path / "a.align").read_bytes()))
-        corpus = config.CorpusConfig(src, tgt, align="a.align.gz", tag="it")
+        corpus = CorpusConfig(src, tgt, align="a.align.gz", tag="it")
         monkeypatch.setattr(store_module, "SMALL", 0)
-    data = config.DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
-    prepared = prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
+    data = DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
+    prepared = prepare(data, TokenizerConfig(vocab=290), tmp_path / "store")
     for part in ("train", "valid"):  # some are held out
         kept = getattr(prepared, part)
         expected = expected_links(prepared, part, gold, tag=1)
@@ -225,18 +225,18 @@ def test_a_corpus_without_alignments_has_no_links(tmp_path: Path) -> None:
     first, second = sentences(60, seed=1), sentences(60, seed=2)
     one, two = write_pairs(tmp_path, first, "one"), write_pairs(tmp_path, second, "two")
     (tmp_path / "one.align").write_text("0-0\n" * 60, encoding="utf-8")
-    plain, given_ = config.CorpusConfig(*two), config.CorpusConfig(*one, align=str(tmp_path / "one.align"))
-    data = config.DataConfig(train=(given_, plain), valid=(plain,))
-    prepared = prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store")
+    plain, given_ = CorpusConfig(*two), CorpusConfig(*one, align=str(tmp_path / "one.align"))
+    data = DataConfig(train=(given_, plain), valid=(plain,))
+    prepared = prepare(data, TokenizerConfig(vocab=290), tmp_path / "store")
     counts = [len(prepared.train.links(n)) > 0 for n in range(len(prepared.train))]
     assert counts == (prepared.train.corpus == 0).tolist()
     assert not any(len(prepared.valid.links(n)) for n in range(len(prepared.valid)))
     # Other alignments make another store, and none another again.
     (tmp_path / "one.align").write_text("0-0 0-0\n" * 60, encoding="utf-8")
-    assert prepare(data, config.TokenizerConfig(vocab=290), tmp_path / "store").train.links(0).tolist()
+    assert prepare(data, TokenizerConfig(vocab=290), tmp_path / "store").train.links(0).tolist()
     bare = prepare(
-        config.DataConfig(train=(config.CorpusConfig(*one), plain), valid=(plain,)),
-        config.TokenizerConfig(vocab=290),
+        DataConfig(train=(CorpusConfig(*one), plain), valid=(plain,)),
+        TokenizerConfig(vocab=290),
         tmp_path / "b",
     )
     assert not list((tmp_path / "b").glob("*links*"))
@@ -258,11 +258,9 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
     lines = words_links(pairs)
     lines[2] = line
     (tmp_path / "bad.align").write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
-    data = config.DataConfig(
-        train=(config.CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),)
-    )
+    data = DataConfig(train=(CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),))
     with pytest.raises(QkvError, match=message):
-        prepare(data, config.TokenizerConfig(vocab=280), tmp_path / "store")
+        prepare(data, TokenizerConfig(vocab=280), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -282,13 +280,13 @@ def test_what_cannot_be_guided_is_refused(changed: dict[str, Any], message: str)
         "data": {"train": [{"src": "a", "tgt": "b", "align": "c"}]},
         "train": {"guided_alignment": 0.5},
     }
-    assert config.from_dict(tree).train.guided_alignment == 0.5
+    assert Config.from_dict(tree).train.guided_alignment == 0.5
     with pytest.raises(UsageError, match=message):
-        config.from_dict({**tree, **{name: {**tree.get(name, {}), **values} for name, values in changed.items()}})
+        Config.from_dict({**tree, **{name: {**tree.get(name, {}), **values} for name, values in changed.items()}})
 
 
 def test_plain_text_has_no_alignment(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n" * 30, encoding="utf-8")
-    data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
+    data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
     with pytest.raises(UsageError, match="aligns two sides, and plain text has one"):
-        prepare(data, config.TokenizerConfig(), tmp_path / "store")
+        prepare(data, TokenizerConfig(), tmp_path / "store")

@@ -87,7 +87,7 @@ print("equal")
 SEARCHES = """
 import copy, dataclasses, random
 import torch
-from qkv import config
+from qkv import options as config
 from qkv.decode import beams, chains
 from qkv.decode.batched import search_all
 from qkv.decode.board import Board
@@ -96,7 +96,7 @@ from qkv.decode.step import PLAIN, Special
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.models import Transformer
 from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain, scan_plain, top
-from qkv.text import Tokenizer, Tokenizers
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 
 PAD, BOS, EOS = 0, 1, 2
 CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
@@ -171,7 +171,7 @@ for rows, n, capacity, vocab, penalty in (
 
 beams.top = top
 torch.manual_seed(3)
-both = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 spec = config.TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
 model = Transformer(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():

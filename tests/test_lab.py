@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
-from qkv.text.tokenizer import BOS, EOS, PAD
+from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -29,7 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing i
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model and rounds that take no time."""
-    model = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
+    model = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(training_speed, "SIZES", {"small": (model, 300)})
     monkeypatch.setattr(training_speed, "PEAK", {"cpu": (64, torch.float32)})
     monkeypatch.setattr(training_speed, "ROUND", 0.0)
@@ -90,20 +90,18 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     return other
 
 
-def subject_of(spec: config.TransformerConfig, vocab: int) -> training_contenders.Subject:
+def subject_of(spec: TransformerConfig, vocab: int) -> training_contenders.TrainingSetup:
     torch.manual_seed(1)
-    return training_contenders.Subject(
-        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, config.TrainConfig()
+    return training_contenders.TrainingSetup(
+        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, TrainConfig()
     )
 
 
 def test_contenders_learn_the_same() -> None:
     """Without dropout, all that have our weights come to the same logits; they have biases, so ours has them too."""
-    spec = config.TransformerConfig(
-        d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True
-    )
+    spec = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True)
     subject = subject_of(spec, 50)
-    batch = training_speed.draw(50, 100, count=1)[0]
+    batch = training_speed.random_batches(50, 100, count=1)[0]
     real = batch.labels != PAD
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
@@ -113,7 +111,7 @@ def test_contenders_learn_the_same() -> None:
     ):  # all of them: a CPU can take their steps too
         if contender.exact and "compiled" not in contender.name:
             contender.prepare(subject)
-            laid = contender.laid(batch)
+            laid = contender.collate(batch)
             for _ in range(20):
                 assert contender.step(laid) == batch.tokens
             found[contender.name] = contender.logits(batch)[real]
@@ -126,12 +124,12 @@ def test_contenders_learn_the_same() -> None:
 
 
 def test_dropout_is_on_while_training_is_timed() -> None:
-    subject = subject_of(config.TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
-    batch = training_speed.draw(50, 100, count=1)[0]
+    subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
+    batch = training_speed.random_batches(50, 100, count=1)[0]
     for contender in training_contenders.contenders(
         torch.device("cuda")
     ):  # all of them: a CPU can take their steps too
-        if isinstance(contender, training_contenders.Written) and contender.exact and not contender.compiled:
+        if isinstance(contender, training_contenders.StandardLoop) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
             losses = {contender.loss(batch.inputs, batch.labels).item() for _ in range(3)}
@@ -139,7 +137,7 @@ def test_dropout_is_on_while_training_is_timed() -> None:
 
 
 def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
-    batches = training_speed.draw(50, 1000, count=3)
+    batches = training_speed.random_batches(50, 1000, count=3)
     assert len({batch.source.shape for batch in batches}) == 1
     for batch in batches:
         reach = (batch.labels != PAD).sum(1)
@@ -159,14 +157,14 @@ def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
 
 def test_operations_are_those_that_are_carried_out() -> None:
     """Counted by torch on sentences without padding, but for causal attention, of which it counts the whole."""
-    spec, vocab = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
+    spec, vocab = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
     subject = subject_of(spec, vocab)
     source, target = torch.randint(3, 50, (4, 7)), torch.randint(3, 50, (4, 9))
     batch = Batch((source, torch.full((4,), 7), target), target, 36)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         subject.model(*batch.inputs).sum().backward()
     causal = 6 * spec.heads * (spec.key_width + spec.value_width) * spec.decoder_layers * 4 * 9 * 9
-    assert training_speed.operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
+    assert training_speed.training_operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
 
 
 def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
@@ -174,12 +172,12 @@ def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
     subject = subject_of(*training_speed.SIZES["small"])
     open_now: list[str] = []
 
-    class Greedy(training_contenders.Plain):
+    class Greedy(training_contenders.PlainQkv):
         def __init__(self, how: str, most: int) -> None:
             super().__init__()
             self.how, self.most = how, most
 
-        def prepare(self, subject: training_contenders.Subject) -> None:
+        def prepare(self, subject: training_contenders.TrainingSetup) -> None:
             super().prepare(subject)
             if len(open_now) >= self.most:
                 raise torch.OutOfMemoryError
@@ -191,17 +189,17 @@ def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
                 open_now.remove(self.how)
 
     entered = [Greedy("first", 1), Greedy("second", 1), Greedy("never", 0)]
-    rows, missing = training_speed._race(entered, subject, training_speed.draw(300, 64, count=1), 0.0)
+    rows, missing = training_speed._measure_all(entered, subject, training_speed.random_batches(300, 64, count=1), 0.0)
     assert [row.contender.how for row in rows] == ["first", "second"]
     assert missing == {"qkv never": "out of memory: lower --tokens"}
     assert not open_now
 
 
 def test_who_cannot_be_prepared_is_told_of(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(subject: training_contenders.Subject) -> torch.nn.Module:
+    def broken(subject: training_contenders.TrainingSetup) -> torch.nn.Module:
         raise RuntimeError("no compiler\nis here")
 
-    entered = [training_contenders.Written("other", broken), training_contenders.Plain()]
+    entered = [training_contenders.StandardLoop("other", broken), training_contenders.PlainQkv()]
     monkeypatch.setattr(training_speed, "contenders", lambda device: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
@@ -242,16 +240,16 @@ def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], 
 
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = config.TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
+    model = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
     monkeypatch.setattr(decoding_contenders, "SIZES", {"small": (model, 400)})
     monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 
 
 def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
     """All that compute in fp32, on several threads or in several processes; and as many tokens as there must be."""
-    run = decoding_contenders.make_run("small", tmp_path / "run")
-    subject = decoding_contenders.Subject(run, torch.device("cpu"), tmp_path)
-    sources = decoding_contenders.sentences(run, 12, 7)
+    run = decoding_contenders.make_random_run("small", tmp_path / "run")
+    subject = decoding_contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
+    sources = decoding_contenders.random_sentences(run, 12, 7)
     exact = [setting for setting in decoding_contenders.settings(subject.device, threads=2) if setting.exact]
     # What is captured on a GPU is the same steps, which a CPU can take one by one.
     exact += [each for each in decoding_contenders.settings(torch.device("cuda")) if each.name == "qkv fp32, captured"]
@@ -268,7 +266,7 @@ def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
         decode = setting.open(subject)
         assert torch.get_num_threads() == threads
         for beam, batch in ((1, 1), (1, 5), (4, 12), (4, 5)):
-            found = decode(sources, decoding_contenders.Task(beam, batch, extra=0, n_best=beam))
+            found = decode(sources, decoding_contenders.DecodingTask(beam, batch, extra=0, n_best=beam))
             written = [{tuple(token for token in tokens if token != EOS) for tokens in each} for each in found]
             assert written == expected.setdefault(beam, written), (setting.name, beam, batch)
             assert {len(each) for each in written} == {beam}
@@ -311,11 +309,15 @@ def test_decoding_speed_says_what_was_measured(
 
 
 def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
-    def row(engine: str, how: str, batch: int, *speeds: float) -> decoding_speed.Row:
+    def row(engine: str, how: str, batch: int, *speeds: float) -> decoding_speed.Measurement:
         setting = decoding_contenders.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
-        return decoding_speed.Row(setting, decoding_contenders.Task(1, batch, 0), [], nothing, speeds=[*speeds])
+        return decoding_speed.Measurement(
+            setting, decoding_contenders.DecodingTask(1, batch, 0), [], nothing, speeds=[*speeds]
+        )
 
-    def nothing(sources: decoding_contenders.Sources, task: decoding_contenders.Task) -> decoding_contenders.Outputs:
+    def nothing(
+        sources: decoding_contenders.Sources, task: decoding_contenders.DecodingTask
+    ) -> decoding_contenders.Outputs:
         return []
 
     rows = [
@@ -340,7 +342,7 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
 
 
 def test_what_differs_is_not_timed(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(decoding_contenders.TorchTransformer))
+    monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
     with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the comparison would mean nothing"):
         decoding_speed.measure_decoding(only=["nn"], batches=[4], seconds=0.0, device="cpu")
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import trainer_for
 from qkv.core.errors import QkvError
 from qkv.core.loss import label_smoothed_loss
@@ -20,13 +19,21 @@ from qkv.core.trainer import Trainer
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.build import build
+from qkv.options import (
+    AttentionModelConfig,
+    Config,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    TransformerConfig,
+)
 from qkv.training import memory_limits
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(300)), tokens_per_step=512, micro_tokens=256)
     settings = settings.replace(model={"d_model": 16, "d_ff": 32, "encoder_layers": 2, "decoder_layers": 2})
@@ -37,7 +44,7 @@ Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def trainer(prepared: tuple[config.Config, Prepared]) -> Make:
+def trainer(prepared: tuple[Config, Prepared]) -> Make:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         settings, text = prepared
         return trainer_for(settings.replace(model=model or {}, train=train), text)
@@ -149,16 +156,16 @@ def test_a_room_cuts_into_parts_that_fit() -> None:
 # ---- activations computed twice --------------------------------------------------------------------------------------
 
 
-KINDS: list[config.ModelConfig] = [
-    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=2, norm="pre"),
-    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, positions="rotary"),
-    config.DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
-    config.EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
+KINDS: list[ModelConfig] = [
+    TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=2, norm="pre"),
+    TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, positions="rotary"),
+    DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
+    EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2),
 ]
 
 
 @pytest.mark.parametrize("spec", KINDS, ids=lambda spec: f"{spec.kind} {spec.positions}")
-def test_layers_computed_twice_give_the_same_gradient(spec: config.AttentionModelConfig) -> None:
+def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig) -> None:
     """Dropout included, which must fall alike both times."""
     spec = dataclasses.replace(spec, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     torch.manual_seed(1)

@@ -1,11 +1,13 @@
-"""The scores are sacreBLEU's, the intervals honest, the significance test neither blind nor credulous."""
+"""Scores and intervals equal sacreBLEU's; the significance test finds real differences and no others."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def test_identical_text_is_perfect_without_doubt() -> None:
         assert (score.value, score.low, score.high) == pytest.approx((best, best, best))
 
 
-def test_nothing_in_common_is_worthless() -> None:
+def test_text_with_nothing_in_common_scores_zero() -> None:
     scores = metrics.score(["zzz qqq yyy"] * 5, ["a b c"] * 5, bootstrap=20)
     assert (scores.bleu.value, scores.chrf.value) == (0.0, 0.0)
     assert scores.ter is not None
@@ -110,6 +112,29 @@ def test_the_references_are_left_alone() -> None:
     assert references == kept
 
 
+def test_unicode_forms_do_not_change_a_score() -> None:
+    texts = ["Ha perché così più città è già lì, signore.", "Chi è là? È Gesù, il caffè è già giù."]
+    forms = {form: [unicodedata.normalize(form, text) for text in texts] for form in ("NFC", "NFD")}
+    assert forms["NFC"] != forms["NFD"]
+    expected = metrics.score(forms["NFC"], forms["NFC"], bootstrap=20)
+    assert expected.bleu.value == pytest.approx(100)
+    for hypotheses, references in itertools.product(forms.values(), repeat=2):
+        assert metrics.score(hypotheses, references, bootstrap=20) == expected
+        assert metrics.bleu(hypotheses, references) == pytest.approx(100)
+        comparison = metrics.compare(hypotheses, forms["NFC"], references, bootstrap=20)
+        assert [difference.p for difference in comparison] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("p", "verdict"),
+    [(0.0001, "significant"), (0.0499, "significant"), (0.05, "not significant"), (1, "not significant")],
+)
+def test_a_difference_is_significant_below_five_percent(p: float, verdict: str) -> None:
+    a, b = metrics.Score("BLEU", 20.0, "x"), metrics.Score("BLEU", 21.5, "y")
+    first = str(metrics.Difference("BLEU", a, b, p)).splitlines()[0]
+    assert first == f"BLEU: b - a = +1.50, p = {p:.4f} ({verdict})"
+
+
 def test_refusals_name_the_counts() -> None:
     with pytest.raises(QkvError, match="2 hypotheses but 3 references"):
         metrics.score(["a", "b"], ["a", "b", "c"])
@@ -141,8 +166,8 @@ def test_equally_good_systems_are_seldom_called_different() -> None:
     # Under the null hypothesis p < 0.05 happens once in twenty; eight or more in thirty is a chance of 1 in 5000.
     references = corpus(60)
     pairs = [(noisy(references, 0.3, seed), noisy(references, 0.3, seed + 1000)) for seed in range(30)]
-    found = [metrics.compare(a, b, references, bootstrap=100).bleu.p < 0.05 for a, b in pairs]
-    assert sum(found) < 8
+    significant = [metrics.compare(a, b, references, bootstrap=100).bleu.p < 0.05 for a, b in pairs]
+    assert sum(significant) < 8
 
 
 @pytest.mark.parametrize(
@@ -175,6 +200,6 @@ def test_a_printed_score_has_name_value_interval_and_signature() -> None:
     assert str(score) == "BLEU = 27.34 [26.00, 28.50]  nrefs:1|case:mixed"
 
 
-def test_sacrebleu_is_imported_only_when_a_score_is_asked_for() -> None:
+def test_sacrebleu_is_imported_only_when_a_score_is_computed() -> None:
     code = "import sys, qkv.evaluation.metrics; sys.exit('sacrebleu' in sys.modules or 'lxml' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SRC)}, check=False).returncode == 0

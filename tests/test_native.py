@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conftest import sentences
-from qkv import config
 from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.loader import collate
@@ -32,6 +31,7 @@ from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.engines.cpu.packed_transformer import PackedTransformer
+from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig, TranslationConfig
 from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
 ROOT = Path(__file__).parents[1]
@@ -55,9 +55,9 @@ def rounded_near(ours: Tensor, theirs: Tensor) -> None:
 
 
 @st.composite
-def specs(pick: st.DrawFn) -> config.TranslationConfig:
+def specs(pick: st.DrawFn) -> TranslationConfig:
     heads, d_k = pick(st.sampled_from([(1, 4), (2, 6), (4, 16), (3, 8), (2, 32)]))
-    return config.TransformerConfig(
+    return TransformerConfig(
         d_model=pick(st.sampled_from([12, 20, 32, 64, 96])),
         d_ff=pick(st.sampled_from([8, 40, 64, 200])),
         heads=heads,
@@ -79,9 +79,7 @@ def specs(pick: st.DrawFn) -> config.TranslationConfig:
 @settings(max_examples=25, deadline=None)
 @given(spec=specs(), beam=st.sampled_from([1, 2, 3, 4, 6]))
 @torch.inference_mode()
-def test_it_is_the_plain_model_with_any_options_on_any_way_of_a_search(
-    spec: config.TranslationConfig, beam: int
-) -> None:
+def test_it_is_the_plain_model_with_any_options_on_any_way_of_a_search(spec: TranslationConfig, beam: int) -> None:
     plain = made(spec)
     theirs = walk(plain, beam, 22)
     for a, b in zip(walk(native(plain), beam, 22), theirs, strict=True):
@@ -112,7 +110,7 @@ def test_bytes_are_near(kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @torch.inference_mode()
 def test_a_language_model_stepped_is_whole(options: dict[str, Any], dtype: str) -> None:
-    plain = made(config.DecoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2, **options))
+    plain = made(DecoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2, **options))
     ours, ids = native(plain, dtype), draw(3, 40)
     state, stepped = ours.start(beam=3), []
     for part in ids.split([5, 1, 20, 13, 1], dim=1):
@@ -147,7 +145,7 @@ def test_several_threads_compute_the_same_bits() -> None:
     """In a process of its own, whose threads are as many as this machine may have or more."""
     script = """
 import torch
-from qkv import config
+from qkv import options as config
 from qkv.models.build import build
 from qkv.engines.cpu import pack
 spec = config.TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)
@@ -236,7 +234,7 @@ def test_the_original_is_untouched_and_apart() -> None:
 
 
 def test_bytes_hold_no_second_copy_of_the_weights() -> None:
-    plain = made(config.TransformerConfig(d_model=64, d_ff=256, heads=4, encoder_layers=2, decoder_layers=2))
+    plain = made(TransformerConfig(d_model=64, d_ff=256, heads=4, encoder_layers=2, decoder_layers=2))
     ours = native(plain, "int8")
     held = sum(part.numel() * part.element_size() for part in ours.layout.held)
     weights = sum(p.numel() for p in plain.parameters())
@@ -249,7 +247,7 @@ def test_bytes_hold_no_second_copy_of_the_weights() -> None:
 
 @torch.inference_mode()
 def test_ids_and_positions_that_there_are_not_are_refused() -> None:
-    ours = native(made(config.TransformerConfig(**{**vars(KINDS["learned"]), "max_positions": 12})))
+    ours = native(made(TransformerConfig(**{**vars(KINDS["learned"]), "max_positions": 12})))
     for wrong in (VOCAB, -1):
         with pytest.raises(IndexError):
             ours.encode(torch.tensor([[5, wrong]]), torch.tensor([2]))
@@ -274,7 +272,7 @@ def test_weights_that_are_no_numbers_are_named(where: str, dtype: str, beam: int
     with torch.no_grad():
         plain.get_parameter(where)[1, 2] = math.nan
     with pytest.raises(QkvError, match="are not numbers"):
-        search(native(plain, dtype), draw(5, 9), LENGTHS, config.DecodeConfig(beam=beam), bos=1, eos=2, pad=0)
+        search(native(plain, dtype), draw(5, 9), LENGTHS, DecodeConfig(beam=beam), bos=1, eos=2, pad=0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -285,7 +283,7 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
     with torch.no_grad():
         plain.get_parameter("encoder.0.feed_forward.outer.bias")[-1:].view(torch.int).fill_(bits)
     with pytest.raises(QkvError, match="are not numbers"):
-        search(native(plain, dtype), draw(5, 9), LENGTHS, config.DecodeConfig(beam=3), bos=1, eos=2, pad=0)
+        search(native(plain, dtype), draw(5, 9), LENGTHS, DecodeConfig(beam=3), bos=1, eos=2, pad=0)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -316,7 +314,7 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
     board.facts[:, :1, 0] = -torch.rand(sentences, 1, generator=draws)
     twin, logits = copy.deepcopy(board), torch.randn(sentences * rows, vocab, generator=draws) * 3
     logits[:, 2] += 3 * torch.rand(sentences * rows, generator=draws)
-    spec, choice = config.DecodeConfig(beam=rows, length_penalty="gnmt"), Choice(shortest=3 * (seed % 2))
+    spec, choice = DecodeConfig(beam=rows, length_penalty="gnmt"), Choice(shortest=3 * (seed % 2))
     kind = Beams if rows > 1 else Chains
     run = kind(None, spec, choice, Special(1, 2, 0), twin)
     given = logits.clone()
@@ -351,7 +349,7 @@ def test_tokens_that_there_are_not_are_refused(beam: int) -> None:
         for wrong in ({"prefix": torch.full((5, 1), VOCAB)}, {"eos": VOCAB}):
             asked: dict[str, Any] = {"bos": 1, "eos": 2, "pad": 0, **wrong}
             with pytest.raises(IndexError):
-                search(each, draw(5, 9), LENGTHS, config.DecodeConfig(beam=beam), **asked)
+                search(each, draw(5, 9), LENGTHS, DecodeConfig(beam=beam), **asked)
 
 
 @needed
@@ -362,7 +360,7 @@ def test_the_same_texts_and_scores(tiny: Path, beam: int, dtype: str, monkeypatc
     model: Any = run.model(CPU)
     lines = [run.tokenizers.src.encode(source) for source, _ in sentences(60, seed=5)]
     options: dict[str, Any] = {"n_best": min(beam, 2), "prefixes": [lines[0][:1], *[()] * 59], "device": CPU}
-    spec = config.DecodeConfig(beam=beam, batch_tokens=400)
+    spec = DecodeConfig(beam=beam, batch_tokens=400)
     ours = search_all(native(model, dtype), lines, spec, run.tokenizers, **options)
     monkeypatch.setenv("QKV_NATIVE", "0")
     theirs = search_all(model, lines, spec, run.tokenizers, **options)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import leaves
-from qkv import config
 from qkv.models import (
     DecoderOnly,
     EncoderOnly,
@@ -22,6 +21,7 @@ from qkv.models import (
     attention_weights,
     record,
 )
+from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 KINDS: list[dict[str, Any]] = [
     {"norm": "post", "positions": "sinusoidal"},
@@ -64,7 +64,7 @@ def test_outputs_see_the_source_and_the_target_before_them(
     kind: dict[str, Any], size: dict[str, Any], target: int, lengths: list[int], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    model = Transformer(config.TransformerConfig(max_positions=9, **kind, **size), 20, 20).eval()
+    model = Transformer(TransformerConfig(max_positions=9, **kind, **size), 20, 20).eval()
     width = max(lengths) + seed % 2  # sometimes a column that is padding in every row
     source = torch.randint(3, 20, (len(lengths), width))
     by_target, by_source = influence(model, source, torch.tensor(lengths), torch.randint(3, 20, (len(lengths), target)))
@@ -80,7 +80,7 @@ def test_outputs_see_the_source_and_the_target_before_them(
 def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, Any], window: int) -> None:
     """Restricted self-attention: each decoder layer reaches `window` positions back, and the source is seen whole."""
     torch.manual_seed(window)
-    spec = config.TransformerConfig(max_positions=20, window=window, **kind, **size)
+    spec = TransformerConfig(max_positions=20, window=window, **kind, **size)
     lengths = torch.tensor([12, 3])
     by_target, by_source = influence(
         Transformer(spec, 20, 20).eval(), torch.randint(3, 20, (2, 12)), lengths, torch.randint(3, 20, (2, 12))
@@ -105,7 +105,7 @@ def reach(model: Any, embedding: torch.nn.Module, *inputs: torch.Tensor) -> Any:
 @kinds
 def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
-    spec = config.DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
+    spec = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
     model = DecoderOnly(spec, 20).eval()
     distance = np.arange(11)[:, None] - np.arange(11)
     may_see = (distance >= 0) & (distance <= (2 * window or 11))
@@ -116,7 +116,7 @@ def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: in
 @kinds
 def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
-    spec = config.EncoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
+    spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
     model = EncoderOnly(spec, 20).eval()
     seen = reach(model, model.source, torch.randint(3, 20, (1, 12)), torch.tensor([9]))
     distance = np.abs(np.arange(9)[:, None] - np.arange(12))
@@ -127,7 +127,7 @@ def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window:
 @kinds
 def test_padding_cannot_be_seen_whatever_stands_there(kind: dict[str, Any]) -> None:
     torch.manual_seed(4)
-    model = Transformer(config.TransformerConfig(**kind, **SIZES[1]), 20, 20).eval()
+    model = Transformer(TransformerConfig(**kind, **SIZES[1]), 20, 20).eval()
     source, target, lengths = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 5)), torch.tensor([4, 6])
     other = source.clone()
     other[0, 4:] = torch.tensor([0, 19])

@@ -19,11 +19,12 @@ from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
 from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
+from qkv.options import MODEL_KINDS, RnnConfig, TransformerConfig
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
-TINY = config.TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
+TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +118,13 @@ def test_the_matrices_are_those_inside_the_layers() -> None:
         if p.dim() == 2 and name.startswith(("encoder.", "decoder.")) and name.endswith("weight")
     }
     assert matrices(model)[model.encoder[0].attention.qkv.weight] == [6, 6, 8]  # W^Q, W^K, W^V: d_k = 3, d_v = 4
-    untied = Transformer(config.TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
+    untied = Transformer(TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
     assert untied.output.weight not in matrices(untied)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_gates_of_a_recurrent_cell_are_matrices_of_their_own(cell: str) -> None:
-    model = build_model(config.RnnConfig(cell=cell, d_model=8), 17, 17)
+    model = build_model(RnnConfig(cell=cell, d_model=8), 17, 17)
     rows = {name: matrices(model)[p] for name, p in model.named_parameters() if "weight_hh" in name}
     assert rows
     assert all(each == [each[0]] * (4 if cell == "lstm" else 3) for each in rows.values())
@@ -289,7 +290,7 @@ def test_the_small_language_is_learned(name: str, corpus: tuple[str, str], tmp_p
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
     sizes = {"d_ff": 12, "heads": 2, "layers": 1} if kind in ("decoder", "encoder") else {}
-    spec = config.MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
+    spec = MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
     model = build_model(spec, 17, 17)
     optimizer = build(model, name)
     assert isinstance(optimizer, MatrixOptimizer)

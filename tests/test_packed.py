@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import sentences
-from qkv import config
 from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
@@ -23,25 +22,35 @@ from qkv.engines.cpu import choose, pack, packed_linear
 from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
 from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
 from qkv.models.build import build
+from qkv.options import (
+    ConvS2SConfig,
+    DecodeConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TransformerConfig,
+    TranslationConfig,
+)
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}
 SHORT: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
 MODERN: dict[str, Any] = {"norm": "pre", "rms_norm": True, "activation": "swiglu", "positions": "rotary", "bias": True}
-KINDS: dict[str, config.TranslationConfig] = {
-    "transformer": config.TransformerConfig(**SMALL),
-    "modern": config.TransformerConfig(**SMALL, **MODERN),
-    "learned": config.TransformerConfig(
+KINDS: dict[str, TranslationConfig] = {
+    "transformer": TransformerConfig(**SMALL),
+    "modern": TransformerConfig(**SMALL, **MODERN),
+    "learned": TransformerConfig(
         **SMALL, attention="dot", activation="gelu", positions="learned", tie="none", d_k=6, d_v=6
     ),
-    "widths": config.TransformerConfig(**SMALL, d_k=5, d_v=6),
-    "window": config.TransformerConfig(**SMALL, window=3),
-    "general": config.TransformerConfig(**SMALL, attention="general", bias=True),
-    "additive": config.TransformerConfig(**SMALL, attention="additive"),
-    "gru": config.RnnConfig(**SHORT),
-    "lstm": config.RnnConfig(**SHORT, cell="lstm", attention="general", bidirectional=False),
-    "conv": config.ConvS2SConfig(**SHORT),
-    "separable": config.ConvS2SConfig(**SHORT, convolution="separable"),
+    "widths": TransformerConfig(**SMALL, d_k=5, d_v=6),
+    "window": TransformerConfig(**SMALL, window=3),
+    "general": TransformerConfig(**SMALL, attention="general", bias=True),
+    "additive": TransformerConfig(**SMALL, attention="additive"),
+    "gru": RnnConfig(**SHORT),
+    "lstm": RnnConfig(**SHORT, cell="lstm", attention="general", bidirectional=False),
+    "conv": ConvS2SConfig(**SHORT),
+    "separable": ConvS2SConfig(**SHORT, convolution="separable"),
 }
 VOCAB = 50
 LENGTHS = torch.tensor([9, 3, 7, 9, 1])
@@ -52,7 +61,7 @@ def _torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKV_NATIVE", "0")
 
 
-def made(spec: config.ModelConfig) -> Any:
+def made(spec: ModelConfig) -> Any:
     torch.manual_seed(0)
     model = build(spec, VOCAB, VOCAB).eval()
     with torch.no_grad():
@@ -119,7 +128,7 @@ def test_ordinary_transformers_take_the_fast_way() -> None:
 @pytest.mark.parametrize("options", [{}, MODERN, {"window": 3}], ids=["fast", "modern", "window"])
 @torch.inference_mode()
 def test_a_language_model_is_packed_too(options: dict[str, Any]) -> None:
-    plain = made(config.DecoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2, **options))
+    plain = made(DecoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2, **options))
     ours = pack(plain, "fp32")
     ids = draw(3, 12)
     whole = plain(ids)
@@ -134,7 +143,7 @@ def test_a_language_model_is_packed_too(options: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def test_an_encoder_is_packed_too() -> None:
-    plain = made(config.EncoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2))
+    plain = made(EncoderOnlyConfig(d_model=32, d_ff=64, heads=4, layers=2))
     torch.testing.assert_close(pack(plain)(draw(5, 9), LENGTHS), plain(draw(5, 9), LENGTHS), rtol=1e-5, atol=1e-5)
 
 
@@ -196,7 +205,7 @@ def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
     run = Run.open(tiny)
     model: Any = run.model(CPU)
     sources = [run.tokenizers.src.encode(source) for source, _ in sentences(60, seed=5)]
-    spec = config.DecodeConfig(beam=3, batch_tokens=400)
+    spec = DecodeConfig(beam=3, batch_tokens=400)
     ours, theirs = (
         search_all(engine, sources, spec, run.tokenizers, device=CPU) for engine in (pack(model, dtype), model)
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from qkv import config, presets
+from qkv import presets
 from qkv.core import loss as loss_module
 from qkv.core import optimizer
 from qkv.core.errors import UsageError
@@ -41,10 +41,11 @@ from qkv.models.layers import (
     SinusoidalPositions,
     sinusoids,
 )
+from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
 
 Array = NDArray[np.float64]
-TINY = config.TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
+TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 
 
 def array(tensor: torch.Tensor) -> Array:
@@ -260,7 +261,7 @@ PRINTED |= {"c_d_model_256": 28, "c_d_ff_1024": 53, "c_d_ff_4096": 90}
 def counted(row: str) -> int:
     name = row if row in ROWS else f"table3_{row}"
     spec = presets.PRESETS[name]().model
-    assert isinstance(spec, config.TransformerConfig)
+    assert isinstance(spec, TransformerConfig)
     with torch.device("meta"):  # shapes without numbers
         return parameter_count(Transformer(spec, VOCAB, VOCAB))
 
@@ -318,12 +319,12 @@ def test_table_3_agrees_with_the_printed_column(row: str) -> None:
 
 def test_rows_differ_from_the_base_in_nothing_else() -> None:
     base = presets.paper_base()
-    assert (base.model, base.train.label_smoothing) == (config.TransformerConfig(dropout=0.1), 0.1)
+    assert (base.model, base.train.label_smoothing) == (TransformerConfig(dropout=0.1), 0.1)
     for name, change in presets.TABLE_3.items():
-        paths = {path for path, _, _ in config.difference(base, presets.PRESETS[name]())}
+        paths = {path for path, _, _ in base.difference(presets.PRESETS[name]())}
         assert paths == {"train.name"} | {f"{part}.{key}" for part, keys in change.items() for key in keys}
     big = presets.paper_big()
-    assert big.model == config.TransformerConfig(d_model=1024, d_ff=4096, heads=16, dropout=0.3)
+    assert big.model == TransformerConfig(d_model=1024, d_ff=4096, heads=16, dropout=0.3)
     assert big.train.steps == 3 * base.train.steps == 300_000
 
 
@@ -332,7 +333,7 @@ def test_rows_differ_from_the_base_in_nothing_else() -> None:
 
 @given(st.integers(1, 100_000), st.integers(1, 8000), st.sampled_from([256, 512, 1024]), st.floats(0.1, 3))
 def test_equation_3(step: int, warmup: int, d_model: int, factor: float) -> None:
-    spec = config.TrainConfig(schedule="paper", warmup=warmup, learning_rate=factor)
+    spec = TrainConfig(schedule="paper", warmup=warmup, learning_rate=factor)
     expected = factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
     assert optimizer.learning_rate(step, spec, d_model) == pytest.approx(expected, rel=1e-12)
     peak = factor / math.sqrt(d_model * warmup)
@@ -350,7 +351,7 @@ def test_the_base_models_peak() -> None:
 
 @pytest.mark.parametrize("schedule", ["inverse_sqrt", "cosine", "linear", "constant"])
 def test_other_schedules_rise_to_the_rate_given(schedule: str) -> None:
-    spec = config.TrainConfig(schedule=schedule, warmup=100, steps=1000, learning_rate=2e-3)
+    spec = TrainConfig(schedule=schedule, warmup=100, steps=1000, learning_rate=2e-3)
     rates = [optimizer.learning_rate(step, spec, 512) for step in range(1, 1001)]
     np.testing.assert_allclose(rates[:100], [2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:] == sorted(rates[99:], reverse=True)
@@ -368,7 +369,7 @@ def test_adam_has_the_papers_numbers() -> None:
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = Transformer(TINY, 13, 13)
-    groups = optimizer.build_optimizer(model, config.TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
+    groups = optimizer.build_optimizer(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     spared = {id(p) for p in groups[1]["params"]}
     for name, p in model.named_parameters():
@@ -510,7 +511,7 @@ def test_residual_drops_the_sublayer_and_not_the_stream(norm: str) -> None:
 
 @given(st.integers(1, 300), st.floats(0, 2))
 def test_length_penalties(length: int, alpha: float) -> None:
-    spec = config.DecodeConfig(length_penalty="gnmt", alpha=alpha)
+    spec = DecodeConfig(length_penalty="gnmt", alpha=alpha)
     assert length_penalty(length, spec) == pytest.approx((5 + length) ** alpha / (5 + 1) ** alpha)  # Wu et al., eq. 14
     assert length_penalty(length, dataclasses.replace(spec, length_penalty="average")) == length
     assert length_penalty(length, dataclasses.replace(spec, length_penalty="none")) == 1

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.decode.board import Hypothesis
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.decode.search import search
 from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
+from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -158,7 +158,7 @@ def from_marian(marian: MarianMTModel, positions: str) -> Transformer:
     Where Marian does not scale the embedding by √d_model, ours is smaller by as much and no longer the output's.
     """
     hf, theirs = marian.config, marian.state_dict()
-    spec = config.TransformerConfig(
+    spec = TransformerConfig(
         d_model=hf.d_model,
         d_ff=hf.encoder_ffn_dim,
         heads=hf.encoder_attention_heads,
@@ -285,7 +285,7 @@ def marian_search(
 def our_search(
     model: Transformer, source: Tensor, lengths: Tensor, n_best: int, **decode: Any
 ) -> list[list[Hypothesis]]:
-    spec = config.DecodeConfig(extra_length=EXTRA, **decode)
+    spec = DecodeConfig(extra_length=EXTRA, **decode)
     return search(model, source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
 
 
@@ -355,7 +355,7 @@ def gpt2_layers(theirs: Weights, layers: int) -> Weights:
 def from_gpt2(gpt2: GPT2LMHeadModel) -> DecoderOnly:
     """Our model of GPT-2's weights; it does not scale the embedding by √d_model, so ours is smaller by as much."""
     hf, theirs = gpt2.config, gpt2.state_dict()
-    spec = config.DecoderOnlyConfig(
+    spec = DecoderOnlyConfig(
         d_model=hf.n_embd,
         d_ff=hf.n_inner or 4 * hf.n_embd,
         heads=hf.n_head,

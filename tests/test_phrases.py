@@ -12,8 +12,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.tokenizer import to_printable as printable
 from qkv.data.loader import collate, pad
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.rules import Rules
@@ -23,8 +24,7 @@ from qkv.decode.search import search
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.decoding.constraints import Avoid, Constrained, Required, check_conflict, constrained, find, spell
 from qkv.models.build import build
-from qkv.text import Tokenizer, Tokenizers
-from qkv.text.tokenizer import spell as printable
+from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
 from test_search import Prefix, TableModel
 
 PIECES = [" cat", "cat", " c", "c", "at", "s", "egory", " dog", " the", ".", " (", ")", " é", "t"]
@@ -53,7 +53,7 @@ def searched(seed: int, longest: int, *, beam: int = 4, n_best: int = 1, sentenc
     model = TableModel(lambda sentence, prefix: probabilities(seed, sentence, prefix))
     limits, numbers = torch.full((sentences,), longest), torch.arange(sentences)[:, None]
     ones = torch.ones(sentences, dtype=torch.long)
-    spec = config.DecodeConfig(beam=beam)
+    spec = DecodeConfig(beam=beam)
     return search(model, numbers, ones, spec, bos=1, eos=2, pad=0, n_best=n_best, longest=limits, **more)
 
 
@@ -204,7 +204,7 @@ def test_what_may_follow_leaves_room_for_what_is_missing(
     board = Board.empty(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
     search_ = Constrained(
-        model, config.DecodeConfig(), PLAIN, Special(1, 2, 0), board, required=[required], lengths=torch.tensor([1])
+        model, DecodeConfig(), PLAIN, Special(1, 2, 0), board, required=[required], lengths=torch.tensor([1])
     )
     left = required.need(tokens) + spare
     merit = torch.zeros(WORDS.size)
@@ -267,7 +267,7 @@ def test_a_sentence_alone_and_among_others() -> None:
     for number, required in enumerate(asked):
         model = TableModel(lambda _, prefix, n=number: probabilities(5, n, prefix))
         one = torch.tensor([[0]])
-        spec, limit = config.DecodeConfig(), torch.tensor([9])
+        spec, limit = DecodeConfig(), torch.tensor([9])
         kind = constrained([required])
         (alone,) = search(model, one, torch.tensor([1]), spec, bos=1, eos=2, pad=0, longest=limit, kind=kind)
         assert alone == together[number]
@@ -280,9 +280,9 @@ def test_a_phrase_in_a_language_without_spaces_has_none_before_it() -> None:
 
 
 KINDS: list[Any] = [
-    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, tie="none"),
-    config.RnnConfig(d_model=16, tie="none"),
-    config.ConvS2SConfig(d_model=16, tie="none"),
+    TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, tie="none"),
+    RnnConfig(d_model=16, tie="none"),
+    ConvS2SConfig(d_model=16, tie="none"),
 ]
 
 
@@ -296,12 +296,12 @@ def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
     for kind in (constrained([required] * 3), None):
         more = {"kind": kind} if kind else {}
         choice = Rules(forbid=(avoid,)).choice() if kind else PLAIN
-        decode = config.DecodeConfig(extra_length=6)
+        decode = DecodeConfig(extra_length=6)
         source = pad(rows, 0, last=2)
         found = search(model, source, lengths, decode, bos=1, eos=2, pad=0, n_best=3, choice=choice, **more)
         for row, hypotheses in zip(rows, found, strict=True):
             targets = [np.array(h.tokens, np.int64) for h in hypotheses]
-            batch = collate([row] * len(targets), targets, Tokenizers(WORDS, WORDS))
+            batch = collate([row] * len(targets), targets, TokenizerPair(WORDS, WORDS))
             for h, logprobs in zip(hypotheses, token_logprobs(model, batch, 0), strict=True):
                 assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
                 assert not kind or (required.missing(text_of(h)) == [] and avoid.occurs(text_of(h)) is None)

@@ -19,27 +19,36 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import Call, sentences, tiny_config
-from qkv import config
 from qkv.api.completer import TextDecoder
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks
 from qkv.data.store import Prepared, Store, prepare
+from qkv.data.subwords import learn
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.models import DecoderOnly, EncoderOnly
-from qkv.text import Tokenizer, Tokenizers, learn
+from qkv.options import (
+    Config,
+    CorpusConfig,
+    DataConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    TokenizerConfig,
+)
 
 LINES = [source for source, _ in sentences(400, seed=5)]
-CHARACTERS = learn((), LINES, config.TokenizerConfig(kind="char")).tgt
+CHARACTERS = learn((), LINES, TokenizerConfig(kind="char")).tgt
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"))
 
 
 def running_text(folder: Path, text: str, *, name: str = "text.txt", **data: Any) -> Prepared:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text, encoding="utf-8")
-    spec = config.DataConfig(train=(config.CorpusConfig(text=str(folder / name)),), **data)
-    return prepare(spec, config.TokenizerConfig(kind="char"), folder / "store", stream=True)
+    spec = DataConfig(train=(CorpusConfig(text=str(folder / name)),), **data)
+    return prepare(spec, TokenizerConfig(kind="char"), folder / "store", stream=True)
 
 
 # ---- text ↔ ids ------------------------------------------------------------------------------------------------------
@@ -101,14 +110,14 @@ def test_documents_end(tmp_path: Path) -> None:
 
 
 def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> None:
-    spec = config.DataConfig(train=(config.CorpusConfig(src=corpus[0], tgt=corpus[1]),))
+    spec = DataConfig(train=(CorpusConfig(src=corpus[0], tgt=corpus[1]),))
     with pytest.raises(UsageError, match="learns from running text: give text, not pairs"):
-        prepare(spec, config.TokenizerConfig(), tmp_path / "store", stream=True)
+        prepare(spec, TokenizerConfig(), tmp_path / "store", stream=True)
     lines = "".join(line + "\n" for line in LINES)
     (tmp_path / "long.txt").write_text(lines, encoding="utf-8")
     (tmp_path / "short.txt").write_text(lines.replace("\n", " "), encoding="utf-8")
-    both = tuple(config.CorpusConfig(text=str(tmp_path / name)) for name in ("long.txt", "short.txt"))
-    kept = prepare(config.DataConfig(train=both), config.TokenizerConfig(kind="char"), tmp_path / "both", stream=True)
+    both = tuple(CorpusConfig(text=str(tmp_path / name)) for name in ("long.txt", "short.txt"))
+    kept = prepare(DataConfig(train=both), TokenizerConfig(kind="char"), tmp_path / "both", stream=True)
     assert all(stop - first > 100 for first, stop in kept.train.ranges)  # a text of one line is not held out whole
     with pytest.raises(UsageError, match="1 lines of running text"):
         running_text(tmp_path / "one", "only one line")
@@ -234,12 +243,12 @@ def test_impossible_draws_are_refused(options: dict[str, Any], message: str) -> 
         Sampling(**options)
 
 
-SPEC = config.DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2, dropout=0.0, norm="pre", tie="none")
+SPEC = DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2, dropout=0.0, norm="pre", tie="none")
 
 
 def language_model(**options: Any) -> DecoderOnly:
     torch.manual_seed(1)
-    model = DecoderOnly(config.DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
+    model = DecoderOnly(DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
@@ -341,10 +350,10 @@ def test_draws_follow_the_probabilities() -> None:
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
-def plain_config(path: Path, model: config.ModelConfig, **train: object) -> config.Config:
+def plain_config(path: Path, model: ModelConfig, **train: object) -> Config:
     spec = tiny_config("", "", **train)
-    data = config.DataConfig(train=(config.CorpusConfig(text=str(path)),), max_length=32)
-    return config.Config(data, config.TokenizerConfig(kind="char"), model, spec.train, spec.decode)
+    data = DataConfig(train=(CorpusConfig(text=str(path)),), max_length=32)
+    return Config(data, TokenizerConfig(kind="char"), model, spec.train, spec.decode)
 
 
 @pytest.fixture(scope="module")
@@ -352,9 +361,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a language model that has read some sentences."""
     folder = tmp_path_factory.mktemp("writer")
     (folder / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
-    model = config.DecoderOnlyConfig(
-        d_model=64, d_ff=128, heads=2, layers=2, norm="pre", positions="rotary", dropout=0.0
-    )
+    model = DecoderOnlyConfig(d_model=64, d_ff=128, heads=2, layers=2, norm="pre", positions="rotary", dropout=0.0)
     train = {"steps": 150, "validate_every": 75, "label_smoothing": 0.0, "learning_rate": 4e-3}
     return qkv.train(plain_config(folder / "text.txt", model, **train), folder / "run").path
 
@@ -395,7 +402,7 @@ def test_perplexity_is_that_of_forced_decoding(writer: Path) -> None:
 def test_documents_are_evaluated_as_they_were_validated(tmp_path: Path, call: Call) -> None:
     rows = [json.dumps({"text": "\n".join(LINES[i : i + 4])}) + "\n" for i in range(0, 400, 4)]
     (tmp_path / "text.jsonl").write_text("".join(rows), encoding="utf-8")
-    model = config.DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
+    model = DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
     run = qkv.train(plain_config(tmp_path / "text.jsonl", model, steps=3, validate_every=3), tmp_path / "run")
     found = json.loads(call("evaluate", run.path, "--json").out)
     assert found["bits_per_byte"] == pytest.approx(run.scores["best"]["bits_per_byte"], abs=1e-4)
@@ -509,9 +516,7 @@ def test_a_language_model_learns(task: str, tmp_path: Path) -> None:
     rows = [row.replace(" ", "") for row in strings(4)]
     test, train = rows[:200], rows[200:]
     (tmp_path / "text.txt").write_text("".join(f"{row}>{TASKS[task](row)}\n" for row in train), encoding="utf-8")
-    model = config.DecoderOnlyConfig(
-        d_model=64, d_ff=256, heads=4, layers=2, norm="pre", positions="rotary", dropout=0.0
-    )
+    model = DecoderOnlyConfig(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", positions="rotary", dropout=0.0)
     spec = plain_config(tmp_path / "text.txt", model, steps=500, validate_every=500, **LEARN)
     completer = qkv.Completer(qkv.train(spec, tmp_path / "run"))
     found = [completer.complete(f"{row}>", max_tokens=6, temperature=0.0, stop=["\n"])[0].text for row in test]
@@ -522,7 +527,7 @@ def trained_filler(folder: Path, task: str) -> Path:
     """The run of an encoder that has seen words twice: `a b c d > d c b a`."""
     lines = [f"{row} > {TASKS[task](row)}\n" for row in strings(4)[300:]]
     (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
-    model = config.EncoderOnlyConfig(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", dropout=0.0, masked=0.15)
+    model = EncoderOnlyConfig(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", dropout=0.0, masked=0.15)
     spec = plain_config(folder / "text.txt", model, steps=400, validate_every=400, **LEARN)
     return qkv.train(spec.replace(tokenizer={"kind": "word"}), folder / "run").path
 
@@ -582,12 +587,12 @@ def test_sentence_vectors(filler: Path) -> None:
 
 
 def test_a_gap_takes_the_space_before_it() -> None:
-    tokenizer = learn((), [*LINES, "cat. dog! the"], config.TokenizerConfig(vocab=320)).tgt
+    tokenizer = learn((), [*LINES, "cat. dog! the"], TokenizerConfig(vocab=320)).tgt
 
     class Bare(qkv.Filler):
         def __init__(self) -> None:
-            self.config = config.Config(model=config.EncoderOnlyConfig())
-            self.tokenizers = Tokenizers(tokenizer, tokenizer)
+            self.config = Config(model=EncoderOnlyConfig())
+            self.tokenizers = TokenizerPair(tokenizer, tokenizer)
 
     gap = tokenizer.bos
     assert Bare()._with_gaps("The <mask> sees.") == [*tokenizer.encode("The"), gap, *tokenizer.encode("sees.")]
@@ -601,7 +606,7 @@ def test_without_positions_order_is_nothing() -> None:
     tokens, lengths = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([5])
     for positions, permutes in (("none", True), ("sinusoidal", False), ("learned", False), ("rotary", False)):
         torch.manual_seed(2)
-        spec = config.EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
+        spec = EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
         model = EncoderOnly(spec, 20).eval()
         with torch.inference_mode():
             moved = model.hidden(tokens[:, order], lengths)
@@ -611,8 +616,8 @@ def test_without_positions_order_is_nothing() -> None:
 
 def test_sentences_are_read_by_themselves(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
-    spec = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "text.txt")),))
-    prepared = prepare(spec, config.TokenizerConfig(kind="char"), tmp_path / "store")
+    spec = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text.txt")),))
+    prepared = prepare(spec, TokenizerConfig(kind="char"), tmp_path / "store")
     updates = Sentences(prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1)
     once, again = (islice(updates.starting(Position(0, 0)), 3) for _ in range(2))
     for a, b in zip(once, again, strict=True):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import qkv
-from qkv import cli, config
+from qkv import cli
+from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig, TrainConfig, TransformerConfig
 from serving import serving
 
 ROOT = Path(__file__).parent.parent
@@ -80,11 +81,11 @@ def test_the_commands_run(folder: Path) -> None:
 
 
 def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = config.Config(
-        data=config.DataConfig(train=(config.CorpusConfig(src="train.en", tgt="train.de"),)),
-        tokenizer=config.TokenizerConfig(vocab=300),
-        model=config.TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1),
-        train=config.TrainConfig(steps=4, tokens_per_step=1024, tensorboard=False, name="demo"),
+    small = Config(
+        data=DataConfig(train=(CorpusConfig(src="train.en", tgt="train.de"),)),
+        tokenizer=TokenizerConfig(vocab=300),
+        model=TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1),
+        train=TrainConfig(steps=4, tokens_per_step=1024, tensorboard=False, name="demo"),
     )
     monkeypatch.setattr(qkv.presets, "demo", lambda: small)
     (code,) = blocks("python")

@@ -10,25 +10,33 @@ import pytest
 import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
-from qkv import config
 from qkv.assembly import trainer_for
 from qkv.core.trainer import Trainer
 from qkv.models.build import build
 from qkv.models.layers import Embedding
+from qkv.options import (
+    ConvS2SConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TransformerConfig,
+    TranslationConfig,
+)
 
-KINDS: list[config.ModelConfig] = [
-    config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.3, norm="pre"),
-    config.RnnConfig(d_model=16, dropout=0.3),
-    config.ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2, max_positions=512, dropout=0.3),
-    config.DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
-    config.EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
+KINDS: list[ModelConfig] = [
+    TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.3, norm="pre"),
+    RnnConfig(d_model=16, dropout=0.3),
+    ConvS2SConfig(d_model=16, encoder_layers=2, decoder_layers=2, max_positions=512, dropout=0.3),
+    DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
+    EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=1, dropout=0.3, norm="pre"),
 ]
 
 
-def trainer(folder: Path, model: config.ModelConfig, **train: Any) -> Trainer:
+def trainer(folder: Path, model: ModelConfig, **train: Any) -> Trainer:
     src, tgt = write_pairs(folder, sentences(150))
     made = dataclasses.replace(tiny_config(src, tgt), model=model).replace(train={"metric": "loss"} | train)
-    if not isinstance(model, config.TranslationConfig):
+    if not isinstance(model, TranslationConfig):
         made = made.replace(data={"train": [{"text": tgt}]})
     return trainer_for(*begun(folder, made))
 
@@ -45,7 +53,7 @@ def divergence(trained: Trainer) -> float:
 
 
 @pytest.mark.parametrize("model", KINDS, ids=lambda model: model.kind)
-def test_passes_agree_more_when_they_are_drawn_together(model: config.ModelConfig, tmp_path: Path) -> None:
+def test_passes_agree_more_when_they_are_drawn_together(model: ModelConfig, tmp_path: Path) -> None:
     free, drawn = trainer(tmp_path, model), trainer(tmp_path, model, r_drop=10.0)
     for each in (free, drawn):
         outcomes = [each.step(update) for update in updates(each, 60)]
@@ -83,6 +91,6 @@ def test_unseen_tokens_leave_their_places() -> None:
 
 
 def test_the_option_reaches_both_sides() -> None:
-    spec = config.TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, token_dropout=0.3)
+    spec = TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, token_dropout=0.3)
     model = build(spec, 20, 20)
     assert model.source.unseen == model.target.unseen == 0.3

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import config
 from qkv.assembly import Run, task_for
 from qkv.core.errors import UsageError
 from qkv.core.run import JsonlLog
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
+from qkv.data.subwords import learn
 from qkv.explain import head_analysis
 from qkv.explain.training_report import history, page, report
 from qkv.models.attention import record
 from qkv.models.build import build
-from qkv.text import Tokenizers, learn
+from qkv.options import Config, TokenizerConfig, TransformerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TEXT = ["the cat sees the dog", "the dog sees the big cat and the small dog", "one cat", "two dogs see the cat"]
@@ -71,13 +72,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def tokenizers() -> Tokenizers:
-    return learn(TEXT, TEXT, config.TokenizerConfig(vocab=280), ())
+def tokenizers() -> TokenizerPair:
+    return learn(TEXT, TEXT, TokenizerConfig(vocab=280), ())
 
 
-def a_run(folder: Path, tokenizers: Tokenizers, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
+def a_run(folder: Path, tokenizers: TokenizerPair, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
     """A run folder in which only the log was written, or not even that."""
-    run = Run.create(folder, config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
+    run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
         log = JsonlLog(run.log)
         for line in lines:
@@ -175,7 +176,7 @@ def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
     assert facts["source"] == source
 
 
-def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     values = np.random.default_rng(0).uniform(1, 2, 200)
     run = a_run(tmp_path / "run", tokenizers, [train_line(i + 1, nll=float(v)) for i, v in enumerate(values)])
     given, means = (np.array(history(run).train[name], float) for name in ("nll", "nll_smoothed"))
@@ -186,7 +187,7 @@ def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: Tok
     assert means[1] == pytest.approx(given[:3].mean(), rel=1e-5)
 
 
-def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     lines = [
         train_line(1),
         train_line(2, loss=math.nan, nll=math.nan, norm=math.inf, skipped=1),
@@ -203,7 +204,7 @@ def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers
 
 
 @pytest.mark.parametrize("lines", [None, []], ids=["no log", "an empty log"])
-def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     found = checked([a_run(tmp_path / "run", tokenizers, lines)])
     assert found.data["charts"] == []
     assert "Nothing is logged yet" in found.text
@@ -213,7 +214,7 @@ def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, toke
     assert re.fullmatch(r"transformer, [\d,]+ parameters, d_model 512, 6 \+ 6 layers, 8 heads", facts["model"])
 
 
-def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     run = a_run(tmp_path / "run", tokenizers, [train_line(10), train_line(20)], train={"steps": 1000})
     with run.log.open("a", encoding="utf-8") as file:
         file.write('{"event": "train", "step": 30, "lo')
@@ -222,7 +223,7 @@ def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: Tokenizers) -> None:
     assert ["steps", "20 (not finished, of at most 1,000)"] in found.cells
 
 
-def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     logged = [train_line(1), train_line(2), train_line(3), train_line(2, nll=0.5), train_line(3), train_line(4)]
     run = a_run(tmp_path / "run", tokenizers, logged)
     run.write_scores({"finished": 2, "chosen": "best"})  # and then went on
@@ -232,7 +233,7 @@ def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers
     assert any(row[0] == "steps" and row[1].startswith("4 (not finished") for row in found.cells)
 
 
-def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     found = checked(
         [a_run(tmp_path / "<!--<script>", tokenizers, [valid_line(5, bleu=12.5, sample="</script><b>uno & due")])]
     )
@@ -242,7 +243,7 @@ def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: To
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "rnn", "conv"])
-def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     bits = {"nats_per_character": 1.4, "bits_per_byte": 2.02} if kind == "decoder" else {}
     name = {"decoder": "decoder.0.self", "encoder": "encoder.0.self"}.get(kind, "decoder.0.cross")
     lines = [train_line(1), train_line(2), valid_line(2, **bits, sample="one\ntwo", attention_entropy={name: 1.25})]
@@ -264,7 +265,7 @@ def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers:
 
 
 def test_two_runs_share_their_axes_and_show_where_they_differ(
-    tmp_path: Path, tiny: Path, tokenizers: Tokenizers
+    tmp_path: Path, tiny: Path, tokenizers: TokenizerPair
 ) -> None:
     other = a_run(
         tmp_path / "other",
@@ -281,7 +282,7 @@ def test_two_runs_share_their_axes_and_show_where_they_differ(
     assert lines["BLEU", 1, "BLEU"] == [50.0]
     assert lines["BLEU", 0, "BLEU"] == [line["bleu"] for line in entries(tiny, "valid")]
     assert len({chart["title"] for chart in found.data["charts"]}) == len(found.data["charts"])
-    differences = config.difference(runs[0].config, other.config)
+    differences = runs[0].config.difference(other.config)
     shown = {row[0]: row[1:] for row in found.cells if row[0] in dict.fromkeys(path for path, _, _ in differences)}
     assert len(shown) == len(differences) > 10
     assert shown["train.steps"] == ["200", "20"]
@@ -308,7 +309,7 @@ def test_the_report_is_written_and_wrong_calls_are_refused(tiny: Path, tmp_path:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-def test_the_page_in_a_browser(tiny: Path, tmp_path: Path, tokenizers: Tokenizers) -> None:
+def test_the_page_in_a_browser(tiny: Path, tmp_path: Path, tokenizers: TokenizerPair) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     uncounted = {key: value for key, value in valid_line(20, bleu=50.0, seconds=0.25).items() if key != "tokens"}
     other = a_run(tmp_path / "other", tokenizers, [uncounted])  # as older runs have it
@@ -356,10 +357,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenizers) -> None:
+def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: TokenizerPair) -> None:
     """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
     torch.manual_seed(0)
-    spec = config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
+    spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     rows = [np.asarray(tokenizers.src.encode(text), np.int64) for text in TEXT]
 
@@ -410,9 +411,9 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
     assert "attention_entropy" not in result.to_dict()
 
 
-def test_a_broken_model_has_no_entropy(tokenizers: Tokenizers) -> None:
+def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
     """What is not a number cannot be written as JSON."""
-    model = build(config.TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

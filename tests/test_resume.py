@@ -18,12 +18,12 @@ import torch
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.api import run_training
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import prepare
+from qkv.options import Config
 
 STEPS, EVERY = 16, 4
 
@@ -122,14 +122,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model={"d_model": 16, "d_ff": 32, "dropout": 0.2, "attention_dropout": 0.1},
     )
     path = folder / "recipe.toml"
-    path.write_text(config.dumps(settings), encoding="utf-8")
+    path.write_text(settings.dumps(), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
 def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All that a run without any interruption leaves behind."""
-    return contents(qkv.train(config.load(recipe), tmp_path_factory.mktemp("unbroken") / "run").path)
+    return contents(qkv.train(Config.load(recipe), tmp_path_factory.mktemp("unbroken") / "run").path)
 
 
 def contents(run: Path) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_an_unbroken_run_leaves_all_that_is_compared(unbroken: dict[str, Any]) -
 
 
 def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
-    assert_same(contents(qkv.train(config.load(recipe), tmp_path / "run").path), unbroken)
+    assert_same(contents(qkv.train(Config.load(recipe), tmp_path / "run").path), unbroken)
 
 
 # Every file is flushed by `sync`, and after its renaming the folder. A kill in the first leaves half a file. In order:
@@ -274,9 +274,9 @@ def test_a_half_written_state_is_ignored_and_cleared_away(
 
 def test_the_text_may_be_gone(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
     src, tgt = write_pairs(tmp_path, sentences(150))
-    changed = config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}]})
+    changed = Config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}]})
     own = tmp_path / "own.toml"
-    own.write_text(config.dumps(changed), encoding="utf-8")
+    own.write_text(changed.dumps(), encoding="utf-8")
     run = tmp_path / "run"
     stop(["train", own, "--run", run], "step", EVERY + 2, signal.SIGKILL)
     Path(src).unlink()
@@ -289,8 +289,8 @@ def test_another_text_is_refused(stop: Stop, recipe: Path, call: Call, tmp_path:
     src, tgt = write_pairs(tmp_path, sentences(150))
     own = tmp_path / "own.toml"
     store = tmp_path / "store"
-    changed = config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}], "store": str(store)})
-    own.write_text(config.dumps(changed), encoding="utf-8")
+    changed = Config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}], "store": str(store)})
+    own.write_text(changed.dumps(), encoding="utf-8")
     run = tmp_path / "run"
     stop(["train", own, "--run", run], "step", EVERY + 2, signal.SIGKILL)
     write_pairs(tmp_path, [(s + " indeed", t + " davvero") for s, t in sentences(150, seed=9)])
@@ -305,7 +305,7 @@ def test_another_text_is_refused(stop: Stop, recipe: Path, call: Call, tmp_path:
 @pytest.fixture(scope="module")
 def halfway(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of half the steps."""
-    half = config.load(recipe).replace(train={"steps": STEPS // 2})
+    half = Config.load(recipe).replace(train={"steps": STEPS // 2})
     return qkv.train(half, tmp_path_factory.mktemp("halfway") / "run").path
 
 
@@ -350,7 +350,7 @@ def test_what_is_left_of_a_run_is_not_taken_for_its_beginning(halfway: Path, tmp
     run = copy(halfway, tmp_path)
     (run / "run.json").unlink()
     with pytest.raises(UsageError, match="holds what is left of a run"):
-        qkv.train(config.load(recipe), run)
+        qkv.train(Config.load(recipe), run)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_what_the_weights_depend_on_is_refused(halfway: Path, call: Call, settin
 
 
 def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> None:
-    plain = config.load(recipe).replace(train={"ema": 0.0, "steps": EVERY})
+    plain = Config.load(recipe).replace(train={"ema": 0.0, "steps": EVERY})
     run = qkv.train(plain, tmp_path / "run")
     weights = files.read_tensors(run.path / f"state/step-{EVERY:07d}/weights.safetensors")
     qkv.train(run=run.path, resume=True, settings=["train.ema=0.999999", f"train.steps={EVERY + 1}"])
@@ -443,7 +443,7 @@ def test_an_automatic_recipe_is_settled_once(stop: Stop, corpus: tuple[str, str]
     assert (settled.train.schedule, settled.model.norm, settled.model.d_model) == ("wsd", "pre", 16)
     done = call("train", "--resume", "--run", run, "--set", "train.steps=2")
     assert (done.code, "auto:" in done.err) == (0, False)
-    assert config.difference(settled, Run.open(run).config) == [("train.steps", settled.train.steps, 2)]
+    assert settled.difference(Run.open(run).config) == [("train.steps", settled.train.steps, 2)]
 
 
 def test_resume_needs_a_run(call: Call, tmp_path: Path, recipe: Path) -> None:

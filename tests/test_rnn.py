@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.decode.search import search
 from qkv.models import record
 from qkv.models.attention import attention_weights
 from qkv.models.rnn import Layer, Recurrent, gru, lstm
+from qkv.options import DecodeConfig, RnnConfig
 
 VOCAB = 20
 TIES = ("all", "output", "none")
@@ -35,7 +35,7 @@ close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Recurrent:
     """A model in which no weight is as it was at first, and every output differs."""
     cell, score, fed, both, layers = options
-    spec = config.RnnConfig(
+    spec = RnnConfig(
         cell=cell,
         attention=score,
         input_feeding=fed,
@@ -315,7 +315,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(options: tuple[str
 @pytest.mark.parametrize("beam", [1, 3])
 def test_the_search_finds_the_same_alone_and_in_company(options: tuple[str, str, bool, bool, int], beam: int) -> None:
     model, (source, lengths, _) = model_of(options, "none"), batch(8)
-    settings: dict[str, Any] = {"spec": config.DecodeConfig(beam=beam, extra_length=6), "bos": 1, "eos": 2, "pad": 0}
+    settings: dict[str, Any] = {"spec": DecodeConfig(beam=beam, extra_length=6), "bos": 1, "eos": 2, "pad": 0}
     together = search(model, source, lengths, n_best=beam, **settings)
     for row, length in enumerate(lengths.tolist()):
         (alone,) = search(model, source[row : row + 1, :length], lengths[row : row + 1], n_best=beam, **settings)
@@ -373,7 +373,7 @@ def test_half_precision_is_near(options: tuple[str, str, bool, bool, int]) -> No
 
 
 def test_dropout_is_on_embeddings_between_layers_and_before_the_output() -> None:
-    model = Recurrent(config.RnnConfig(d_model=6, encoder_layers=2, decoder_layers=2, dropout=0.5), VOCAB, VOCAB)
+    model = Recurrent(RnnConfig(d_model=6, encoder_layers=2, decoder_layers=2, dropout=0.5), VOCAB, VOCAB)
     source, lengths, target = batch(11)
     shares: list[float] = []
     for part in (model.source.dropout, model.target.dropout, model.dropout):
@@ -386,5 +386,5 @@ def test_dropout_is_on_embeddings_between_layers_and_before_the_output() -> None
 
 def test_one_matrix_of_two_vocabularies_is_refused() -> None:
     with pytest.raises(UsageError, match="share the vocabulary"):
-        Recurrent(config.RnnConfig(d_model=4), 20, 21)
-    assert Recurrent(config.RnnConfig(d_model=4, tie="output"), 20, 21).output.weight.shape == (21, 4)
+        Recurrent(RnnConfig(d_model=4), 20, 21)
+    assert Recurrent(RnnConfig(d_model=4, tie="output"), 20, 21).output.weight.shape == (21, 4)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config
 from qkv.assembly import trainer_for
 from qkv.core.loss import label_smoothed_loss
 from qkv.data.loader import Batch
@@ -20,9 +19,10 @@ from qkv.models.attention import heads_of, without
 from qkv.models.build import build
 from qkv.models.layers import Dropout
 from qkv.models.rows import Rows
+from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
 
-SPEC = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
+SPEC = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm": "pre", "rms_norm": True},
@@ -139,7 +139,7 @@ def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
 
 
 def test_other_kinds_leave_padding_out_at_the_end() -> None:
-    spec = config.EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
+    spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
     model = build(spec, VOCAB, VOCAB).eval()
     real = BATCH.source > 9
     found = model.hidden_at(real, BATCH.source, BATCH.lengths)
@@ -166,13 +166,13 @@ def test_pad_and_take_are_each_others_reverse() -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(200)), tokens_per_step=512, micro_tokens=256)
     return settings, prepare(settings.data, settings.tokenizer, folder / "store")
 
 
-def test_training_computes_no_padding(prepared: tuple[config.Config, Prepared]) -> None:
+def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None:
     settings, text = prepared
     trainer = trainer_for(settings.replace(model={"dropout": 0.0}), text)
     model = trainer.model

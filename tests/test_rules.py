@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.rules import NoRepeat, Repetition, Rules, UnlessForced
 from qkv.decode.sampling import Sampling
 from qkv.decode.search import search
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
+from qkv.options import DecodeConfig
 from test_search import BOS, EOS, PAD, Table, TableModel, random_table
 
 VOCAB = 9
@@ -85,7 +85,7 @@ def test_a_forced_token_is_not_for_rules_to_forbid() -> None:
 def found_by(
     table: Table, rules: Rules, *, beam: int = 3, n_best: int = 1, longest: int = 7, **more: Any
 ) -> list[Hypothesis]:
-    spec = config.DecodeConfig(beam=beam)
+    spec = DecodeConfig(beam=beam)
     (found,) = search(
         TableModel(table),
         torch.tensor([[0]]),

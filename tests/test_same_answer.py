@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.loss import label_smoothed_loss
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import batches
 from qkv.data.loader import Batch, collate
 from qkv.decode.batched import score_all, search_all
@@ -22,9 +22,9 @@ from qkv.decode.search import search
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig, TransformerConfig
 
-SPEC = config.TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
+SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
 VOCAB = 30
 CPU = torch.device("cpu")
 VARIANTS: list[dict[str, Any]] = [
@@ -60,9 +60,9 @@ def some_text(count: int, seed: int = 0, longest: int = 9) -> list[list[int]]:
     return [random.integers(3, VOCAB, random.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
-def tokenizers() -> Tokenizers:
+def tokenizers() -> TokenizerPair:
     made = Tokenizer("char", [])  # only its special tokens matter here
-    return Tokenizers(made, made)
+    return TokenizerPair(made, made)
 
 
 def batch_of(sources: list[list[int]], targets: list[list[int]]) -> Batch:
@@ -215,7 +215,7 @@ def test_logits_are_the_same_in_any_company(variant: int, order: list[int], wide
 @pytest.mark.parametrize("beam", [1, 3])
 def test_search_is_the_same_in_any_company(variant: int, beam: int) -> None:
     model, sources = model_of(variant), some_text(12, seed=7)
-    spec = config.DecodeConfig(beam=beam, extra_length=6)
+    spec = DecodeConfig(beam=beam, extra_length=6)
     alone = [search_all(model, [s], spec, tokenizers(), n_best=beam, device=CPU)[0] for s in sources]
     random = np.random.default_rng(0)
     for tokens in (1, 60, 10_000):
@@ -306,6 +306,6 @@ def test_torch_nn_transformer_with_our_weights_is_our_model(norm: str, bias: boo
         a, b = ours(batch.source, batch.lengths, batch.target), theirs(batch.source, batch.lengths, batch.target)
         torch.testing.assert_close(a[real], b[real], atol=1e-4, rtol=1e-4)
     for beam in (1, 3):
-        spec = config.DecodeConfig(beam=beam, extra_length=4)
+        spec = DecodeConfig(beam=beam, extra_length=4)
         a, b = (search(m, batch.source, batch.lengths, spec, n_best=beam, **BOTH) for m in (ours, theirs))
         assert [[h.tokens for h in found] for found in a] == [[h.tokens for h in found] for found in b]

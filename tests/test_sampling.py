@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import search_all
 from qkv.decode.rules import Rules
 from qkv.decode.sampling import Sampling, draw, uniform_numbers
 from qkv.decode.search import search
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig
 from test_same_answer import model_of, some_text
 from test_search import EOS, TableModel, random_table
 
@@ -106,7 +106,7 @@ def test_samples_of_a_search_follow_the_models_probabilities() -> None:
         TableModel(table),
         source,
         torch.ones(count, dtype=torch.long),
-        config.DecodeConfig(),
+        DecodeConfig(),
         bos=1,
         eos=EOS,
         pad=0,
@@ -131,7 +131,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
         source = torch.tensor(numbers)[:, None]
         ones = torch.ones(len(numbers), dtype=torch.long)
         longest = torch.tensor([3 + number % 4 for number in numbers])
-        spec = config.DecodeConfig(beam=5)
+        spec = DecodeConfig(beam=5)
         options: dict[str, Any] = {"bos": 1, "eos": EOS, "pad": 0, "n_best": rows, "longest": longest}
         return search(TableModel(table), source, ones, spec, choice=choice, numbers=numbers, **options)
 
@@ -143,20 +143,20 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
 
 def test_a_real_model_draws_the_same_in_any_batch() -> None:
     texts = some_text(12)
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     choice = Rules(sampling=Sampling(seed=5, top_p=0.95)).choice()
-    spec = config.DecodeConfig(extra_length=8)
+    spec = DecodeConfig(extra_length=8)
 
     def drawn(places: list[int], tokens: int) -> dict[int, list[int]]:
         sources = [texts[i] for i in places]
-        small = config.DecodeConfig(extra_length=8, batch_tokens=tokens)
+        small = DecodeConfig(extra_length=8, batch_tokens=tokens)
         found = search_all(model_of(0), sources, small, either, device=CPU, choice=choice, numbers=places)
         return {place: each[0].tokens for place, each in zip(places, found, strict=True)}
 
     everything = drawn(list(range(12)), 1000)
     assert drawn(list(reversed(range(12))), 30) == everything
     assert drawn([7], 1000) == {7: everything[7]}
-    greedy = search_all(model_of(0), texts, config.DecodeConfig(beam=1, extra_length=8), either, device=CPU)
+    greedy = search_all(model_of(0), texts, DecodeConfig(beam=1, extra_length=8), either, device=CPU)
     cold = Rules(sampling=Sampling(temperature=0.0)).choice()
     same = search_all(model_of(0), texts, spec, either, device=CPU, choice=cold)
     assert [each[0].tokens for each in same] == [each[0].tokens for each in greedy]

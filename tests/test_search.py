@@ -15,15 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.models import Transformer
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig, TransformerConfig
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
 Prefix = tuple[int, ...]
@@ -64,7 +64,7 @@ class TableModel:
 
 
 def find(
-    table: Table, longest: int | list[int], spec: config.DecodeConfig, *, n_best: int = 1, sentences: int = 1
+    table: Table, longest: int | list[int], spec: DecodeConfig, *, n_best: int = 1, sentences: int = 1
 ) -> list[list[Hypothesis]]:
     limits = torch.tensor([longest] * sentences if isinstance(longest, int) else longest)
     numbers = torch.arange(len(limits))[:, None]
@@ -95,12 +95,12 @@ def random_table(seed: int, words: int, sharpness: float = 0.7) -> Table:
     return table
 
 
-def ranked(hypotheses: list[tuple[Prefix, float]], longest: int, spec: config.DecodeConfig) -> list[Hypothesis]:
+def ranked(hypotheses: list[tuple[Prefix, float]], longest: int, spec: DecodeConfig) -> list[Hypothesis]:
     found = [Hypothesis(list(w), p, p / length_penalty(len(w) + 1, spec), len(w) == longest) for w, p in hypotheses]
     return sorted(found, key=lambda h: -h.score)
 
 
-def everything(table: Table, words: int, longest: int, spec: config.DecodeConfig) -> list[Hypothesis]:
+def everything(table: Table, words: int, longest: int, spec: DecodeConfig) -> list[Hypothesis]:
     """Every sequence of words up to the longest, with </s> behind it."""
     hypotheses = []
     for length in range(longest + 1):
@@ -110,7 +110,7 @@ def everything(table: Table, words: int, longest: int, spec: config.DecodeConfig
     return ranked(hypotheses, longest, spec)
 
 
-def without_stopping(table: Table, longest: int, spec: config.DecodeConfig, beam: int) -> list[Hypothesis]:
+def without_stopping(table: Table, longest: int, spec: DecodeConfig, beam: int) -> list[Hypothesis]:
     """Beam search for one sentence in plain Python, to the longest length whatever has been found."""
     living: list[tuple[Prefix, float]] = [((), 0.0)]
     finished: list[tuple[Prefix, float]] = []
@@ -135,7 +135,7 @@ def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
 
 
 specs = st.builds(
-    config.DecodeConfig,
+    DecodeConfig,
     length_penalty=st.sampled_from(["gnmt", "average", "none"]),
     alpha=st.sampled_from([0.0, 0.6, 1.0, 2.5]),
 )
@@ -150,7 +150,7 @@ GARDEN_PATH = by_hand(
 
 
 def test_greedy_is_led_astray_and_a_beam_of_two_is_not() -> None:
-    spec = config.DecodeConfig(beam=1, length_penalty="none")
+    spec = DecodeConfig(beam=1, length_penalty="none")
     ((greedy,),) = find(GARDEN_PATH, 5, spec)
     assert greedy.tokens == [A]
     assert greedy.logprob == greedy.score == pytest.approx(math.log(0.20))
@@ -186,7 +186,7 @@ LONG_OR_SHORT = by_hand(
 def test_length_penalties_choose_between_long_and_short(
     penalty: str, alpha: float, tokens: list[int], score: float
 ) -> None:
-    ((best,),) = find(LONG_OR_SHORT, 6, config.DecodeConfig(beam=3, length_penalty=penalty, alpha=alpha))
+    ((best,),) = find(LONG_OR_SHORT, 6, DecodeConfig(beam=3, length_penalty=penalty, alpha=alpha))
     assert best.tokens == tokens
     assert best.score == pytest.approx(score, abs=1e-5)
 
@@ -198,7 +198,7 @@ def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
     for penalty in ("none", "average"):
         model = TableModel(LONG_OR_SHORT)
         limit, one = torch.tensor([6]), torch.tensor([[0]])
-        spec = config.DecodeConfig(beam=2, length_penalty=penalty)
+        spec = DecodeConfig(beam=2, length_penalty=penalty)
         search(model, one, torch.tensor([1]), spec, bos=BOS, eos=EOS, pad=PAD, longest=limit)
         steps[penalty] = model.steps
     assert steps == {"none": 2, "average": 4}
@@ -209,7 +209,7 @@ def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from([(3, 0), (3, 1), (3, 3), (3, 5), (4, 2), (4, 4), (1, 5)]), specs)
-def test_a_wide_beam_is_exhaustive(seed: int, world: tuple[int, int], spec: config.DecodeConfig) -> None:
+def test_a_wide_beam_is_exhaustive(seed: int, world: tuple[int, int], spec: DecodeConfig) -> None:
     words, longest = world
     table = random_table(seed, words)
     every = everything(table, words, longest, spec)
@@ -231,7 +231,7 @@ def test_a_wide_beam_is_exhaustive(seed: int, world: tuple[int, int], spec: conf
     st.booleans(),
 )
 def test_stopping_early_loses_nothing(
-    seed: int, words: int, longest: int, beam: int, n_best: int, spec: config.DecodeConfig, sharp: bool
+    seed: int, words: int, longest: int, beam: int, n_best: int, spec: DecodeConfig, sharp: bool
 ) -> None:
     """A vocabulary smaller than the beam, too: 1 word and 5 hypotheses."""
     table = random_table(seed, words, sharpness=0.2 if sharp else 1.0)
@@ -241,7 +241,7 @@ def test_stopping_early_loses_nothing(
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 7), specs)
-def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: config.DecodeConfig) -> None:
+def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: DecodeConfig) -> None:
     table = random_table(seed, words)
     written: Prefix = ()
     total = 0.0
@@ -258,9 +258,7 @@ def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: config.De
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 4), specs)
-def test_a_sentence_is_found_the_same_among_others(
-    seed: int, limits: list[int], beam: int, spec: config.DecodeConfig
-) -> None:
+def test_a_sentence_is_found_the_same_among_others(seed: int, limits: list[int], beam: int, spec: DecodeConfig) -> None:
     """Sentences of different limits end and leave at different steps; those that stay do not notice."""
     table = random_table(seed, 3, sharpness=0.4)
     spec = dataclasses.replace(spec, beam=beam)
@@ -273,7 +271,7 @@ def test_a_sentence_is_found_the_same_among_others(
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8), specs)
 def test_what_is_found_is_ordered_distinct_ended_and_within_the_limit(
-    seed: int, words: int, longest: int, n_best: int, spec: config.DecodeConfig
+    seed: int, words: int, longest: int, n_best: int, spec: DecodeConfig
 ) -> None:
     table = random_table(seed, words, sharpness=0.3)
     for found in find(table, longest, dataclasses.replace(spec, beam=2), n_best=n_best, sentences=3):
@@ -292,7 +290,7 @@ def test_a_tempting_pad_or_start_is_never_written() -> None:
         return np.array([0.5, 0.4, 0.02, 0.05, 0.03])
 
     for beam in (1, 3):
-        ((best,),) = find(table, 4, config.DecodeConfig(beam=beam, length_penalty="average"))
+        ((best,),) = find(table, 4, DecodeConfig(beam=beam, length_penalty="average"))
         assert best.tokens == [A, A, A, A]
         assert best.truncated
         assert best.logprob == pytest.approx(4 * math.log(0.05) + math.log(0.02))  # not renormalised
@@ -304,7 +302,7 @@ def test_broken_weights_are_reported(beam: int) -> None:
         return np.full(5, math.nan) if sentence == 1 else np.full(5, 0.2)
 
     with pytest.raises(QkvError, match="not numbers"):
-        find(table, 4, config.DecodeConfig(beam=beam), sentences=2)
+        find(table, 4, DecodeConfig(beam=beam), sentences=2)
 
 
 # ---- a Transformer ---------------------------------------------------------------------------------------------------
@@ -315,7 +313,7 @@ VOCAB = 12  # so few that </s> comes often
 @cache
 def transformer() -> Transformer:
     torch.manual_seed(0)
-    spec = config.TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, tie="none")
+    spec = TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, tie="none")
     model = Transformer(spec, VOCAB, VOCAB).eval()
     for name, p in model.named_parameters():  # far from its beginnings, so that sentences differ and end
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.5)
@@ -335,9 +333,9 @@ def sources(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("penalty", ["gnmt", "average", "none"])
 def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty: str) -> None:
     source, lengths = sources(12)
-    spec = config.DecodeConfig(beam=beam, length_penalty=penalty, extra_length=7)
+    spec = DecodeConfig(beam=beam, length_penalty=penalty, extra_length=7)
     found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
-    either = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     truncated = set()
     for row, hypotheses in enumerate(found):
         assert len(hypotheses) == n_best
@@ -355,7 +353,7 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
 
 def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:
     source, lengths = sources(24)
-    spec = config.DecodeConfig(length_penalty="none", extra_length=5)
+    spec = DecodeConfig(length_penalty="none", extra_length=5)
     totals = []
     for beam in (1, 2, 8):
         found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), bos=BOS, eos=EOS, pad=PAD)

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # The way through the house: a module imports only from its own stage and from stages before it. Validation searches and
 # scores, so training comes after both.
 STAGES = """
-    core kinds config options console worker_pool presets text data models run
+    core options console worker_pool presets data models run
     evaluation decode decoding segmentation training train engines assembly explain interop
     documents api scale server lab cli __main__
 """.split()
@@ -67,7 +67,7 @@ BACKWARD: dict[str, set[str]] = {
 }
 
 # Stages that load without waiting for torch, but for the modules that compute with tensors.
-LIGHT = "core worker_pool console kinds config presets text data evaluation segmentation cli".split()
+LIGHT = "core worker_pool console options presets data evaluation segmentation cli".split()
 HEAVY = [f"qkv.core.{name}" for name in ("checkpoint", "device", "loss", "optimizer", "trainer")]
 HEAVY += ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
 VERBS = """
@@ -90,11 +90,11 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def targets(node: ast.AST) -> list[str]:
-    """The modules an import statement names; `from qkv import config` names qkv.config."""
+    """The modules an import statement names; `from qkv import options` names qkv.options."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "write imports in full: from qkv.text import …"
+        assert node.level == 0, "write imports in full: from qkv.core.tokenizer import …"
         base = node.module or ""
         inner = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in NAMES]
         return inner or [base]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
 from qkv.decode.rules import Rules
@@ -20,18 +20,16 @@ from qkv.decode.trace import trace
 from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
 from qkv.models import Transformer
 from qkv.models.attention import heads_of, record, without
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig, TransformerConfig
 
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 16, "heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 2}
 
 
 def model(**options: Any) -> Transformer:
     torch.manual_seed(3)
-    made = Transformer(
-        config.TransformerConfig(**SMALL | {"dropout": 0.0} | options), BYTES.src.size, BYTES.tgt.size
-    ).eval()
+    made = Transformer(TransformerConfig(**SMALL | {"dropout": 0.0} | options), BYTES.src.size, BYTES.tgt.size).eval()
     for parameter in made.parameters():
         parameter.data.mul_(1.5)  # sharper, so that no rounding decides
     return made
@@ -64,7 +62,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
     ],
 )
 def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> None:
-    made, spec = model(**options), config.DecodeConfig(beam=beam, extra_length=5)
+    made, spec = model(**options), DecodeConfig(beam=beam, extra_length=5)
     lines = sentences(30)
     expected = search_all(made, lines, spec, BYTES, device=CPU, n_best=beam)
     assert_alike(search_all(made, lines, spec, BYTES, device=CPU, n_best=beam, pool=Pool(made)), expected)
@@ -75,7 +73,7 @@ def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> No
 def test_any_number_of_slots_in_any_order(
     seed: int, slots: int, count: int, beam: int, lag: int, data: st.DataObject
 ) -> None:
-    made, spec = model(), config.DecodeConfig(beam=beam)
+    made, spec = model(), DecodeConfig(beam=beam)
     lines = sentences(count, seed)
     order = data.draw(st.permutations(range(count)))
     prefixes = [lines[i][: i % 3] for i in range(count)]
@@ -114,7 +112,7 @@ def test_a_pool_serves_what_has_steps_of_one_shape() -> None:
 
 
 def test_rules_hold_in_slots() -> None:
-    made, spec = model(), config.DecodeConfig(beam=3, extra_length=12)
+    made, spec = model(), DecodeConfig(beam=3, extra_length=12)
     lines, choice = sentences(12, 5), Rules(no_repeat_ngram=2, min_length=4).choice()
     expected = search_all(made, lines, spec, BYTES, device=CPU, choice=choice)
     assert_alike(search_all(made, lines, spec, BYTES, device=CPU, choice=choice, pool=Pool(made)), expected)
@@ -132,7 +130,7 @@ def test_what_is_watched_is_no_work_for_a_pool() -> None:
 
 
 def test_learned_positions_are_used_to_the_last() -> None:
-    made, spec = model(positions="learned", max_positions=27), config.DecodeConfig(beam=2, extra_length=16)
+    made, spec = model(positions="learned", max_positions=27), DecodeConfig(beam=2, extra_length=16)
     lines = [*sentences(3), list(range(5, 14))]  # 9 + 16 + 2 positions
     expected = search_all(made, lines, spec, BYTES, device=CPU)
     assert_alike(search_all(made, lines, spec, BYTES, device=CPU, pool=Pool(made)), expected)
@@ -142,27 +140,27 @@ def test_a_prefix_that_writes_nothing_is_refused() -> None:
     made = model()
     for pool in (None, Pool(made)):
         with pytest.raises(UsageError, match="prefix"):
-            search_all(made, [[7]], config.DecodeConfig(), BYTES, device=CPU, prefixes=[[BYTES.tgt.eos]], pool=pool)
+            search_all(made, [[7]], DecodeConfig(), BYTES, device=CPU, prefixes=[[BYTES.tgt.eos]], pool=pool)
 
 
 def test_options_that_one_beam_cannot_serve_are_refused() -> None:
     for rules in (Rules(groups=2), Rules(coverage=0.5)):
         with pytest.raises(UsageError, match="beam"):
-            search_all(model(), [[7]], config.DecodeConfig(beam=1), BYTES, device=CPU, choice=rules.choice())
+            search_all(model(), [[7]], DecodeConfig(beam=1), BYTES, device=CPU, choice=rules.choice())
 
 
 def test_a_pool_makes_a_search_once_and_forgets_old_ones() -> None:
     made = model()
     pool = Pool(made, keep=2)
     for beam in (1, 2, 1, 3):
-        search_all(made, sentences(4), config.DecodeConfig(beam=beam), BYTES, device=CPU, pool=pool)
+        search_all(made, sentences(4), DecodeConfig(beam=beam), BYTES, device=CPU, pool=pool)
     assert [key[0].beam for key in pool.made] == [1, 3]
     kept = pool.made[next(iter(pool.made))]
-    search_all(made, sentences(4), config.DecodeConfig(beam=1), BYTES, device=CPU, pool=pool)
+    search_all(made, sentences(4), DecodeConfig(beam=1), BYTES, device=CPU, pool=pool)
     assert list(pool.made.values())[-1] is kept
 
 
 def test_learned_positions_that_do_not_suffice_are_refused() -> None:
     made = model(positions="learned", max_positions=24)
     with pytest.raises(UsageError, match="max_positions"):
-        search_all(made, sentences(3), config.DecodeConfig(beam=1), BYTES, device=CPU, pool=Pool(made))
+        search_all(made, sentences(3), DecodeConfig(beam=1), BYTES, device=CPU, pool=Pool(made))

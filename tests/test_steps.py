@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import collate
 from qkv.decode.board import Hypothesis
 from qkv.decode.score import token_logprobs
@@ -22,7 +22,7 @@ from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Trace, trace
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, decoding, forced_steps
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig
 from test_search import (
     BOS,
     EOS,
@@ -40,7 +40,7 @@ from test_search import (
     transformer,
 )
 
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
 Node = dict[str, Any]
 
@@ -62,12 +62,12 @@ class PrefixModel(TableModel):
         return torch.cat(logits, dim=1), state
 
 
-def tell(table: Table, longest: int, spec: config.DecodeConfig, **options: Any) -> Decoding:
+def tell(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> Decoding:
     """The decoding of a sentence of one token under a limit of `longest` ≥ 1."""
     return decoding(PrefixModel(table), BYTES, [0], dataclasses.replace(spec, extra_length=longest - 1), CPU, **options)
 
 
-def find(table: Table, longest: int, spec: config.DecodeConfig, **options: Any) -> list[Hypothesis]:
+def find(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> list[Hypothesis]:
     model, limit = PrefixModel(table), torch.tensor([longest])
     ids = {"bos": BOS, "eos": EOS, "pad": PAD}
     (found,) = search(model, torch.tensor([[0]]), torch.tensor([1]), spec, **ids, longest=limit, **options)
@@ -101,7 +101,7 @@ def numbers(why: str) -> list[float]:
     st.booleans(),
 )
 def test_the_tree_replays_the_search(
-    seed: int, words: int, longest: int, beam: int, n_best: int, spec: config.DecodeConfig, sharp: bool
+    seed: int, words: int, longest: int, beam: int, n_best: int, spec: DecodeConfig, sharp: bool
 ) -> None:
     table, spec = random_table(seed, words, 0.2 if sharp else 1.0), dataclasses.replace(spec, beam=beam)
     told = tell(table, longest, spec, n_best=n_best)
@@ -147,7 +147,7 @@ def check_rounds(nodes: list[Node], width: int, table: Table, longest: int) -> N
 
 
 def check_reasons(
-    nodes: list[Node], finished: list[Node], told: Decoding, longest: int, spec: config.DecodeConfig, n_best: int
+    nodes: list[Node], finished: list[Node], told: Decoding, longest: int, spec: DecodeConfig, n_best: int
 ) -> None:
     parents, width = {n["parent"] for n in nodes}, told.beam["width"]
     to_beat = finished[min(n_best, len(finished)) - 1]["score"]
@@ -186,7 +186,7 @@ def check_reasons(
 
 def test_a_garden_path_told_by_hand() -> None:
     """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; what still lives has 0.15 at most (see test_search)."""
-    told = tell(GARDEN_PATH, 5, config.DecodeConfig(beam=2, length_penalty="none"))
+    told = tell(GARDEN_PATH, 5, DecodeConfig(beam=2, length_penalty="none"))
     a, b = BYTES.tgt.tokens([3, 4])
     rows = [(n["parent"], n["step"], n["token"], n["fate"], n["why"]) for n in told.beam["nodes"]]
     assert rows[:6] == [
@@ -198,7 +198,7 @@ def test_a_garden_path_told_by_hand() -> None:
         (1, 2, "</s>", "finished", "finished, but its score −1.61 is below the winner's −1.02"),
     ]
     assert [row[3:] for row in rows[6:]] == [("pruned", "no longer able to beat −1.02: −1.90 at the very best")] * 2
-    greedy = tell(GARDEN_PATH, 5, config.DecodeConfig(beam=1, length_penalty="none")).beam
+    greedy = tell(GARDEN_PATH, 5, DecodeConfig(beam=1, length_penalty="none")).beam
     fates = [(n["step"], n["token"], n["fate"]) for n in greedy["nodes"]]
     assert greedy["width"] == 1
     assert fates[:3] == [(0, "<s>", "went on"), (1, a, "went on"), (1, b, "pruned")]
@@ -211,7 +211,7 @@ def test_a_garden_path_told_by_hand() -> None:
 
 def test_a_hypothesis_that_nothing_continues_is_said_to_be_pruned() -> None:
     """With "average" the search goes on to "b a a"; what came of "a" is then out of the ranking."""
-    nodes = tell(LONG_OR_SHORT, 6, config.DecodeConfig(beam=2, length_penalty="average")).beam["nodes"]
+    nodes = tell(LONG_OR_SHORT, 6, DecodeConfig(beam=2, length_penalty="average")).beam["nodes"]
     leaves = [n for n in nodes if n["id"] not in {m["parent"] for m in nodes}]
     assert {n["fate"] for n in leaves} == {"pruned", "finished", "winner"}
     assert all(n["why"] for n in nodes)
@@ -220,7 +220,7 @@ def test_a_hypothesis_that_nothing_continues_is_said_to_be_pruned() -> None:
 @pytest.mark.parametrize("beam", [1, 3])
 def test_many_sentences_are_traced_as_each_alone(beam: int) -> None:
     source, lengths = sources(9)
-    spec = config.DecodeConfig(beam=beam, extra_length=4)
+    spec = DecodeConfig(beam=beam, extra_length=4)
     ids = {"bos": BOS, "eos": EOS, "pad": PAD}
     plain = search(transformer(), source, lengths, spec, **ids, n_best=beam)
     with trace() as together:
@@ -243,13 +243,13 @@ def test_nobody_traces_and_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) 
     for name in ("begin", "greedy", "beam"):
         monkeypatch.setattr(Trace, name, lambda *_: pytest.fail("gathered for nobody"))
     for beam in (1, 2):
-        find(GARDEN_PATH, 4, config.DecodeConfig(beam=beam))
+        find(GARDEN_PATH, 4, DecodeConfig(beam=beam))
 
 
 @pytest.mark.parametrize("beam", [1, 2])
 def test_broken_weights_are_reported_while_tracing(beam: int) -> None:
     with pytest.raises(QkvError, match="not numbers"):
-        tell(lambda *_: np.full(5, math.nan), 3, config.DecodeConfig(beam=beam))
+        tell(lambda *_: np.full(5, math.nan), 3, DecodeConfig(beam=beam))
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_broken_weights_are_reported_while_tracing(beam: int) -> None:
 @pytest.mark.parametrize("beam", [1, 4])
 def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam: int) -> None:
     model = PrefixModel(random_table(3, 20, 0.4))
-    told = decoding(model, BYTES, [0], config.DecodeConfig(beam=beam, extra_length=6), CPU)
+    told = decoding(model, BYTES, [0], DecodeConfig(beam=beam, extra_length=6), CPU)
     assert model.encoded == 1
     written = told.hypotheses[0].tokens
     assert [s["chosen"] for s in told.steps] == [*BYTES.tgt.tokens(written), "</s>"]
@@ -295,9 +295,7 @@ def test_steps_of_a_transformer_are_its_softmax() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(3, 5), min_size=1, max_size=3), st.integers(0, 2), specs)
-def test_a_wide_beam_after_a_prefix_is_exhaustive(
-    seed: int, given_: list[int], more: int, spec: config.DecodeConfig
-) -> None:
+def test_a_wide_beam_after_a_prefix_is_exhaustive(seed: int, given_: list[int], more: int, spec: DecodeConfig) -> None:
     table, longest = random_table(seed, 3), len(given_) + more
     every = [h for h in everything(table, 3, longest, spec) if h.tokens[: len(given_)] == given_]
     wide = dataclasses.replace(spec, beam=2 * 3**more + 2)
@@ -308,7 +306,7 @@ def test_a_wide_beam_after_a_prefix_is_exhaustive(
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(0, 6), st.integers(0, 6), specs)
 def test_greedy_goes_on_from_its_own_beginning_to_the_same_end(
-    seed: int, longest: int, cut: int, spec: config.DecodeConfig
+    seed: int, longest: int, cut: int, spec: DecodeConfig
 ) -> None:
     table, spec = random_table(seed, 4, 0.3), dataclasses.replace(spec, beam=1)
     whole = find(table, longest, spec)
@@ -319,7 +317,7 @@ def test_greedy_goes_on_from_its_own_beginning_to_the_same_end(
 @pytest.mark.parametrize("beam", [1, 2, 4])
 def test_forced_decoding_gives_the_score_of_what_was_begun(beam: int) -> None:
     source, lengths = sources(8)
-    spec, prefix = config.DecodeConfig(beam=beam, extra_length=5), torch.randint(3, 12, (8, 3))
+    spec, prefix = DecodeConfig(beam=beam, extra_length=5), torch.randint(3, 12, (8, 3))
     found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=beam, prefix=prefix)
     for row, hypotheses in enumerate(found):
         given_ = source[row, : lengths[row] - 1].numpy()
@@ -331,7 +329,7 @@ def test_forced_decoding_gives_the_score_of_what_was_begun(beam: int) -> None:
 
 
 def test_a_prefix_is_the_trunk_of_the_tree_and_may_fill_the_limit() -> None:
-    table, spec = random_table(1, 3), config.DecodeConfig(beam=2)
+    table, spec = random_table(1, 3), DecodeConfig(beam=2)
     told = tell(table, 2, spec, prefix=[4, 3, 5])  # longer than allowed: only </s> may follow
     assert told.hypotheses[0].tokens == [4, 3, 5]
     assert told.hypotheses[0].truncated

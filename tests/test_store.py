@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import corpus, job, passes, store
 from qkv.data.store import Prepared, prepare
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
-CHARS = config.TokenizerConfig(kind="char")
+CHARS = TokenizerConfig(kind="char")
 WORDS = "cat dog house tree sleeps sees likes the a big small café naïve never always".split()
 
 
@@ -35,11 +35,11 @@ def sentences(count: int, seed: int = 0) -> list[tuple[str, str]]:
     return list(made)
 
 
-def write(folder: Path, pairs: list[tuple[str, str]], name: str = "train") -> config.CorpusConfig:
+def write(folder: Path, pairs: list[tuple[str, str]], name: str = "train") -> CorpusConfig:
     for side, lang in enumerate(("en", "de")):
         text = "".join(pair[side] + "\n" for pair in pairs)
         (folder / f"{name}.{lang}").write_bytes(text.encode())
-    return config.CorpusConfig(src=str(folder / f"{name}.en"), tgt=str(folder / f"{name}.de"))
+    return CorpusConfig(src=str(folder / f"{name}.en"), tgt=str(folder / f"{name}.de"))
 
 
 def texts(prepared: Prepared, part: str) -> list[tuple[str, str]]:
@@ -52,10 +52,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> config.DataConfig:
+def split(tmp_path: Path) -> DataConfig:
     """300 training and 20 validation pairs in files."""
     train, valid = write(tmp_path, sentences(300)), write(tmp_path, sentences(20, seed=1), "valid")
-    return config.DataConfig(train=(train,), valid=(valid,))
+    return DataConfig(train=(train,), valid=(valid,))
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Tokenizer, "pack", watched)
     valid = write(tmp_path, [good[0], good[0], ("one", "w" * 150), ("", "x"), ("x" * 300, "y")], "valid")
-    data = config.DataConfig(train=(spec,), valid=(valid,), max_length=200, on_bad="skip")
+    data = DataConfig(train=(spec,), valid=(valid,), max_length=200, on_bad="skip")
     prepared = prepare(data, CHARS, tmp_path / "store")
     train, held = prepared.report.rows
     names = ("read", "train", "valid", "encoding", "empty", "duplicate", "too_long", "ratio")
@@ -101,9 +101,7 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(told) == 3
     assert told[1].split()[-7:] == ["54", "43", "2", "2", "4", "2", "1"]
     assert "held out" not in told[0], "nothing was, so it has no column"
-    loose = config.DataConfig(
-        train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip"
-    )
+    loose = DataConfig(train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip")
     monkeypatch.undo()
     assert len(prepare(loose, CHARS, tmp_path / "loose").train) == 50
 
@@ -112,12 +110,12 @@ def test_wrong_encoding_is_an_error_unless_skipped(tmp_path: Path) -> None:
     spec = write(tmp_path, sentences(30))
     (tmp_path / "train.de").write_bytes((tmp_path / "train.de").read_bytes().replace(b"!", b"\xff", 1))
     with pytest.raises(QkvError, match=r"train\.de, line 1: not UTF-8"):
-        prepare(config.DataConfig(train=(spec,)), CHARS, tmp_path / "store")
+        prepare(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
-def test_stored_ids_are_the_encoded_lines(split: config.DataConfig, tmp_path: Path) -> None:
-    prepared = prepare(split, config.TokenizerConfig(), tmp_path / "store")
+def test_stored_ids_are_the_encoded_lines(split: DataConfig, tmp_path: Path) -> None:
+    prepared = prepare(split, TokenizerConfig(), tmp_path / "store")
     for part, pairs in (("train", sentences(300)), ("valid", sentences(20, seed=1))):
         kept, both = getattr(prepared, part), prepared.tokenizers
         assert texts(prepared, part) == pairs
@@ -129,7 +127,7 @@ def test_stored_ids_are_the_encoded_lines(split: config.DataConfig, tmp_path: Pa
 
 def test_validation_text_is_raw(tmp_path: Path) -> None:
     raw = [("cafe\u0301  ", "  Kaffee\u2028"), ("b\rb", "c")]
-    data = config.DataConfig(train=(write(tmp_path, sentences(50)),), valid=(write(tmp_path, raw, "valid"),))
+    data = DataConfig(train=(write(tmp_path, sentences(50)),), valid=(write(tmp_path, raw, "valid"),))
     prepared = prepare(data, CHARS, tmp_path / "store")
     src, tgt = (path.read_bytes().decode().split("\n") for path in prepared.valid_text)
     assert src == ["cafe\u0301  ", "b b", ""]
@@ -140,12 +138,12 @@ def test_validation_text_is_raw(tmp_path: Path) -> None:
 def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
     same = sentences(30)
     first, second, valid = (write(tmp_path, same, name) for name in ("one", "two", "three"))
-    data = config.DataConfig(
+    data = DataConfig(
         train=(
-            config.CorpusConfig(first.src, first.tgt, weight=2.0, tag="de"),
-            config.CorpusConfig(second.src, second.tgt, weight=0.5, tag="fr"),
+            CorpusConfig(first.src, first.tgt, weight=2.0, tag="de"),
+            CorpusConfig(second.src, second.tgt, weight=0.5, tag="fr"),
         ),
-        valid=(config.CorpusConfig(valid.src, valid.tgt, tag="de"),),
+        valid=(CorpusConfig(valid.src, valid.tgt, tag="de"),),
     )
     prepared = prepare(data, CHARS, tmp_path / "store")
     both = prepared.tokenizers
@@ -161,9 +159,7 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
 
 def test_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {n}\n\n" for n in range(100)))
-    prepared = prepare(
-        config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store"
-    )
+    prepared = prepare(DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store")
     assert prepared.tokenizers.shared
     assert prepared.train.sides == ["tgt"]
     kept = [
@@ -177,10 +173,10 @@ def test_plain_text(tmp_path: Path) -> None:
         prepared.train.src(0)
 
 
-def test_a_large_vocabulary_is_stored_in_four_bytes(split: config.DataConfig, tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_stored_in_four_bytes(split: DataConfig, tmp_path: Path) -> None:
     pieces = [f"w{n}" for n in range(70_000)]
     words = Tokenizer("word", [*pieces, "Ġtree"])
-    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=Tokenizers(words, words))
+    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=TokenizerPair(words, words))
     assert prepared.train.src(0).dtype == np.uint32
     assert texts(prepared, "train") == sentences(300)
     assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1
@@ -201,7 +197,7 @@ def repeated_sources(count: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_source_is_in_both_parts(tmp_path: Path, seed: int) -> None:
     pairs = repeated_sources(500)
-    data = config.DataConfig(train=(write(tmp_path, pairs),), valid_size=100)
+    data = DataConfig(train=(write(tmp_path, pairs),), valid_size=100)
     prepared = prepare(data, CHARS, tmp_path / "store", seed=seed)
     train, valid = ({src.strip() for src, _ in texts(prepared, part)} for part in ("train", "valid"))
     assert not train & valid
@@ -213,7 +209,7 @@ def test_no_source_is_in_both_parts(tmp_path: Path, seed: int) -> None:
 
 
 def test_seeds_hold_out_different_pairs(tmp_path: Path) -> None:
-    data = config.DataConfig(train=(write(tmp_path, sentences(400)),))
+    data = DataConfig(train=(write(tmp_path, sentences(400)),))
     held = [texts(prepare(data, CHARS, tmp_path / str(n), seed=seed), "valid") for n, seed in enumerate((0, 0, 1))]
     assert held[0] == held[1] != held[2]
 
@@ -236,22 +232,22 @@ def test_a_frequent_source_does_not_swallow_the_held_out_part() -> None:
 
 def test_too_little_to_split(tmp_path: Path) -> None:
     for wanted in (0, 3):
-        data = config.DataConfig(train=(write(tmp_path, sentences(9)),), valid_size=wanted)
+        data = DataConfig(train=(write(tmp_path, sentences(9)),), valid_size=wanted)
         with pytest.raises(UsageError, match=r"9 usable pairs are too few.*--valid-src.*--valid-text \(data\.valid\)"):
             prepare(data, CHARS, tmp_path / "store")
     same = [("the same source", f"target {n}") for n in range(100)]
     with pytest.raises(UsageError, match="too few"):
-        prepare(config.DataConfig(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
+        prepare(DataConfig(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
     with pytest.raises(UsageError, match=r"valid_size = 50.*at most a tenth of the 100 usable"):
-        prepare(config.DataConfig(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
-    data = config.DataConfig(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
+        prepare(DataConfig(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
+    data = DataConfig(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
     with pytest.raises(QkvError, match="no pair is left"):
         prepare(data, CHARS, tmp_path / "store")
-    data = config.DataConfig(train=(write(tmp_path, sentences(30)),), max_length=2)
+    data = DataConfig(train=(write(tmp_path, sentences(30)),), max_length=2)
     with pytest.raises(QkvError, match=r"nothing is left for train.*30 read, 30 too long"):
         prepare(data, CHARS, tmp_path / "store")
     with pytest.raises(UsageError, match="no training text"):
-        prepare(config.DataConfig(), CHARS, tmp_path / "store")
+        prepare(DataConfig(), CHARS, tmp_path / "store")
 
 
 def test_duplicates_are_found_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +272,8 @@ def test_processes_make_the_same_store(tmp_path: Path, monkeypatch: pytest.Monke
     made = []
     for workers in (1, 2, 3):
         folder = tmp_path / f"store{workers}"
-        data = config.DataConfig(train=(spec,), workers=workers)
-        prepare(data, config.TokenizerConfig(kind=kind, sample=300), folder)
+        data = DataConfig(train=(spec,), workers=workers)
+        prepare(data, TokenizerConfig(kind=kind, sample=300), folder)
         made.append((content(folder), json.loads((folder / "manifest.json").read_text(encoding="utf-8"))))
     assert made[0] == made[1] == made[2]
     assert made[0][1]["report"][0]["duplicate"] == 100
@@ -288,10 +284,10 @@ def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     spec = write(tmp_path, sentences(50))
     (tmp_path / "train.en").write_bytes(b"\xff\n" * 50)
     with pytest.raises(QkvError, match=r"train\.en, line 1: not UTF-8"):
-        prepare(config.DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
+        prepare(DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
 
 
-def test_progress_is_told(split: config.DataConfig, tmp_path: Path) -> None:
+def test_progress_is_told(split: DataConfig, tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
     prepare(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
@@ -310,7 +306,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
 
 
 def test_the_same_inputs_are_not_prepared_again(
-    split: config.DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(split, CHARS, tmp_path / "store")
     with monkeypatch.context() as patch:
@@ -323,15 +319,13 @@ def test_the_same_inputs_are_not_prepared_again(
         forbid(patch, "scan")
         prepare(split, CHARS, tmp_path / "store")
     os.replace(split.train[0].tgt, tmp_path / "elsewhere.de")
-    moved = config.DataConfig(
-        train=(config.CorpusConfig(split.train[0].src, str(tmp_path / "elsewhere.de")),), valid=split.valid
-    )
+    moved = DataConfig(train=(CorpusConfig(split.train[0].src, str(tmp_path / "elsewhere.de")),), valid=split.valid)
     with monkeypatch.context() as patch:
         forbid(patch, "scan")
         prepare(moved, CHARS, tmp_path / "store")
 
 
-def test_other_text_or_settings_are_prepared_anew(split: config.DataConfig, tmp_path: Path) -> None:
+def test_other_text_or_settings_are_prepared_anew(split: DataConfig, tmp_path: Path) -> None:
     before = prepare(split, CHARS, tmp_path / "store")
     stat = os.stat(split.train[0].src)
     text = Path(split.train[0].src).read_bytes()
@@ -340,18 +334,18 @@ def test_other_text_or_settings_are_prepared_anew(split: config.DataConfig, tmp_
     after = prepare(split, CHARS, tmp_path / "store")
     assert any("bat" in src for src, _ in texts(after, "train"))
     assert not any("bat" in src for src, _ in texts(before, "train")), "an open store outlives its replacement"
-    words = prepare(split, config.TokenizerConfig(kind="word"), tmp_path / "store")
+    words = prepare(split, TokenizerConfig(kind="word"), tmp_path / "store")
     assert words.tokenizers.src.kind == Prepared.open(tmp_path / "store").tokenizers.src.kind == "word"
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["store"]
 
 
-def test_a_shared_store_holds_one_folder_for_each_content(split: config.DataConfig, tmp_path: Path) -> None:
-    shared = config.DataConfig(train=split.train, valid=split.valid, store=str(tmp_path / "shared"))
+def test_a_shared_store_holds_one_folder_for_each_content(split: DataConfig, tmp_path: Path) -> None:
+    shared = DataConfig(train=split.train, valid=split.valid, store=str(tmp_path / "shared"))
     (tmp_path / "run1").mkdir()
     (tmp_path / "run1" / "config.toml").touch()
     one = prepare(shared, CHARS, tmp_path / "run1")
     two = prepare(shared, CHARS, tmp_path / "run2")
-    other = prepare(shared, config.TokenizerConfig(kind="word"), tmp_path / "run3")
+    other = prepare(shared, TokenizerConfig(kind="word"), tmp_path / "run3")
     assert one.folder == two.folder != other.folder
     assert len(list((tmp_path / "shared").iterdir())) == 2
     assert [path.name for path in (tmp_path / "run1").iterdir()] == ["config.toml"]
@@ -359,9 +353,9 @@ def test_a_shared_store_holds_one_folder_for_each_content(split: config.DataConf
     assert texts(Prepared.open(other.folder), "train") == texts(one, "train")
 
 
-def test_given_tokenizers_are_used(split: config.DataConfig, tmp_path: Path) -> None:
+def test_given_tokenizers_are_used(split: DataConfig, tmp_path: Path) -> None:
     given = prepare(split, CHARS, tmp_path / "one").tokenizers
-    prepared = prepare(split, config.TokenizerConfig(vocab=32_000), tmp_path / "two", tokenizers=given)
+    prepared = prepare(split, TokenizerConfig(vocab=32_000), tmp_path / "two", tokenizers=given)
     assert prepared.tokenizers.fingerprint == given.fingerprint
 
 
@@ -370,7 +364,7 @@ def test_given_tokenizers_are_used(split: config.DataConfig, tmp_path: Path) -> 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from qkv import config
+from qkv import options as config
 from qkv.data import corpus, store
 corpus.BLOCK, store.SMALL = 2000, 0
 folder, stage = Path(sys.argv[1]), sys.argv[2]
@@ -393,11 +387,11 @@ def test_a_killed_preparation_leaves_nothing_that_loads(tmp_path: Path, stage: s
     for folder in (tmp_path / "store", left[0]):
         with pytest.raises(UsageError, match="no prepared text"):
             Prepared.open(folder)
-    prepare(config.DataConfig(train=(spec,)), CHARS, tmp_path / "store")
+    prepare(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"], "what was left is swept up"
 
 
-def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: config.DataConfig, tmp_path: Path) -> None:
+def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: DataConfig, tmp_path: Path) -> None:
     mine = f".preparing-{platform.node()}"
     names = {f"{mine}-{os.getpid()}-00", f"{mine}-9999-{2**22 + 1}-00", f"{mine}-x-00", ".preparing-"}
     dead = f"{mine}-{2**22 + 1}-00"  # a number that no process of Linux has
@@ -407,7 +401,7 @@ def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: confi
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"store", *names}
 
 
-def test_an_error_leaves_nothing(split: config.DataConfig, tmp_path: Path) -> None:
+def test_an_error_leaves_nothing(split: DataConfig, tmp_path: Path) -> None:
     def progress(stage: str, done: int, total: int | None) -> None:
         if stage == "tokenise":
             raise OSError(28, "No space left on device", "ids")
@@ -417,7 +411,7 @@ def test_an_error_leaves_nothing(split: config.DataConfig, tmp_path: Path) -> No
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
-def test_damaged_stores_are_refused_and_made_again(split: config.DataConfig, tmp_path: Path) -> None:
+def test_damaged_stores_are_refused_and_made_again(split: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "store"
     whole = content(prepare(split, CHARS, folder).folder)
     for name in ("train.src.ids", "valid.tgt.lengths", "tokenizers.json"):
@@ -433,7 +427,7 @@ def test_damaged_stores_are_refused_and_made_again(split: config.DataConfig, tmp
             Prepared.open(folder)
 
 
-def test_other_folders_are_not_overwritten(split: config.DataConfig, tmp_path: Path) -> None:
+def test_other_folders_are_not_overwritten(split: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     prepare(split, CHARS, tmp_path / "store")
     (tmp_path / "mine").mkdir()
@@ -447,7 +441,7 @@ def test_pipes_are_read_once(tmp_path: Path) -> None:
     pairs = sentences(60)
     write(tmp_path, pairs)
     code = (
-        "import sys; from pathlib import Path; from qkv import config; from qkv.data.store import prepare\n"
+        "import sys; from pathlib import Path; from qkv import options as config; from qkv.data.store import prepare\n"
         "data = config.DataConfig(train=(config.CorpusConfig(src='-', tgt=sys.argv[2]),), workers=2)\n"
         "prepare(data, config.TokenizerConfig(kind='char'), Path(sys.argv[1]))\n"
     )
@@ -458,14 +452,14 @@ def test_pipes_are_read_once(tmp_path: Path) -> None:
     assert sorted(texts(prepared, "train") + texts(prepared, "valid")) == sorted(pairs)
 
 
-def test_a_tag_that_given_tokenizers_lack(split: config.DataConfig, tmp_path: Path) -> None:
+def test_a_tag_that_given_tokenizers_lack(split: DataConfig, tmp_path: Path) -> None:
     given = prepare(split, CHARS, tmp_path / "one").tokenizers
-    tagged = config.DataConfig(train=(config.CorpusConfig(split.train[0].src, split.train[0].tgt, tag="de"),))
+    tagged = DataConfig(train=(CorpusConfig(split.train[0].src, split.train[0].tgt, tag="de"),))
     with pytest.raises(UsageError, match='"de" is not in the vocabulary'):
         prepare(tagged, CHARS, tmp_path / "two", tokenizers=given)
 
 
-def test_standard_input_is_one_file(split: config.DataConfig) -> None:
-    data = config.DataConfig(train=(config.CorpusConfig(src="-"),), valid=(config.CorpusConfig(src="-"),))
+def test_standard_input_is_one_file(split: DataConfig) -> None:
+    data = DataConfig(train=(CorpusConfig(src="-"),), valid=(CorpusConfig(src="-"),))
     with pytest.raises(UsageError, match="only one file"):
         prepare(data, CHARS, Path("unused"))

@@ -15,7 +15,7 @@ from qkv.lab import table1
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
-    Shape,
+    LayerShape,
     dependence,
     floating_point_operations,
     longest_chain,
@@ -68,7 +68,7 @@ def test_formulae_by_hand() -> None:
 def test_the_jacobian_of_a_real_stack_fills_up_after_as_many_layers(name: str, causal: bool) -> None:
     kind, n, d, span = LAYER_TYPES[name], 7, SMALL, {"": 0, "r": 2, "k": 3}[LAYER_TYPES[name].span]
     layers = path_length(kind, n, span, causal=causal)
-    shapes = [Shape(d, span, causal, layer=i, dtype=torch.float64) for i in range(layers)]
+    shapes = [LayerShape(d, span, causal, layer=i, dtype=torch.float64) for i in range(layers)]
     stack = [kind.make(shape) for shape in shapes]
 
     def run(x: torch.Tensor, depth: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_the_jacobian_of_a_real_stack_fills_up_after_as_many_layers(name: str, c
 
 
 def test_a_step_of_the_recurrence_depends_on_its_input_and_the_state_before() -> None:
-    of_input, of_last = dependence(LAYER_TYPES["recurrent"], Shape(SMALL, dtype=torch.float64), 6)
+    of_input, of_last = dependence(LAYER_TYPES["recurrent"], LayerShape(SMALL, dtype=torch.float64), 6)
     assert torch.equal(of_input, torch.eye(6))
     assert torch.equal(of_last, torch.ones(6, 6).tril(-1).triu(-1))
 
@@ -103,9 +103,9 @@ def test_counted_operations_have_the_exponents_of_the_formula(kind: Any) -> None
     spans = {"": (0,), "r": (8, 16, 32), "k": (3, 5, 9)}[kind.span]
     sizes = [(n, d, span) for n in (64, 128, 256) for d in (64, 128) for span in spans if n > 2 * span]
     symbols = 3 if kind.span else 2
-    counted = [floating_point_operations(kind, Shape(d, span), n) for n, d, span in sizes]
+    counted = [floating_point_operations(kind, LayerShape(d, span), n) for n, d, span in sizes]
     formula = [kind.operations(*size) for size in sizes]
-    ours, papers = (table1.fit([size[:symbols] for size in sizes], values) for values in (counted, formula))
+    ours, papers = (table1.fit_exponents([size[:symbols] for size in sizes], values) for values in (counted, formula))
     exact = kind.name != "separable"  # a sum of two powers, of which the gate doubles one
     assert ours == pytest.approx(papers, abs=1e-9 if exact else 0.05)
     constants = {count / value for count, value in zip(counted, formula, strict=True)}
@@ -114,7 +114,7 @@ def test_counted_operations_have_the_exponents_of_the_formula(kind: Any) -> None
 
 def test_operations_by_hand() -> None:
     def count(name: str, n: int, d: int, span: int = 0, causal: bool = False) -> int:
-        return floating_point_operations(LAYER_TYPES[name], Shape(d, span, causal), n)
+        return floating_point_operations(LAYER_TYPES[name], LayerShape(d, span, causal), n)
 
     n, d = 96, 64
     assert count("self-attention", n, d) == 2 * 2 * n * n * d  # QKᵀ and the mean of V, a multiplication and an addition
@@ -129,18 +129,18 @@ def test_operations_by_hand() -> None:
 def test_only_the_recurrence_grows_a_chain(kind: Any) -> None:
     span = {"": 0, "r": 4, "k": 3}[kind.span]
     lengths = (12, 24, 48, 96)
-    chains = [sequential_operations(kind, Shape(SMALL, span), n) for n in lengths]
+    chains = [sequential_operations(kind, LayerShape(SMALL, span), n) for n in lengths]
     assert table1.growth(lengths, chains) == kind.sequential == ("n" if kind.name == "recurrent" else "1")
 
 
 def test_chains_are_those_of_the_equations() -> None:
     x = torch.randn(1, 12, SMALL, requires_grad=True)
     assert longest_chain((x.exp().sin() + x.cos()).tanh()) == 4
-    steps = [sequential_operations(LAYER_TYPES["recurrent"], Shape(SMALL), n) for n in (7, 8)]
+    steps = [sequential_operations(LAYER_TYPES["recurrent"], LayerShape(SMALL), n) for n in (7, 8)]
     # From h to the next h: product, cut in three, sum, sigmoid of r, r ⊙, sum, tanh of n, (1 − z) ⊙, sum.
     assert steps[1] - steps[0] == 9
     for name, span in (("self-attention", 0), ("restricted", 4)):
-        kind, shape = LAYER_TYPES[name], Shape(SMALL, span)
+        kind, shape = LAYER_TYPES[name], LayerShape(SMALL, span)
         hidden = longest_chain(kind.make(shape)(x)) - 1  # all but the fused kernel
         # Two products with a softmax between them, at least.
         assert sequential_operations(kind, shape, 12) >= hidden + 3
@@ -157,7 +157,9 @@ def test_growth_has_three_answers() -> None:
 
 def test_fit_recovers_exponents() -> None:
     sizes = [(n, d, r) for n in (10, 20, 40) for d in (3, 5) for r in (2, 7)]
-    assert table1.fit(sizes, [3e-7 * n**1.5 * d**0.25 * r**-1 for n, d, r in sizes]) == pytest.approx([1.5, 0.25, -1])
+    assert table1.fit_exponents(sizes, [3e-7 * n**1.5 * d**0.25 * r**-1 for n, d, r in sizes]) == pytest.approx(
+        [1.5, 0.25, -1]
+    )
 
 
 def test_live_tensors_counts_what_is_alive_at_once() -> None:
@@ -175,11 +177,12 @@ def test_live_tensors_counts_what_is_alive_at_once() -> None:
 
 
 def test_restricted_attention_needs_memory_linear_in_n() -> None:
-    shape = Shape(64, 8)
+    shape = LayerShape(64, 8)
     for causal in (False, True):
         kind = LAYER_TYPES["restricted"]
         found = [
-            table1._peak(table1.Point(kind, Shape(shape.d, shape.span, causal), n, batch=2)) for n in (512, 1024, 2048)
+            table1._peak(table1.Point(kind, LayerShape(shape.d, shape.span, causal), n, batch=2))
+            for n in (512, 1024, 2048)
         ]
         assert 2 * (found[1] - found[0]) == pytest.approx(found[2] - found[1], rel=1e-3)
         assert found[2] < 2.01 * found[1]

@@ -17,7 +17,7 @@ import torch
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
-from qkv import config, presets
+from qkv import presets
 from qkv.assembly import updates_for
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
@@ -27,11 +27,12 @@ from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
 from qkv.models.build import build
+from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
 
 
-def size(spec: config.ModelConfig, vocab: int) -> int:
+def size(spec: ModelConfig, vocab: int) -> int:
     with torch.device("meta"):  # shapes without numbers
         return parameter_count(build(spec, vocab, vocab))
 
@@ -46,7 +47,7 @@ def test_a_preset_is_whole(name: str) -> None:
     if made.data.train:
         wanted = "built-in" if made.data.train[0].src.startswith("demo:") else "data.root"
     else:
-        wanted = "--src" if isinstance(made.model, config.TranslationConfig) else "--text"
+        wanted = "--src" if isinstance(made.model, TranslationConfig) else "--text"
     assert preset.__doc__
     assert wanted in preset.__doc__
 
@@ -83,9 +84,9 @@ def test_no_such_preset() -> None:
 def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
     full, text = presets.PRESETS[name](), presets.demo()
     scale = table3.Scale(width=1 / 4, depth=1 / 2, steps=100, tokens=1024)
-    small = table3.at_scale(name, scale, text, device="cpu", seed=7)
-    assert isinstance(full.model, config.TransformerConfig)
-    assert isinstance(small.model, config.TransformerConfig)
+    small = table3.scaled_config(name, scale, text, device="cpu", seed=7)
+    assert isinstance(full.model, TransformerConfig)
+    assert isinstance(small.model, TransformerConfig)
     for what in ("d_model", "d_ff", "key_width", "value_width"):
         assert 4 * getattr(small.model, what) == getattr(full.model, what)
     for what in ("encoder_layers", "decoder_layers"):
@@ -100,7 +101,7 @@ def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
 def test_an_odd_scale_is_refused() -> None:
     scale = table3.Scale(width=1 / 512, depth=1, steps=1, tokens=1024)
     with pytest.raises(UsageError, match="heads = 8 does not divide"):
-        table3.at_scale("paper_base", scale, presets.demo(), device="cpu", seed=1)
+        table3.scaled_config("paper_base", scale, presets.demo(), device="cpu", seed=1)
 
 
 # ---- a text for trials -----------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def test_an_odd_scale_is_refused() -> None:
 EVEN = [f"{a} {b} {c}" for a in ("the", "a") for b in ("cat", "dog", "cow") for c in ("sees", "runs")]  # words: tokens
 
 
-def small_config(src: str, tgt: str, **train: Any) -> config.Config:
+def small_config(src: str, tgt: str, **train: Any) -> Config:
     recipe = trials.recipe(steps=3, tokens=256, rate=1e-3, device="cpu", seed=1)
     model = {"d_model": 16, "d_ff": 24, "norm": "post"}
     made = tiny_config(src, tgt).replace(model=model, train=recipe | train)
@@ -123,8 +124,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def count_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small batch is enough for the operations of every trial."""
-    monkeypatch.setattr(trials, "COUNTED", 1)
-    monkeypatch.setattr(trials, "SMALL", 128)
+    monkeypatch.setattr(trials, "COUNTED_UPDATES", 1)
+    monkeypatch.setattr(trials, "COUNTED_TOKENS", 128)
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def prepared(text: tuple[str, str], tmp_path: Path) -> Prepared:
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepared, int, int]:
+def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared, int, int]:
     """Pairs of one length, so that nothing is padded; source and target tokens of each, </s> included."""
     folder = tmp_path_factory.mktemp("even")
     src, tgt = write_pairs(folder, [(f"{a} {a}", b) for a in EVEN for b in EVEN])
@@ -148,9 +149,9 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[config.Config, Prepa
 
 
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 8), (4, 6)])  # fused kernels want them equal
-def test_operations_of_a_transformer(even: tuple[config.Config, Prepared, int, int], d_k: int, d_v: int) -> None:
+def test_operations_of_a_transformer(even: tuple[Config, Prepared, int, int], d_k: int, d_v: int) -> None:
     made, prepared, S, T = even
-    spec = config.TransformerConfig(d_model=16, d_ff=24, heads=2, d_k=d_k, d_v=d_v, encoder_layers=2, decoder_layers=3)
+    spec = TransformerConfig(d_model=16, d_ff=24, heads=2, d_k=d_k, d_v=d_v, encoder_layers=2, decoder_layers=3)
     d, ff, h, vocab = 16, 24, 2, prepared.tokenizers.tgt.size
 
     def products(queries: int, keys: int) -> int:
@@ -167,10 +168,10 @@ def test_operations_of_a_transformer(even: tuple[config.Config, Prepared, int, i
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_operations_of_a_recurrent_network(even: tuple[config.Config, Prepared, int, int], cell: str) -> None:
+def test_operations_of_a_recurrent_network(even: tuple[Config, Prepared, int, int], cell: str) -> None:
     made, prepared, S, T = even
     d, gates, vocab = 16, {"gru": 3, "lstm": 4}[cell], prepared.tokenizers.tgt.size
-    spec = config.RnnConfig(cell=cell, d_model=d)
+    spec = RnnConfig(cell=cell, d_model=d)
     encoder = S * 2 * gates * (d // 2) * (d + d // 2)
     decoder = T * gates * d * (2 * d + d)  # the token and what is fed to it, and the state
     attention = S * d * d + T * (d * d + S * d + S * d + 2 * d * d)
@@ -186,21 +187,21 @@ def test_operations_of_a_recurrent_network(even: tuple[config.Config, Prepared, 
 @pytest.mark.parametrize(
     "spec",
     [
-        config.RnnConfig(cell="lstm", encoder_layers=2, decoder_layers=2),
-        config.ConvS2SConfig(encoder_layers=4, decoder_layers=4),
-        config.TransformerConfig(heads=1),
+        RnnConfig(cell="lstm", encoder_layers=2, decoder_layers=2),
+        ConvS2SConfig(encoder_layers=4, decoder_layers=4),
+        TransformerConfig(heads=1),
     ],
 )
-def test_the_search_finds_the_nearest_width(spec: config.TranslationConfig, prepared: Prepared) -> None:
+def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: Prepared) -> None:
     vocab = prepared.tokenizers.tgt.size
     planted = size(dataclasses.replace(spec, d_model=74), vocab)
     for target in (planted, planted + planted // 300, planted - planted // 300):
-        assert table2.match(spec, target, prepared.tokenizers).d_model == 74
-    assert table2.match(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
+        assert table2.match_parameters(spec, target, prepared.tokenizers).d_model == 74
+    assert table2.match_parameters(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
 
 
 def test_contestants_are_the_presets_where_those_are_measured(tmp_path: Path, prepared: Prepared) -> None:
-    found = table2.contestants(presets.demo(), prepared)
+    found = table2.matched_models(presets.demo(), prepared)
     assert found[table2.OURS] == presets.demo().model
     sizes = {name: size(model, prepared.tokenizers.tgt.size) for name, model in found.items()}
     assert [sizes[name] / sizes[table2.OURS] for name in sizes] == pytest.approx([1, 1, 1], rel=0.02)
@@ -354,15 +355,15 @@ def test_conclusions_take_the_best_and_need_figures() -> None:
 def test_the_noise_of_a_difference() -> None:
     groups = [[1.0, 3.0], [10.0, 14.0], [7.0]]
     pooled = math.sqrt((2.0 + 8.0) / 2)  # variances 2 and 8, each with one degree of freedom; one value has none
-    assert result_tables.deviation(groups) == pytest.approx(pooled)
+    assert result_tables.pooled_deviation(groups) == pytest.approx(pooled)
     gap = result_tables.difference(groups[1], groups[2], pooled)
     assert (gap.value, gap.noise) == pytest.approx((5.0, 2 * pooled * math.sqrt(1 / 2 + 1)))
     assert not gap.told
     gap = result_tables.difference(groups[1], groups[0], pooled)
     assert gap.told
     assert not result_tables.difference(groups[1], groups[0], math.nan).told
-    assert result_tables.with_spread([1.0, 3.0]) == "2.00 ± 1.41"
-    assert result_tables.with_spread([1.0]) == "1.00"
+    assert result_tables.mean_and_deviation([1.0, 3.0]) == "2.00 ± 1.41"
+    assert result_tables.mean_and_deviation([1.0]) == "1.00"
 
 
 def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 10.0, pace: float = 1.0) -> list[Result]:
@@ -374,8 +375,8 @@ def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 1
 
 def test_the_cost_of_reaching_a_loss() -> None:
     ours, theirs = trained("T", [4, 2.9, 2.5, 2], 30), trained("R", [5, 4, 3.5, 3], 20, flops=20, pace=4.0)
-    assert table2.reaches(ours[0], 3.0) == (200 * 10.0, 2.0)
-    assert table2.reaches(theirs[0], 2.0) == (math.inf, math.inf)
+    assert table2.cost_to_reach(ours[0], 3.0) == (200 * 10.0, 2.0)
+    assert table2.cost_to_reach(theirs[0], 2.0) == (math.inf, math.inf)
     # Two of four validations at half the operations a token; 2 seconds of 16.
     assert table2._cost_of_reaching(ours, theirs) == pytest.approx((0.25, 0.125))
 
@@ -419,11 +420,11 @@ def test_table_3_from_text_to_page(
     assert "a single head is worse" in capsys.readouterr().out
 
 
-SMALL = config.TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1)
+SMALL = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=1, decoder_layers=1)
 
 
 def test_table_2_from_text_to_page(text: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table2.auto, "PAIRS", [table2.auto.Size(math.inf, SMALL, 1)])
+    monkeypatch.setattr(table2.auto_recipe, "PAIRS", [table2.auto_recipe.Size(math.inf, SMALL, 1)])
     options: dict[str, Any] = {"src": text[0], "tgt": text[1], "steps": 4, "tokens": 256, "jobs": 1, "device": "cpu"}
     page = tmp_path / "table.md"
     result = table2.measure(out=tmp_path / "work", **options, seeds=1, rates=(0.5, 1.0), output=[str(page)])
@@ -443,20 +444,20 @@ def test_costs_are_equal(
     text: tuple[str, str], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str
 ) -> None:
     base = small_config(*text)
-    models = {"RNN": config.RnnConfig(d_model=16), "ConvS2S": config.ConvS2SConfig(d_model=24), table2.OURS: SMALL}
+    models = {"RNN": RnnConfig(d_model=16), "ConvS2S": ConvS2SConfig(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
-    monkeypatch.setattr(table2.auto, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
-    table = table2.Competition(base, prepared, tmp_path, models, tokens=256, device="auto")
-    table.settle(equal, 1000)
+    monkeypatch.setattr(table2.auto_recipe, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
+    table = table2.EqualCostTraining(base, prepared, tmp_path, models, tokens=256, device="auto")
+    table.set_updates(equal, 1000)
     if equal == "steps":
         assert set(table.steps.values()) == {1000}
     elif equal == "time":
         assert table.steps == {"RNN": 250, "ConvS2S": 2000, table2.OURS: 1000}
         pace["rnn"] = 8.0  # a table that goes on keeps to what was measured first
-        table.settle(equal, 1000)
+        table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 250
         monkeypatch.setattr(trials, "describe", lambda device: "another machine")
-        table.settle(equal, 1000)
+        table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 125
     else:
         costs = [table.steps[name] * trials.flops_per_token(table.config(name), prepared) for name in models]

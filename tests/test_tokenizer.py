@@ -17,13 +17,13 @@ import tokenizers as library
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv import config
+from qkv.core import tokenizer as module
 from qkv.core.errors import QkvError, UsageError
-from qkv.text import Tokenizer, Tokenizers, learn
-from qkv.text import dropout as dropout_module
-from qkv.text import tokenizer as module
-from qkv.text.dropout import VARIANTS, Dropout
-from qkv.text.learn import default_size
+from qkv.core.tokenizer import Tokenizer, TokenizerPair, default_size
+from qkv.data import subwords as subwords
+from qkv.data.subwords import VARIANTS, BpeDropout, learn
+from qkv.interop.huggingface import library_tokenizer
+from qkv.options import TokenizerConfig
 
 ENGLISH = [
     "Your cat is a lovely cat.",
@@ -61,8 +61,8 @@ AWKWARD = [
 
 
 @cache
-def learned(kind: str, shared: bool = True) -> Tokenizers:
-    return learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, shared=shared), TAGS)
+def learned(kind: str, shared: bool = True) -> TokenizerPair:
+    return learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, shared=shared), TAGS)
 
 
 def nfc(text: str) -> str:
@@ -89,7 +89,7 @@ class TestRoundTrip:
     def test_saved_and_loaded(self, kind: str, shared: bool, tmp_path: Path) -> None:
         ours = learned(kind, shared)
         ours.save(tmp_path / "tokenizers.json")
-        theirs = Tokenizers.load(tmp_path / "tokenizers.json")
+        theirs = TokenizerPair.load(tmp_path / "tokenizers.json")
         assert [path.name for path in tmp_path.iterdir()] == ["tokenizers.json"]
         assert theirs.fingerprint == ours.fingerprint
         assert theirs.shared == ours.shared == shared
@@ -98,7 +98,7 @@ class TestRoundTrip:
             assert theirs.tgt.encode(text) == ours.tgt.encode(text)
 
     def test_learning_repeats_itself(self, kind: str, shared: bool) -> None:
-        again = learn(iter(ENGLISH), iter(GERMAN), config.TokenizerConfig(kind=kind, shared=shared), TAGS)
+        again = learn(iter(ENGLISH), iter(GERMAN), TokenizerConfig(kind=kind, shared=shared), TAGS)
         assert again.fingerprint == learned(kind, shared).fingerprint
 
 
@@ -136,17 +136,17 @@ def test_the_librarys_own_file_gives_the_same_ids_and_text(kind: str, text: str)
 @cache
 def saved(kind: str, tag: str = "") -> library.Tokenizer:
     """As somebody else would open it."""
-    return library.Tokenizer.from_str(learned(kind).src.to_library(tag).to_str())
+    return library.Tokenizer.from_str(library_tokenizer(learned(kind).src, tag).to_str())
 
 
 def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = learned("bpe").src
     expected = [plain.encode(text) for text in (*ENGLISH, *GERMAN)]
-    monkeypatch.setattr(module, "CACHED", 4)
+    monkeypatch.setattr(module, "CACHE_SIZE", 4)
     small = Tokenizer.from_dict(plain.to_dict())
     assert [small.encode(text) for text in (*ENGLISH, *GERMAN)] == expected
     assert 0 < len(small._packed) <= 4
-    assert len(small._packed.last) <= 4
+    assert len(small._packed.older) <= 4
 
 
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
@@ -209,11 +209,11 @@ def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
 # ---- BPE-dropout -----------------------------------------------------------------------------------------------------
 
 
-def cut(dropout: Dropout, texts: list[str], seeds: list[int]) -> list[list[int]]:
+def cut(dropout: BpeDropout, texts: list[str], seeds: list[int]) -> list[list[int]]:
     """The ids of texts, cut anew."""
     rows = [dropout.tokenizer.encode(text) for text in texts]
     ids = np.array([token for row in rows for token in row], dropout.tokenizer.dtype)
-    made, lengths = dropout.cut(ids, np.array(list(map(len, rows))), np.array(seeds, np.uint64))
+    made, lengths = dropout.segment(ids, np.array(list(map(len, rows))), np.array(seeds, np.uint64))
     assert made.dtype == ids.dtype
     return [part.tolist() for part in np.split(made, np.cumsum(lengths)[:-1])]
 
@@ -222,24 +222,26 @@ def cut(dropout: Dropout, texts: list[str], seeds: list[int]) -> list[list[int]]
 def test_dropout_keeps_the_text(texts: list[str], dropout: float, seed: int) -> None:
     side = learned("bpe").src
     seeds = [seed + number for number in range(len(texts))]
-    together = cut(Dropout(side, dropout), texts, seeds)
+    together = cut(BpeDropout(side, dropout), texts, seeds)
     assert [side.decode(ids) for ids in together] == list(map(nfc, texts))
-    alone = [cut(Dropout(side, dropout), [text], [own])[0] for text, own in zip(texts, seeds, strict=True)]
+    alone = [cut(BpeDropout(side, dropout), [text], [own])[0] for text, own in zip(texts, seeds, strict=True)]
     assert alone == together, "a sentence is cut by its own seed, whatever is beside it or came before"
 
 
 def test_dropout_extremes() -> None:
     side = learned("bpe").src
     for text in (*ENGLISH, *GERMAN, *AWKWARD[:-1]):
-        assert cut(Dropout(side, 0.0), [text], [7]) == [side.encode(text)], "merging by hand is merging by the library"
+        assert cut(BpeDropout(side, 0.0), [text], [7]) == [side.encode(text)], (
+            "merging by hand is merging by the library"
+        )
         spelled = (" " + nfc(text)).encode() if text else b""
-        assert cut(Dropout(side, 1.0), [text], [7]) == [[side.offset + byte for byte in spelled]]
+        assert cut(BpeDropout(side, 1.0), [text], [7]) == [[side.offset + byte for byte in spelled]]
 
 
 def test_dropout_leaves_tags_where_they_are() -> None:
     side = Tokenizer("bpe", ["ab"], ["de"], merges=[("a", "b")])
     ids = np.array([side.tag("de"), *side.encode("ab")], side.dtype)
-    made, lengths = Dropout(side, 1.0).cut(ids, np.array([len(ids)]), np.array([3], np.uint64))
+    made, lengths = BpeDropout(side, 1.0).segment(ids, np.array([len(ids)]), np.array([3], np.uint64))
     assert made.tolist() == [side.tag("de"), *(side.offset + byte for byte in b" ab")]
     assert lengths.tolist() == [4]
 
@@ -247,27 +249,27 @@ def test_dropout_leaves_tags_where_they_are() -> None:
 def test_dropout_varies_but_does_not_depend_on_what_came_before() -> None:
     side = learned("bpe").src
     seeds = list(range(200))
-    cuts = cut(Dropout(side, 0.3), ["lovely"] * 200, seeds)
+    cuts = cut(BpeDropout(side, 0.3), ["lovely"] * 200, seeds)
     assert 5 < len(set(map(tuple, cuts))) <= VARIANTS
-    fresh = Dropout(Tokenizer.from_dict(side.to_dict()), 0.3)
+    fresh = BpeDropout(Tokenizer.from_dict(side.to_dict()), 0.3)
     assert cut(fresh, ["lovely"] * 200, seeds[::-1]) == cuts[::-1]
     assert side.encode("lovely") in cuts
-    repeated = cut(Dropout(side, 0.3), [" ".join(["lovely"] * 200)], [1])[0]
+    repeated = cut(BpeDropout(side, 0.3), [" ".join(["lovely"] * 200)], [1])[0]
     assert repeated not in ([*ids] * 200 for ids in cuts), "each word of a sentence is cut by itself"
 
 
 def test_dropout_leaves_out_the_share_of_merges_it_should() -> None:
     # One merge, tried once in each of 64 variants: about half of the variants lack it.
     side = Tokenizer("bpe", ["ab"], merges=[("a", "b")])
-    cuts = cut(Dropout(side, 0.5), ["ab"] * 2000, list(range(2000)))
+    cuts = cut(BpeDropout(side, 0.5), ["ab"] * 2000, list(range(2000)))
     lengths = [len(ids) for ids in cuts]
     assert set(lengths) == {2, 3}
     assert 0.3 < lengths.count(3) / len(lengths) < 0.7
 
 
 def test_dropout_remembers_a_bounded_number_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout_module, "WORDS", 10)
-    dropout = Dropout(learned("bpe").src, 0.5)
+    monkeypatch.setattr(subwords, "CACHED_CHUNKS", 10)
+    dropout = BpeDropout(learned("bpe").src, 0.5)
     texts = [f"w{number}" for number in range(100)]
     first = cut(dropout, texts, list(range(100)))
     assert len(dropout._chunks) <= 10
@@ -278,11 +280,11 @@ def test_threads_that_share_a_dropout_get_what_each_gets_alone() -> None:
     side = learned("bpe").src
     texts = [" ".join(ENGLISH[number:] + ENGLISH[:number]) for number in range(8)]
     seeds = [[turn * 100 + number for number in range(8)] for turn in range(8)]
-    alone = [cut(Dropout(side, 0.3), texts, own) for own in seeds]
+    alone = [cut(BpeDropout(side, 0.3), texts, own) for own in seeds]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads take turns inside of words
     try:
-        shared = Dropout(side, 0.3)
+        shared = BpeDropout(side, 0.3)
         with ThreadPoolExecutor(len(seeds)) as threads:
             assert list(threads.map(lambda own: cut(shared, texts, own), seeds)) == alone
     finally:
@@ -291,7 +293,7 @@ def test_threads_that_share_a_dropout_get_what_each_gets_alone() -> None:
 
 def test_dropout_is_for_bpe() -> None:
     with pytest.raises(UsageError, match='kind "bpe", not "unigram"'):
-        Dropout(learned("unigram").src, 0.1)
+        BpeDropout(learned("unigram").src, 0.1)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
@@ -300,17 +302,17 @@ def test_dropout_is_for_bpe() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vocabulary_larger_than_the_text_supports(kind: str) -> None:
     with pytest.raises(UsageError, match="supports only") as caught:
-        learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=32_000))
+        learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=32_000))
     supported = int(str(caught.value).split("supports only ")[1].split()[0])
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=supported)).src.size == supported
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind)).src.size == supported
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=supported)).src.size == supported
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind)).src.size == supported
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
 def test_the_size_asked_for_is_the_size_made(kind: str) -> None:
-    assert learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
+    assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
     with pytest.raises(UsageError, match="at least 261"):
-        learn(ENGLISH, GERMAN, config.TokenizerConfig(kind=kind, vocab=260), TAGS)
+        learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=260), TAGS)
 
 
 def test_default_sizes() -> None:
@@ -325,7 +327,7 @@ def test_separate_vocabularies_are_learned_from_their_own_side() -> None:
 
 
 def test_plain_text_has_one_vocabulary() -> None:
-    one = learn((), GERMAN, config.TokenizerConfig())
+    one = learn((), GERMAN, TokenizerConfig())
     assert one.shared
     assert one.tgt.decode(one.tgt.encode(GERMAN[0])) == GERMAN[0]
 
@@ -350,7 +352,7 @@ def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> 
     path = tmp_path / "tokenizers.json"
     path.write_text(content)
     with pytest.raises(QkvError, match=message) as caught:
-        Tokenizers.load(path)
+        TokenizerPair.load(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -362,12 +364,12 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     plain["sides"][0]["merges"][0] = "never seen"
     path.write_text(json.dumps(plain))
     with pytest.raises(QkvError, match="damaged"):
-        Tokenizers.load(path)
+        TokenizerPair.load(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(QkvError, match="not JSON"):
-        Tokenizers.load(path)
+        TokenizerPair.load(path)
     with pytest.raises(UsageError, match="No such file"):
-        Tokenizers.load(tmp_path / "missing.json")
+        TokenizerPair.load(tmp_path / "missing.json")
     with pytest.raises(QkvError, match=r"tokenizers\.json: cannot be written: (Not a directory|File exists)"):
         learned("bpe").save(path / "tokenizers.json")  # a file is no folder
 
@@ -378,7 +380,7 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, qkv.text, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
+    code = "import sys, qkv.data.subwords, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
@@ -386,7 +388,7 @@ def test_torch_is_not_imported() -> None:
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word", "char"])
 def test_an_endless_word_teaches_no_more_than_its_beginning(kind: str) -> None:
     """Learning from it whole would take hours; what is learned must be the same as from a part of it."""
-    spec = config.TokenizerConfig(kind=kind)
+    spec = TokenizerConfig(kind=kind)
     lines = ["one two three one two three"] * 3
     endless, cut = ["ab" * 500_000], ["ab" * 128]
     assert learn([*lines, *endless], lines, spec).fingerprint == learn([*lines, *cut], lines, spec).fingerprint

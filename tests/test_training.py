@@ -21,13 +21,13 @@ import torch
 
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv import config
 from qkv.api import auto_recipe
 from qkv.api.run_training import average_last
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import checkpoint, files, optimizer, validation
 from qkv.core import trainer as trainer_module
 from qkv.core.checkpoint import average_checkpoints
+from qkv.core.config import option_path
 from qkv.core.errors import Interrupted
 from qkv.core.loss import SmoothedObjective
 from qkv.core.run import JsonlLog
@@ -37,6 +37,18 @@ from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.decode.batched import search_all
 from qkv.explain.model_card import parameters
+from qkv.options import (
+    Config,
+    ConvS2SConfig,
+    CorpusConfig,
+    DataConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TokenizerConfig,
+    TransformerConfig,
+)
 from qkv.training.regularization import Ema
 
 
@@ -46,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return write_pairs(tmp_path_factory.mktemp("small"), sentences(150))
 
 
-def settings(files: tuple[str, str], **train: object) -> config.Config:
+def settings(files: tuple[str, str], **train: object) -> Config:
     """A model for looking at what training does, not at what it learns."""
     values = {"steps": 8, "validate_every": 2, "log_every": 1, "tokens_per_step": 256, "metric": "loss"}
     return tiny_config(*files, **(values | train)).replace(model={"d_model": 16, "d_ff": 32})
@@ -71,12 +83,12 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 # How each kind learns to copy and to reverse in half a minute; models of plain text are in test_plain_text.py.
-KINDS: dict[str, config.ModelConfig] = {
-    "transformer": config.TransformerConfig(
+KINDS: dict[str, ModelConfig] = {
+    "transformer": TransformerConfig(
         d_model=64, d_ff=256, heads=4, encoder_layers=1, decoder_layers=1, norm="pre", dropout=0.0
     ),
-    "rnn": config.RnnConfig(d_model=64, dropout=0.0),
-    "conv": config.ConvS2SConfig(d_model=64, encoder_layers=3, decoder_layers=3, kernel=3, dropout=0.0),
+    "rnn": RnnConfig(d_model=64, dropout=0.0),
+    "conv": ConvS2SConfig(d_model=64, encoder_layers=3, decoder_layers=3, kernel=3, dropout=0.0),
 }
 
 
@@ -245,7 +257,7 @@ def test_ten_bad_steps_in_a_row_stop_it(
 ) -> None:
     poison(monkeypatch, lambda call: call > 5)
     path = tmp_path / "bad.toml"
-    path.write_text(config.dumps(settings(small, steps=50, micro_tokens=256)), encoding="utf-8")
+    path.write_text(settings(small, steps=50, micro_tokens=256).dumps(), encoding="utf-8")
     done = call("train", path, "--run", tmp_path / "run")
     assert done.code == 1
     assert "not finite in 10 updates in a row, up to step 15" in done.error
@@ -487,15 +499,13 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 # ---- the automatic recipe --------------------------------------------------------------------------------------------
 
 
-def around(
-    given: config.Config, prepared: Prepared, *settings: str, minutes: float = 0.0
-) -> tuple[config.Config, list[str]]:
+def around(given: Config, prepared: Prepared, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
     """What is chosen around a user's settings."""
-    fixed = set(map(config.path_of, settings))
-    return auto_recipe.choose(config.assign(given, list(settings)), prepared, minutes, fixed=fixed)
+    fixed = set(map(option_path, settings))
+    return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
 
 
-def lasting(given: config.Config, prepared: Prepared, steps: int) -> tuple[config.Config, list[str]]:
+def lasting(given: Config, prepared: Prepared, steps: int) -> tuple[Config, list[str]]:
     return around(given, prepared, f"train.steps={steps}")
 
 
@@ -632,10 +642,10 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
 
 def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
-    prepared, given = Prepared.open(tiny / "store"), config.Config(Run.open(tiny).config.data)
-    measured: list[config.Config] = []
+    prepared, given = Prepared.open(tiny / "store"), Config(Run.open(tiny).config.data)
+    measured: list[Config] = []
 
-    def seconds(tried: config.Config, *_: Any) -> float:
+    def seconds(tried: Config, *_: Any) -> float:
         measured.append(tried)
         return 1.0
 
@@ -675,12 +685,10 @@ def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its updates consist of: an encoder predicts few tokens of those it reads."""
     (tmp_path / "text").write_text("".join(f"{line}\n" for line, _ in sentences(400)), encoding="utf-8")
-    data = config.DataConfig(train=(config.CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
-    model = {"decoder": config.DecoderOnlyConfig, "encoder": config.EncoderOnlyConfig}[kind](
-        d_model=16, d_ff=16, heads=2, layers=1
-    )
-    given = config.Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
-    prepared = prepare(data, config.TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
+    data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
+    model = {"decoder": DecoderOnlyConfig, "encoder": EncoderOnlyConfig}[kind](d_model=16, d_ff=16, heads=2, layers=1)
+    given = Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
+    prepared = prepare(data, TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(auto_recipe.time, "perf_counter", lambda: next(clock))
     assert auto_recipe.seconds_a_pass(given, prepared) == 0.5 * auto_recipe.updates_a_pass(given, prepared)

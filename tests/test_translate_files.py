@@ -686,7 +686,7 @@ def test_a_bad_line_may_be_skipped_on_going_on(
     text, _, out = unfinished_call
     going, bad = done.err.splitlines()
     assert going == f"{out}: going on, 3 lines are done"
-    assert bad == f"{text}: 1 lines were not UTF-8 and stay empty"
+    assert bad == f"{text}: 1 lines were not UTF-8; their output is empty"
     assert sorted(os.listdir(tmp_path)) == ["out", "text"]
 
 

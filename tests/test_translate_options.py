@@ -18,13 +18,13 @@ import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.store import Prepared
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import Asked
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
 from qkv.models.base import TranslationModel
 from qkv.segmentation.sentences import split
-from qkv.text import Tokenizer, Tokenizers
 
 TEXTS = [text for text, _ in sentences(14, seed=41)]
 
@@ -377,7 +377,7 @@ def test_a_shortlist_of_another_vocabulary_is_refused(translator: Translator, tm
     back = Shortlist.load(tmp_path / "one.safetensors", translator.tokenizers)
     assert torch.equal(back.likeliest, learned.likeliest)
     assert torch.equal(back.frequent, learned.frequent)
-    foreign = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+    foreign = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     with pytest.raises(QkvError, match="another vocabulary"):
         Shortlist.load(tmp_path / "one.safetensors", foreign)
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.models import MultiHeadAttention, Transformer, attend
 from qkv.models.attention import attention_scores, rotate
 from qkv.models.layers import FeedForward, SinusoidalPositions, make_norm, sinusoids
+from qkv.options import TransformerConfig
 
 sizes = st.integers(1, 5)
 
@@ -94,16 +94,16 @@ def test_rotary_goes_past_the_training_length_and_learned_does_not() -> None:
     spec = {"d_model": 16, "d_ff": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
     source, lengths, target = torch.randint(3, 9, (1, 700)), torch.tensor([700]), torch.randint(3, 9, (1, 700))
     for positions in ("sinusoidal", "rotary", "none"):
-        made: Any = config.TransformerConfig(positions=positions, **spec)  # type: ignore[arg-type]
+        made: Any = TransformerConfig(positions=positions, **spec)  # type: ignore[arg-type]
         assert Transformer(made, 10, 10).eval()(source, lengths, target).isfinite().all()
-    learned: Any = config.TransformerConfig(positions="learned", max_positions=512, **spec)  # type: ignore[arg-type]
+    learned: Any = TransformerConfig(positions="learned", max_positions=512, **spec)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"700 tokens, but model\.max_positions = 512"):
         Transformer(learned, 10, 10).eval()(source, lengths, target)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
 def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None:
-    spec = config.TransformerConfig(
+    spec = TransformerConfig(
         d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, positions=positions
     )
     model = Transformer(spec, 10, 10)
@@ -115,7 +115,7 @@ def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None
 
 
 def test_rotary_turns_nothing_between_source_and_target() -> None:
-    spec = config.TransformerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
+    spec = TransformerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
     model = Transformer(spec, 10, 10)
     assert model.decoder[0].cross_attention is not None
     assert model.decoder[0].cross_attention.rotary is None

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import qkv
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.loader import Batch, collate
 from qkv.decode.score import token_logprobs
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
@@ -20,17 +20,17 @@ from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record
 from qkv.models.attention import heads_of, without
 from qkv.models.convs2s import ConvMemory
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 
 CPU = torch.device("cpu")
-BYTES = Tokenizers(Tokenizer("char", []), Tokenizer("char", []))
+BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 SMALL = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 TRANSFORMERS = {
-    "paper": config.TransformerConfig(**SMALL, d_ff=32, heads=4),
-    "d_k, d_v, bias": config.TransformerConfig(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
-    "window, rotary": config.TransformerConfig(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
-    "additive": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="additive"),
-    "general": config.TransformerConfig(**SMALL, d_ff=32, heads=2, attention="general"),
+    "paper": TransformerConfig(**SMALL, d_ff=32, heads=4),
+    "d_k, d_v, bias": TransformerConfig(**SMALL, d_ff=32, heads=2, d_k=5, d_v=3, bias=True, norm="pre"),
+    "window, rotary": TransformerConfig(**SMALL, d_ff=32, heads=2, window=2, positions="rotary"),
+    "additive": TransformerConfig(**SMALL, d_ff=32, heads=2, attention="additive"),
+    "general": TransformerConfig(**SMALL, d_ff=32, heads=2, attention="general"),
 }
 
 
@@ -116,14 +116,14 @@ def test_a_muted_head_learns_nothing() -> None:
 @torch.inference_mode()
 def test_recurrent_and_convolutional_models_can_be_muted_too() -> None:
     batch = a_batch()
-    recurrent = made(config.RnnConfig(**SMALL))
+    recurrent = made(RnnConfig(**SMALL))
     assert isinstance(recurrent, Recurrent)
     assert heads_of(recurrent, CPU) == {"decoder.1.cross": 1}
     cut = copy.deepcopy(recurrent)
     cut.combine.weight[:, :16] = 0.0  # W_c [c; s] without c
     with without([("decoder.1.cross", 0)], heads_of(recurrent, CPU)):
         torch.testing.assert_close(recurrent(*batch.inputs), cut(*batch.inputs))
-    convolutional = made(config.ConvS2SConfig(**SMALL))
+    convolutional = made(ConvS2SConfig(**SMALL))
     assert isinstance(convolutional, Convolutional)
     memory = convolutional.encode(batch.source, batch.lengths)
     blind = convolutional.start(ConvMemory(memory.keys, memory.values * 0, memory.mask))

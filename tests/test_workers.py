@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from conftest import sentences, wait_until
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.decode.batched import search_all
 from qkv.decode.workers import CPU, Opened, open_run, search_in, worker_count
+from qkv.options import DecodeConfig
 from qkv.worker_pool import ProcessWorkers
 
 
@@ -38,7 +38,7 @@ def ids(opened: Opened, count: int) -> list[list[int]]:
 def test_processes_give_what_one_gives_in_the_same_order(
     workers: ProcessWorkers[Opened], opened: Opened, beam: int, n_best: int
 ) -> None:
-    spec = config.DecodeConfig(beam=beam, batch_tokens=60)
+    spec = DecodeConfig(beam=beam, batch_tokens=60)
     sources = [*ids(opened, 40), []]
     alone = search_all(opened[0], sources, spec, opened[1], n_best=n_best, device=CPU)
     heard: list[int] = []
@@ -51,7 +51,7 @@ def test_processes_give_what_one_gives_in_the_same_order(
 
 
 def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[Opened]) -> None:
-    assert search_in(workers, [], config.DecodeConfig()) == []
+    assert search_in(workers, [], DecodeConfig()) == []
 
 
 def last_first(opened: Opened, number: int, folder: str) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from qkv import config
+from qkv import options as config
 from qkv.decode.workers import open_run, search_in
 from qkv.worker_pool import ProcessWorkers
 workers = ProcessWorkers(1, open_run, sys.argv[1])
@@ -136,7 +136,7 @@ print(workers.workers[0].process.pid)
 def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: Opened) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, tiny], capture_output=True, text=True, check=True)
     found, process = done.stdout.splitlines()
-    spec = config.DecodeConfig(beam=1)
+    spec = DecodeConfig(beam=1)
     assert found == str(search_all(opened[0], [[5, 6]], spec, opened[1], device=CPU)[0][0].tokens)
     with pytest.raises(ProcessLookupError):
         os.kill(int(process), 0)

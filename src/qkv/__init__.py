@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qkv import config, models, presets
+    from qkv import models, presets
     from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
     from qkv.assembly import Run
-    from qkv.config import Config
     from qkv.core.errors import QkvError, UsageError
+    from qkv.options import Config
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Completer": "qkv.api",
-    "Config": "qkv.config",
+    "Config": "qkv.options",
     "Filler": "qkv.api",
     "QkvError": "qkv.core.errors",
     "Run": "qkv.assembly",
@@ -28,7 +28,7 @@ _HOME = {
     "UsageError": "qkv.core.errors",
     "augment": "qkv.api",
     "compare": "qkv.api",
-    "config": "",
+    "options": "",
     "evaluate": "qkv.api",
     "export": "qkv.api",
     "load": "qkv.api",
@@ -48,11 +48,11 @@ __all__ = [
     "UsageError",
     "augment",
     "compare",
-    "config",
     "evaluate",
     "export",
     "load",
     "models",
+    "options",
     "presets",
     "train",
 ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from qkv import config as configs
 from qkv.core import run as core_run
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
+from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.loader import Updates
@@ -20,17 +21,21 @@ from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.models.base import Model
 from qkv.models.build import build
-from qkv.text import Tokenizers
+from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig, TrainConfig
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
-from qkv.training.matrix_optimizers import Muon, Soap
+from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 
 
 class Run(core_run.Run):
     """A run folder of any kind of model."""
+
+    @cached_property
+    def config(self) -> Config:
+        return Config.load(self.path / "config.toml")
 
     def build_model(self) -> Model:
         return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
@@ -39,18 +44,19 @@ class Run(core_run.Run):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def task_for(config: configs.Config) -> Task:
+def task_for(config: Config) -> Task:
     """Return what the kind of model reads, and what it is measured by."""
     match config.model:
-        case configs.DecoderOnlyConfig():
+        case DecoderOnlyConfig():
             return LanguageModelTask()
-        case configs.EncoderOnlyConfig():
+        case EncoderOnlyConfig():
             return MaskedLanguageModelTask()
         case _:
-            return TranslationTask()
+            dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
+            return TranslationTask(dropout=dropout, aligned=aligned)
 
 
-def train_step_for(config: configs.Config, world: World = ALONE) -> type[PlainTrainStep]:
+def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
     """Return the fastest training step that supports the config on its device."""
     if config.train.parallel == "sharded" and world.size > 1:
         return ShardedTrainStep
@@ -60,7 +66,7 @@ def train_step_for(config: configs.Config, world: World = ALONE) -> type[PlainTr
 
 
 def updates_for(
-    config: configs.Config,
+    config: Config,
     text: Prepared,
     device: torch.device | None = None,
     world: World = ALONE,
@@ -73,7 +79,7 @@ def updates_for(
     return task_for(config).updates(text, config, device, world)
 
 
-def objective_for(config: configs.Config, model: Model, tokenizers: Tokenizers) -> Objective:
+def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
     """Return the loss that the config names."""
     options, pad = config.train, tokenizers.tgt.pad
     if options.guided_alignment:
@@ -84,7 +90,7 @@ def objective_for(config: configs.Config, model: Model, tokenizers: Tokenizers) 
     return SmoothedObjective(options.label_smoothing, pad)
 
 
-def optimizer_for(model: nn.Module, options: configs.TrainConfig) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer that the options name.
 
     All of them keep tensors in `state[parameter]`, take a learning rate that is a number or a tensor, and skip a step
@@ -96,12 +102,14 @@ def optimizer_for(model: nn.Module, options: configs.TrainConfig) -> torch.optim
             return Muon(model, weight_decay=options.weight_decay, **settings)
         case "soap":
             return Soap(model, weight_decay=options.weight_decay, **settings)
+        case "adamw":
+            return build_adamw(model, options)
         case _:
             return build_optimizer(model, options)
 
 
 def trainer_for(
-    config: configs.Config, text: Prepared, world: World = ALONE, step: type[PlainTrainStep] | None = None
+    config: Config, text: Prepared, world: World = ALONE, step: type[PlainTrainStep] | None = None
 ) -> Trainer:
     """Return a trainer of a new model; `step` replaces the fastest training step."""
     options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)

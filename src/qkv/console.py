@@ -1,4 +1,4 @@
-"""What people see: results on standard output, words on standard error, progress bars where that is a terminal."""
+"""Terminal output: results on standard output, messages on standard error, progress bars if that is a terminal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Report = Callable[[str, int, int | None], None]
 
 
 def say(text: str) -> None:
-    """A line for people; standard output is for results."""
+    """Print a message on standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
 class _Speed(ProgressColumn):
-    """So many a second, once that is known."""
+    """Column with the number of items per second."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
@@ -40,7 +40,7 @@ class _Speed(ProgressColumn):
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """A function `report(stage, done, total)` that keeps one bar for each stage it hears of."""
+    """Yield `report(stage, done, total)`, which shows one progress bar for each stage."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -66,7 +66,7 @@ def bars() -> Iterator[Report]:
 
 @contextmanager
 def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A function that is told how many more are done."""
+    """Yield `advance(count)`, which moves a progress bar."""
     done = 0
     with bars() if shown else nullcontext(_ignore) as report:
 
@@ -84,9 +84,9 @@ def _ignore(stage: str, done: int, total: int | None) -> None:
 
 @contextmanager
 def writer(output: str) -> Iterator[Callable[[str], object]]:
-    """Write lines to standard output (-), or to a file, which is FILE.part until all of them are written."""
+    """Yield a function that writes lines to standard output (-) or to FILE.part, which becomes FILE at the end."""
     if output == "-":
-        yield lambda line: print(line, flush=True)  # somebody may wait for it before the next one is sent
+        yield lambda line: print(line, flush=True)  # a program may wait for this line
         return
     path = Path(output)
     special = path.exists() and not path.is_file()  # a pipe or a device
@@ -94,7 +94,7 @@ def writer(output: str) -> Iterator[Callable[[str], object]]:
     try:
         out = part.open("w", encoding="utf-8", newline="\n")
     except OSError as error:
-        raise UsageError(f"{output}: cannot be written: {error.strerror}") from None
+        raise UsageError(f"{output}: cannot be written: {error.strerror}: choose another file") from None
     try:
         with out:
             yield lambda line: print(line, file=out)

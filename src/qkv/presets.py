@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qkv.config import (
+from qkv.core.errors import UsageError
+from qkv.core.run import Run
+from qkv.options import (
     Config,
     ConvS2SConfig,
     CorpusConfig,
@@ -23,8 +25,6 @@ from qkv.config import (
     TransformerConfig,
     load,
 )
-from qkv.core.errors import UsageError
-from qkv.core.run import Run
 
 # ---- the paper -------------------------------------------------------------------------------------------------------
 

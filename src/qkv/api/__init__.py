@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from qkv import config as configs
 from qkv.api.augmentation import Augmented, Augmenter, augment
 from qkv.api.completer import Completer, Completion
 from qkv.api.results import OtherWord, Scored, Translation
@@ -20,6 +19,7 @@ from qkv.evaluation import metrics
 from qkv.evaluation.diagnosis import Diagnosis
 from qkv.evaluation.diagnosis import diagnose as diagnose_texts
 from qkv.interop.export_folder import export
+from qkv.options import DecoderOnlyConfig, TranslationConfig
 
 __all__ = [
     "CHUNK",
@@ -57,11 +57,11 @@ def load(
     if not runs:
         raise UsageError("no run folder given: name at least one")
     opened = runs[0] if isinstance(runs[0], Run) else Run.open(runs[0])
-    if isinstance(opened.config.model, configs.TranslationConfig):
+    if isinstance(opened.config.model, TranslationConfig):
         return Translator(opened, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
     if len(runs) > 1 or dtype not in ("auto", "fp32") or workers is not None:
         raise UsageError(f"{opened.path}: does not translate: dtype, workers and other runs are not for it")
-    if isinstance(opened.config.model, configs.DecoderOnlyConfig):
+    if isinstance(opened.config.model, DecoderOnlyConfig):
         return Completer(opened, weights=weights, device=device)
     return Filler(opened, weights=weights, device=device)
 

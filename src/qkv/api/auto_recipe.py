@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 
 from qkv.assembly import trainer_for, updates_for
-from qkv.config import (
+from qkv.core.device import choose_device, describe
+from qkv.core.errors import UsageError
+from qkv.data.store import Prepared, Store
+from qkv.explain.model_card import parameters, shape, unit
+from qkv.options import (
     AttentionModelConfig,
     Config,
     DecoderOnlyConfig,
@@ -22,10 +26,6 @@ from qkv.config import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.core.device import choose_device, describe
-from qkv.core.errors import UsageError
-from qkv.data.store import Prepared, Store
-from qkv.explain.model_card import parameters, shape, unit
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones

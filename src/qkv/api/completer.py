@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
 from qkv.data.store import Prepared
 from qkv.decode.complete import Drawn, generate
 from qkv.decode.sampling import Sampling
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.transformer import DecoderOnly
-from qkv.text import Tokenizer
 from qkv.training.lm_tasks import running_text
 
 TOKENS = 200  # how much a completion adds unless told

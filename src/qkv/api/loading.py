@@ -8,19 +8,19 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from qkv import config as configs
 from qkv.assembly import Run
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
 from qkv.engines.cpu import DTYPES, pack
 from qkv.models.base import Model, TranslationModel
 from qkv.models.state import StepModel
+from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 
 M = TypeVar("M", bound=Model)
 
 USES = {
-    configs.DecoderOnlyConfig: ("a language model", "qkv complete, or qkv.Completer"),
-    configs.EncoderOnlyConfig: ("an encoder", "qkv fill, or qkv.Filler"),
+    DecoderOnlyConfig: ("a language model", "qkv complete, or qkv.Completer"),
+    EncoderOnlyConfig: ("an encoder", "qkv fill, or qkv.Filler"),
 }
 TRANSLATES = ("a translation model", "qkv translate, or qkv.Translator")
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.console import TrainingBar, bars, say
 from qkv.core import files
@@ -22,10 +21,11 @@ from qkv.data.languages import languages
 from qkv.data.store import Prepared, prepare
 from qkv.explain.head_analysis import MeasuredTask
 from qkv.explain.model_card import card, parameters, unit, vocabulary
+from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
 from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.
-Recipe = Callable[[configs.Config, Prepared, int], tuple[configs.Config, list[str]]]
+Recipe = Callable[[Config, Prepared, int], tuple[Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
 SETTLED = (
@@ -42,7 +42,7 @@ FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
 
 
 def train(
-    config: configs.Config | None = None,
+    config: Config | None = None,
     run: str | Path | None = None,
     *,
     resume: bool = False,
@@ -118,7 +118,7 @@ class TensorBoardLog:
             self.writer.close()
 
 
-def _folder(config: configs.Config | None, run: str | Path | None, *, resume: bool) -> Path:
+def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> Path:
     """The folder to train in: a new one, or that of a run to go on with."""
     if resume:
         if config is not None:
@@ -156,7 +156,7 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
 
 def _begin(
     folder: Path,
-    config: configs.Config,
+    config: Config,
     recipe: Recipe | None,
     settings: list[str],
     command: str,
@@ -172,7 +172,7 @@ def _begin(
         raise UsageError(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
-    config = configs.assign(config, settings) if start is None else _as_in(start, config, settings)
+    config = config.assign(settings) if start is None else _as_in(start, config, settings)
     config = dataclasses.replace(config, data=languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
@@ -180,23 +180,23 @@ def _begin(
     say(str(prepared.report))
     if recipe is not None:
         config, reasons = recipe(config, prepared, ranks)
-        config = configs.assign(config, settings)
+        config = config.assign(settings)
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     return Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start), prepared
 
 
-def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.Config:
+def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
     """The config with the settings, and with everything that the weights of a run depend on as it is there."""
     there = start.config
     start.weights()  # refuses a run that has none yet
     named = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
     data = dataclasses.replace(config.data, **named)
     config = dataclasses.replace(config, data=data, tokenizer=there.tokenizer, model=there.model)
-    changed = configs.assign(config, settings)
-    own = [path for path, _, _ in configs.difference(config, changed) if path.startswith(("model.", "tokenizer."))]
-    if settled := [path for path in own if path not in (*configs.DROPPING, "tokenizer.dropout")]:
+    changed = config.assign(settings)
+    own = [path for path, _, _ in config.difference(changed) if path.startswith(("model.", "tokenizer."))]
+    if settled := [path for path in own if path not in (*DROPOUTS, "tokenizer.dropout")]:
         raise UsageError(f"{start.path}: its weights depend on {', '.join(settled)}: leave that as it is there")
     return changed
 
@@ -204,8 +204,8 @@ def _as_in(start: Run, config: configs.Config, settings: list[str]) -> configs.C
 def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
     """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
     run = Run.open(folder)
-    changed = configs.assign(run.config, settings)
-    paths = [path for path, _, _ in configs.difference(run.config, changed)]
+    changed = run.config.assign(settings)
+    paths = [path for path, _, _ in run.config.difference(changed)]
     if settled := [path for path in paths if path.startswith(SETTLED) and path not in FREE]:
         raise UsageError(
             f"--resume cannot change {', '.join(settled)}: the training depends on it; begin a new run instead, "
@@ -223,10 +223,10 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
     return run, prepared
 
 
-def _check_text(config: configs.Config) -> None:
+def _check_text(config: Config) -> None:
     """Refuse pairs where plain text is wanted, and the reverse."""
     plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
-    if isinstance(config.model, configs.TranslationConfig):
+    if isinstance(config.model, TranslationConfig):
         if plain:
             raise UsageError(
                 f"model.kind = {kind} translates: give pairs (--src, --tgt), or set model.kind=decoder or encoder"
@@ -235,9 +235,9 @@ def _check_text(config: configs.Config) -> None:
         raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
 
 
-def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> Prepared:
+def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared:
     """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
-    stream = isinstance(config.model, configs.DecoderOnlyConfig)  # a language model reads on where a line ends
+    stream = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
             return prepare(
@@ -255,7 +255,7 @@ def _prepare(folder: Path, config: configs.Config, start: Run | None = None) -> 
         ) from None
 
 
-def _headline(config: configs.Config, prepared: Prepared, world: World) -> str:
+def _headline(config: Config, prepared: Prepared, world: World) -> str:
     """One line about what is about to be trained."""
     together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (

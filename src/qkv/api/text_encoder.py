@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qkv.api.loading import Loaded
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.data.loader import pad
 from qkv.data.plain import hide
 from qkv.decode.batched import by_length
 from qkv.models.transformer import EncoderOnly
-from qkv.text import Tokenizer
 
 GAP = "<mask>"
 STAND_IN = "\ue000"  # a character for private use: no text has it, so its bytes mark the place

@@ -1,4 +1,4 @@
-"""Verbs that show what a model does: explain a sentence, measure heads, align words, report on a training."""
+"""Verbs that explain a model: attention maps, head importance, word alignment, training report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qkv.cli.arguments import AsJson, Device, RunArgument, Tag, Weights, held_out, same_length
+from qkv.cli.arguments import AsJson, Device, RunArgument, Tag, Weights, check_same_length, held_out
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,43 +20,43 @@ def explain(
     run: RunArgument,
     text: Annotated[str, typer.Argument(help="One source sentence.")],
     target: Annotated[
-        str | None, typer.Option(help="Its translation; the model's own by default.", show_default=False)
+        str | None, typer.Option(help="Translation to explain; default: the model's own.", show_default=False)
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Page (.html), data (.json) or picture (.png, .svg).")
+        Path, typer.Option("--output", "-o", help="Page (.html), data (.json) or image (.png, .svg) to write.")
     ] = Path("map.html"),
     tag: Tag = "",
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
-    """Show what every head attends to while a sentence is translated, and how the search went."""
+    """Show attention maps and the beam search of one sentence."""
     from qkv.api import Translator
     from qkv.console import say
     from qkv.explain.attention_maps import check
 
     check(output)
-    found = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
-    found.save(output)
-    say(f"{found.translation or '(the translation is empty)'}\n{output}")
+    attention = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
+    attention.save(output)
+    say(f"{attention.translation or '(the translation is empty)'}\n{output}")
 
 
 def heads(
     run: RunArgument,
     source: Annotated[
         str | None,
-        typer.Argument(metavar="SRC", help="Source text; the held-out pairs by default.", show_default=False),
+        typer.Argument(metavar="SRC", help="Source text; default: the held-out pairs.", show_default=False),
     ] = None,
     reference: Annotated[
-        str | None, typer.Argument(metavar="REF", help="Its translations.", show_default=False)
+        str | None, typer.Argument(metavar="REF", help="Reference translations.", show_default=False)
     ] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="How many pairs to measure on, from the first.")] = 300,
+    pairs: Annotated[int, typer.Option(min=1, help="Number of pairs to measure on, from the first.")] = 300,
     plot: Annotated[str | None, typer.Option(help="Also draw .png or .svg.", show_default=False)] = None,
     tag: Tag = "",
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
-    """What each head is worth: how much the loss grows without it, most important first."""
+    """Rank attention heads by the loss increase without each."""
     from qkv.api import Translator
     from qkv.console import counter
     from qkv.explain import figure_files
@@ -68,29 +68,37 @@ def heads(
     sources, references = held_out(run, source, reference)
     sources, references = sources[:pairs], references[:pairs]
     with counter("measuring", len(sources)) as advance:
-        found = translator.importance(sources, references, tag=tag, progress=advance)
-    for each in found:
+        importances = translator.importance(sources, references, tag=tag, progress=advance)
+    for each in importances:
         row = dataclasses.asdict(each)
         print(json.dumps(row) if as_json else f"{each.change:+.4f}\t{each.name}\t{each.head}")
     if plot:
-        draw(found, plot, title=f"What each head is worth: {run}")
+        draw(importances, plot, title=f"Head importance: {run}")
 
 
 def align(
     run: RunArgument,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Source text.")],
-    target: Annotated[str, typer.Argument(metavar="TGT", help="Its translations, line by line.")],
+    target: Annotated[str, typer.Argument(metavar="TGT", help="Translations, line by line.")],
     find: Annotated[
-        str | None, typer.Option(metavar="GOLD", help="Find the head that agrees best with this file, and keep it.")
+        str | None,
+        typer.Option(
+            metavar="GOLD", help="Find the attention head that agrees best with this Pharaoh file, and save the choice."
+        ),
     ] = None,
-    gold: Annotated[str | None, typer.Option(help="Pharaoh file to compare with: alignment error rate.")] = None,
-    words: Annotated[str, typer.Option(help="marks: punctuation stands alone; spaces: only spaces divide.")] = "marks",
-    output: Annotated[str, typer.Option("--output", "-o", help="File to write; - is standard output.")] = "-",
+    gold: Annotated[
+        str | None, typer.Option(help="Pharaoh file of reference alignments: report the alignment error rate.")
+    ] = None,
+    words: Annotated[str, typer.Option(help="Word boundaries: marks (spaces and punctuation) or spaces.")] = "marks",
+    output: Annotated[str, typer.Option("--output", "-o", help="Output file; - is standard output.")] = "-",
     tag: Tag = "",
     weights: Weights = "",
     device: Device = "auto",
 ) -> None:
-    """Word alignment of given translations, in Pharaoh format: source-target, counted from 0."""
+    """Align the words of given translations (Pharaoh format).
+
+    Prints pairs source-target of word positions, counted from 0.
+    """
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.core import files
@@ -98,53 +106,55 @@ def align(
     from qkv.explain.word_alignment import KEPT, agreement, keep_head, rank_heads
 
     if find and (gold or output != "-"):
-        raise UsageError("--find only finds a head: leave --gold and --output out, and give them in a second command")
+        raise UsageError(
+            "--find writes no alignments: leave out --gold and --output, and give them in a second command"
+        )
     translator = Translator(run, weights=weights, device=device)
     if find:
         files.check_place(run / KEPT)
     sources, targets = read_lines(source), read_lines(target)
-    same_length(source, sources, target, targets)
-    wanted = find or gold
-    right = _gold(wanted) if wanted else []
-    if wanted:
-        same_length(source, sources, wanted, right)
+    check_same_length(source, sources, target, targets)
+    reference: list[Alignment] = []
+    if pharaoh := find or gold:
+        reference = _read_pharaoh(pharaoh)
+        check_same_length(source, sources, pharaoh, reference)
     if find:
         ranked = rank_heads(
-            translator.model, translator.tokenizers, sources, targets, right, translator.device, rule=words, tag=tag
+            translator.model, translator.tokenizers, sources, targets, reference, translator.device, rule=words, tag=tag
         )
-        for head, found in ranked[:10]:
-            print(f"{found.aer:.4f}\t{head}")
+        for head, score in ranked[:10]:
+            print(f"{score.aer:.4f}\t{head}")
         keep_head(translator.run, ranked[0][0])
-        say(f"kept the first for `qkv align {run}`, in {run / KEPT}")
+        say(f"{run / KEPT}: `qkv align {run}` will use the first of these heads")
         return
     with writer(output) as write, counter("aligning", len(sources)) as advance:
-        links = translator.align(sources, targets, rule=words, tag=tag, progress=advance)
-        for one in links:
-            write(str(one))
+        alignments = translator.align(sources, targets, rule=words, tag=tag, progress=advance)
+        for alignment in alignments:
+            write(str(alignment))
     if gold:
-        say(str(agreement(links, right)))
+        say(str(agreement(alignments, reference)))
 
 
-def _gold(path: str) -> list[Alignment]:
-    """The alignments of a Pharaoh file."""
+def _read_pharaoh(path: str) -> list[Alignment]:
+    """Read the alignments of a Pharaoh file."""
     from qkv.data.lines import read_lines
     from qkv.explain.word_alignment import Alignment
 
-    found = []
+    alignments = []
     for number, line in enumerate(read_lines(path), 1):
         try:
-            found.append(Alignment.parse(line))
+            alignments.append(Alignment.parse(line))
         except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from None
-    return found
+    return alignments
 
 
 def report(
     run: RunArgument,
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="Another run, side by side.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page (.html) to write.")] = Path("report.html"),
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="Another run to compare with.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output page (.html).")] = Path("report.html"),
 ) -> None:
-    """A page about a training: its curves, its samples over time, and how it compares with another."""
+    """Write a page about a training: curves, samples, comparison."""
     from qkv.assembly import Run
     from qkv.console import say
     from qkv.explain.training_report import report as write

@@ -1,4 +1,4 @@
-"""Verbs that measure: doctor examines this machine, those under lab what is claimed."""
+"""The verb doctor, and the verbs of `qkv lab`, which reproduce the published measurements."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from qkv.cli.arguments import Device, Settings, command_line, with_pairs
 
 Output = Annotated[
     list[str] | None,
-    typer.Option("--output", "-o", help="Also write .json or .md; repeatable.", show_default=False),
+    typer.Option("--output", "-o", help="Also write the table (.json, .md); repeatable.", show_default=False),
 ]
-WorkFolder = Annotated[Path, typer.Option("--out", help="Working folder; given again, the table goes on from there.")]
-Src = Annotated[str, typer.Option(help="Source text; the demo corpus by default.", show_default=False)]
+WorkFolder = Annotated[
+    Path, typer.Option("--out", help="Working folder; repeat the command with the same folder to resume.")
+]
+Src = Annotated[str, typer.Option(help="Source text; default: the demo corpus.", show_default=False)]
 Tgt = Annotated[str, typer.Option(help="Target text.", show_default=False)]
 ValidSrc = Annotated[str, typer.Option(help="Validation source.", show_default=False)]
 ValidTgt = Annotated[str, typer.Option(help="Validation target.", show_default=False)]
-Steps = Annotated[int, typer.Option(help="Updates of each training; 0: chosen by the device.")]
-Tokens = Annotated[int, typer.Option(help="Tokens a side in one update; 0: chosen by the device.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Trainings of each model.")]
-Jobs = Annotated[int, typer.Option(min=0, help="Trainings side by side; 0: chosen by the device.")]
+Steps = Annotated[int, typer.Option(help="Updates per training; 0: chosen by the device.")]
+Tokens = Annotated[int, typer.Option(help="Tokens per side and update; 0: chosen by the device.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds: trainings per row.")]
+Jobs = Annotated[int, typer.Option(min=0, help="Parallel trainings; 0: chosen by the device.")]
 
 
 def doctor() -> None:
-    """Versions, devices, and a self-test of a few seconds."""
+    """Show versions and devices, and run a short self-test."""
     from qkv.lab.doctor import examine
 
     raise typer.Exit(0 if examine(print) else 1)
@@ -36,27 +38,39 @@ def speed(
     model: Annotated[
         str,
         typer.Option(
-            show_default=False, help="Random weights: small or base; to train also tiny, big; to decode demo."
+            show_default=False,
+            help="Model size with random weights: small, base; train: also tiny, big; decode: also demo.",
         ),
     ] = "",
     tokens: Annotated[
         int,
-        typer.Option(help="Tokens a side in a training batch; 25,000 on a GPU, 2,048 elsewhere.", show_default=False),
+        typer.Option(
+            help="Tokens per side of a training batch; default: 25,000 on a GPU, else 2,048.", show_default=False
+        ),
     ] = 0,
-    run: Annotated[str, typer.Option(help="Or a run to decode with.", show_default=False)] = "",
-    src: Annotated[str, typer.Option(help="The text that it decodes.", show_default=False)] = "",
-    beam: Annotated[list[int] | None, typer.Option(help="1 and 4; repeatable.", show_default=False)] = None,
+    run: Annotated[
+        str, typer.Option(help="Decode with this run instead of random weights; needs --src.", show_default=False)
+    ] = "",
+    src: Annotated[str, typer.Option(help="Text to decode with --run.", show_default=False)] = "",
+    beam: Annotated[
+        list[int] | None, typer.Option(help="Beam size; repeatable; default: 1 and 4.", show_default=False)
+    ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(help="Sentences at once: 1, 64 and 512; repeatable.", show_default=False)
+        list[int] | None,
+        typer.Option(help="Sentences per batch; repeatable; default: 1, 64 and 512.", show_default=False),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Only those whose names hold this; repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Measure only contenders with this in their name; repeatable.", show_default=False),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure each setting, in three rounds at least.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Seconds per setting, at least three rounds.")] = 10.0,
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """Speed on the same weights: training against other implementations, decoding against other engines."""
+    """Compare training and decoding speed with other software.
+
+    All contenders have the same weights, and their outputs are compared first.
+    """
     from qkv.lab.decoding_speed import measure_speed
 
     measure_speed(
@@ -76,12 +90,17 @@ def speed(
 
 
 def table1(
-    seconds: Annotated[float, typer.Option(help="About how long to measure.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Approximate duration in seconds.")] = 60.0,
     device: Device = "auto",
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Also write JSON.", show_default=False)] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Also write the results as JSON.", show_default=False)
+    ] = None,
     plot: Annotated[str | None, typer.Option(help="Also draw .png or .svg.", show_default=False)] = None,
 ) -> None:
-    """The paper's Table 1 measured: complexity, sequential operations and path length of each type of layer."""
+    """Measure the paper's Table 1: complexity of layer types.
+
+    Complexity per layer, sequential operations and maximum path length of self-attention, recurrence and convolutions.
+    """
     from qkv.lab.table1 import measure
 
     measure(device=device, seconds=seconds, output=output, plot=plot)
@@ -95,16 +114,19 @@ def table2(
     valid_tgt: ValidTgt = "",
     test_src: Annotated[str, typer.Option(help="Test source.", show_default=False)] = "",
     test_tgt: Annotated[str, typer.Option(help="Test references.", show_default=False)] = "",
-    equal: Annotated[str, typer.Option(help="What all models are given alike: flops, time or steps.")] = "flops",
+    equal: Annotated[str, typer.Option(help="Budget that is equal for all models: flops, time or steps.")] = "flops",
     steps: Steps = 0,
     tokens: Tokens = 0,
     seeds: Seeds = 3,
-    norm: Annotated[str, typer.Option(help="The Transformer's: post, as in the paper, or pre.")] = "post",
+    norm: Annotated[str, typer.Option(help="Layer norm of the Transformer: post, as in the paper, or pre.")] = "post",
     jobs: Jobs = 0,
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """The paper's Table 2 measured: RNN, ConvS2S and Transformer at equal parameters and equal training cost."""
+    """Measure the paper's Table 2: RNN, ConvS2S, Transformer.
+
+    All models have the same number of parameters and the same training cost.
+    """
     from qkv.lab.table2 import measure
 
     measure(
@@ -134,10 +156,10 @@ def table3(
     valid_src: ValidSrc = "",
     valid_tgt: ValidTgt = "",
     rows: Annotated[
-        list[str] | None, typer.Option("--row", help="Only this row; may be repeated.", show_default=False)
+        list[str] | None, typer.Option("--row", help="Train only this row; repeatable.", show_default=False)
     ] = None,
     width: Annotated[float, typer.Option(help="Factor on the paper's widths; 0: chosen by the device.")] = 0.0,
-    depth: Annotated[float, typer.Option(help="Factor on its layers; 0: chosen by the device.")] = 0.0,
+    depth: Annotated[float, typer.Option(help="Factor on the paper's layers; 0: chosen by the device.")] = 0.0,
     steps: Steps = 0,
     tokens: Tokens = 0,
     seeds: Seeds = 3,
@@ -145,7 +167,10 @@ def table3(
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """The paper's Table 3 measured: every variation of the base model, at a scale that fits the device."""
+    """Measure the paper's Table 3: variations of the base model.
+
+    Widths, layers and text are scaled down to fit the device.
+    """
     from qkv.lab.table3 import measure
 
     measure(
@@ -168,10 +193,12 @@ def table3(
 
 
 def ablate(
-    what: Annotated[str, typer.Argument(metavar="CONFIG", help="The recipe: a preset, a .toml file or a run.")],
+    what: Annotated[str, typer.Argument(metavar="CONFIG", help="Recipe: a preset, a TOML file or a run folder.")],
     changes: Annotated[
         list[str],
-        typer.Option("--try", help="A change of it, e.g. train.r_drop=5; several with spaces between; repeatable."),
+        typer.Option(
+            "--try", help="Change to measure, e.g. train.r_drop=5; several options separated by spaces; repeatable."
+        ),
     ],
     out: WorkFolder = Path("runs/ablation"),
     src: Src = "",
@@ -179,15 +206,17 @@ def ablate(
     valid_src: ValidSrc = "",
     valid_tgt: ValidTgt = "",
     settings: Settings = None,
-    steps: Annotated[int, typer.Option(help="Updates of the recipe as it is; 0: as it says.")] = 0,
-    equal: Annotated[str, typer.Option(help="What all are given alike: time or steps.")] = "time",
+    steps: Annotated[int, typer.Option(help="Updates of the unchanged recipe; 0: as in the recipe.")] = 0,
+    equal: Annotated[str, typer.Option(help="Budget that is equal for all rows: time or steps.")] = "time",
     seeds: Seeds = 3,
     jobs: Jobs = 0,
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """What changes of a recipe are worth: each against the recipe as it is, at equal time, with several seeds."""
-    from qkv.config import assign
+    """Measure what changes of a training recipe gain.
+
+    Each change is compared with the unchanged recipe, at equal time, over several seeds.
+    """
     from qkv.presets import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
@@ -195,7 +224,7 @@ def ablate(
     from qkv.lab.ablation import measure
 
     measure(
-        assign(config, settings or []),
+        config.assign(settings or []),
         changes,
         out=out,
         steps=steps,

@@ -1,4 +1,4 @@
-"""The verb serve: runs as a service."""
+"""The verbs serve and export: make a trained model available to other programs."""
 
 from __future__ import annotations
 
@@ -9,47 +9,45 @@ from typing import Annotated, Any
 
 import typer
 
-from qkv.cli.arguments import Device, Dtype, RunArgument, Tag, Weights
+from qkv.cli.arguments import Device, Dtype, RunArgument, Tag, Weights, optional
 from qkv.core.errors import UsageError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "py3langid", "python_multipart")
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:
+    """An option; its help shows the default."""
     return typer.Option(*names, help=help, **more)
-
-
-def _unset(help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=False, **more)
 
 
 Runs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="RUN...", help="Run folders; NAME=FOLDER calls one otherwise.", show_default=False),
+    typer.Argument(metavar="RUN...", help="Run folders; NAME=FOLDER sets the name of the model.", show_default=False),
 ]
-Host = Annotated[str, _option("Address to listen at; 0.0.0.0 is every one, for all to reach.")]
-Port = Annotated[int, _option("Port; 0 is any that is free.")]
-Workers = Annotated[int, _option("Model processes; 0: one for each core, or one on a GPU.", min=0)]
-Keys = Annotated[Path | None, _unset("File of API keys; without one of them nobody is answered.")]
-NewKey = Annotated[str, _unset("Make an API key, show it and its line for --keys, and end.", metavar="NAME")]
-Rate = Annotated[int, _option("Requests a minute of each key, or address; 0: no limit.", min=0)]
+Host = Annotated[str, _option("Address to listen on; 0.0.0.0: all network interfaces.")]
+Port = Annotated[int, _option("Port; 0: any free port.")]
+Workers = Annotated[int, _option("Model processes; 0: one per core, or one on a GPU.", min=0)]
+Keys = Annotated[Path | None, optional("API key file; requests without a valid key are rejected.")]
+NewKey = Annotated[str, optional("Print a new API key and its line for the --keys file, and exit.", metavar="NAME")]
+Rate = Annotated[int, _option("Requests per minute for each key or address; 0: no limit.", min=0)]
 AllowOrigin = Annotated[
-    list[str] | None, _unset("Another site whose scripts may ask: https://example.org", metavar="ORIGIN")
+    list[str] | None,
+    optional("CORS origin that may send requests, e.g. https://example.org; repeatable.", metavar="ORIGIN"),
 ]
-ReusePort = Annotated[bool, _option("Let other processes listen at the same port too.", "--reuse-port")]
-BatchTokens = Annotated[int, _option("Source tokens that go through a model at once; 0: as the device likes.", min=0)]
-WaitMs = Annotated[float, _option("Milliseconds that a sentence waits for company.", min=0)]
-Timeout = Annotated[float, _option("Seconds until a request must be answered.", min=0.1)]
-Patience = Annotated[float, _option("Seconds for a request to arrive: its head, then its body.", min=0.1)]
-Drain = Annotated[float, _option("Seconds for accepted work, when told to stop.", min=0)]
-MaxQueue = Annotated[int, _option("Sentences that may wait.", min=1)]
-MaxCharacters = Annotated[int, _option("Characters of all texts of a request.", min=1)]
-MaxTexts = Annotated[int, _option("Texts of a request.", min=1)]
-MaxAlternatives = Annotated[int, _option("Alternatives of a translation.", min=0)]
-MaxTokens = Annotated[int, _option("Tokens of a completion.", min=1)]
-MaxBody = Annotated[int, _option("Bytes of a request.", min=1)]
-MaxFile = Annotated[int, _option("Bytes of a document.", min=1)]
-MaxDocuments = Annotated[int, _option("Documents kept at once.", min=1)]
+ReusePort = Annotated[bool, _option("Share the port with other processes (SO_REUSEPORT).", "--reuse-port")]
+BatchTokens = Annotated[int, _option("Source tokens per batch; 0: chosen by the device.", min=0)]
+WaitMs = Annotated[float, _option("Batching delay in milliseconds.", min=0)]
+Timeout = Annotated[float, _option("Request timeout in seconds.", min=0.1)]
+Patience = Annotated[float, _option("Seconds in which the head, then the body of a request must arrive.", min=0.1)]
+Drain = Annotated[float, _option("Seconds to finish accepted requests at shutdown.", min=0)]
+MaxQueue = Annotated[int, _option("Maximum queued sentences.", min=1)]
+MaxCharacters = Annotated[int, _option("Maximum characters of all texts of a request.", min=1)]
+MaxTexts = Annotated[int, _option("Maximum texts per request.", min=1)]
+MaxAlternatives = Annotated[int, _option("Maximum alternatives per translation.", min=0)]
+MaxTokens = Annotated[int, _option("Maximum tokens per completion.", min=1)]
+MaxBody = Annotated[int, _option("Maximum request size in bytes.", min=1)]
+MaxFile = Annotated[int, _option("Maximum document size in bytes.", min=1)]
+MaxDocuments = Annotated[int, _option("Maximum number of stored documents.", min=1)]
 
 
 def serve(
@@ -79,42 +77,46 @@ def serve(
     max_file: MaxFile = 10 << 20,
     max_documents: MaxDocuments = 32,
 ) -> None:
-    """Serve runs: a page, LibreTranslate's API and OpenAI's; Ctrl-C or SIGTERM finishes what was accepted."""
+    """Serve models over HTTP: web page and JSON APIs.
+
+    The APIs are qkv's own, LibreTranslate's and OpenAI's. Ctrl-C or SIGTERM finishes accepted requests, then exits.
+    """
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"a server needs {', '.join(missing)}: pip install 'qkv[serve]'")
     from qkv.server.auth import read_keys
-    from qkv.server.listener import listen, start
-    from qkv.server.middleware import Limits
-    from qkv.server.scheduler import Setup
-    from qkv.server.served_models import Models
+    from qkv.server.listener import open_socket
+    from qkv.server.listener import serve as serve_models
+    from qkv.server.middleware import RequestLimits
+    from qkv.server.scheduler import SchedulerOptions
+    from qkv.server.served_models import ServedModels
 
     if new_key:
         _make_key(new_key)
         return
-    models = Models.open(runs or [])
-    most = {name.removeprefix("max_"): value for name, value in context.params.items() if name.startswith("max_")}
-    limits = Limits(seconds=timeout, patience=patience, drain=drain, **most)
+    models = ServedModels.open(runs or [])
+    maxima = {name.removeprefix("max_"): value for name, value in context.params.items() if name.startswith("max_")}
+    limits = RequestLimits(timeout=timeout, receive_timeout=patience, drain=drain, **maxima)
     folders = {name: model.path for name, model in models.items()}
-    setup = Setup(folders, device, dtype, workers, batch_tokens=batch_tokens, wait=wait_ms / 1000)
+    options = SchedulerOptions(folders, device, dtype, workers, batch_tokens, batching_delay=wait_ms / 1000)
     known = read_keys(keys) if keys else {}
-    listening = listen(host, port, shared=reuse_port)
-    start(models, setup, limits, listening, keys=known, rate=rate, origins=allow_origin or [])
+    listening = open_socket(host, port, reuse_port=reuse_port)
+    serve_models(models, options, limits, listening, keys=known, rate=rate, origins=allow_origin or [])
 
 
 def _make_key(name: str) -> None:
     from qkv.server.auth import new_key
 
     if not name.isascii() or any(c.isspace() or c == "#" for c in name):
-        raise UsageError(f"{name}: a name for a key is one word")
+        raise UsageError(f"--new-key {name}: use one ASCII word without spaces and #")
     key, line = new_key(name)
     print(f"key:   {key}\nline:  {line}")
 
 
-# ---- The verb that gives a trained model away: export ----------------------------------------------------------------
+# ---- export ----------------------------------------------------------------------------------------------------------
 
 
 class Format(StrEnum):
-    """What other engines read."""
+    """Format of the exported folder."""
 
     ctranslate2 = "ctranslate2"
     huggingface = "huggingface"
@@ -122,13 +124,18 @@ class Format(StrEnum):
 
 def export(
     run: RunArgument,
-    to: Annotated[Format, typer.Option(help="Whose format.", show_default=False, case_sensitive=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make.", show_default=False)],
+    to: Annotated[
+        Format, typer.Option(help="Format of the exported folder.", show_default=False, case_sensitive=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.", show_default=False)],
     tag: Tag = "",
     weights: Weights = "",
 ) -> None:
-    """Write a Transformer for another engine: weights, a tokenizer and a README.md; nothing of qkv is needed then."""
+    """Export a model for CTranslate2 or Hugging Face.
+
+    Writes weights, tokenizer and a README.md; the folder works without qkv.
+    """
     from qkv.api import export as write
 
     folder = write(run, to=to, output=output, weights=weights, tag=tag)
-    print(f"{folder}: how to use it is in {folder / 'README.md'}")
+    print(f"{folder}: see {folder / 'README.md'} for how to use it")

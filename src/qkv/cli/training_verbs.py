@@ -1,4 +1,4 @@
-"""Verbs that make a model: train, average, and config, which shows what would be trained."""
+"""Verbs that train models: train, average, config, and augment, which makes training text."""
 
 from __future__ import annotations
 
@@ -11,108 +11,107 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli import arguments
-from qkv.cli.arguments import RunArgument, Settings, command_line, with_more, with_pairs, with_text
+from qkv.cli.arguments import RunArgument, Settings, command_line, with_extra_pairs, with_pairs, with_text
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.assembly import Run
-    from qkv.config import Config
-    from qkv.data.store import Prepared
-if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
+    from qkv.assembly import Run
+    from qkv.data.store import Prepared
+    from qkv.options import Config
 
 
 def train(
-    what: Annotated[str | None, typer.Argument(metavar="PRESET|CONFIG", help="A preset's name or a TOML file.")] = None,
-    src: Annotated[
-        list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; may be repeated.")
+    what: Annotated[
+        str | None, typer.Argument(metavar="PRESET|CONFIG", help="Name of a preset, or a TOML file.")
     ] = None,
-    tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one for each --src.")] = None,
+    src: Annotated[
+        list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; repeatable.")
+    ] = None,
+    tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one per --src.")] = None,
     also: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE[:WEIGHT[:TAG]]",
-            help="More pairs, .tsv or .jsonl, e.g. of qkv augment: WEIGHT times an epoch, after TAG; may be repeated.",
+            help="More pairs (.tsv, .jsonl), e.g. from qkv augment; read WEIGHT times per epoch; repeatable.",
         ),
     ] = None,
-    valid_src: Annotated[
-        str | None, typer.Option(help="Validation source; by default a part of the text is held out.")
-    ] = None,
+    valid_src: Annotated[str | None, typer.Option(help="Validation source; default: held-out text.")] = None,
     valid_tgt: Annotated[str | None, typer.Option(help="Validation target.")] = None,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Plain text, for a model without a source; may be repeated.")
-    ] = None,
-    valid_text: Annotated[
-        str | None, typer.Option(help="Validation text; by default the end of it is held out.")
-    ] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Monolingual text, for a language model; repeatable.")] = None,
+    valid_text: Annotated[str | None, typer.Option(help="Validation text; default: held-out text.")] = None,
     start: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="Begin with this run's weights, e.g. to adapt it to other text."),
+        typer.Option("--from", metavar="RUN", help="Start from the weights of this run, e.g. to fine-tune it."),
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder to make.", show_default="runs/NAME")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the training in the run folder.")] = False,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Length of an automatic recipe, 100 steps at least; 0: 30, or 60 on a GPU.")
+        float, typer.Option(min=0, help="Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.")
     ] = 0.0,
     on_bad: Annotated[
-        str | None, typer.Option(help="A line that is not UTF-8: error, or skip the pair.", show_default=False)
+        str | None, typer.Option(help="Line that is not UTF-8: error, or skip (drops the pair).", show_default=False)
     ] = None,
 ) -> None:
-    """Train a model: from a preset, a config file, or text files and nothing else.
+    """Train a model from a preset, a config file or text files.
 
-    Two files (--src, --tgt) make a model that translates, one (--text) a language model. --from adapts a trained one.
+    Parallel text (--src, --tgt) gives a translation model, monolingual text (--text) a language model. --from
+    fine-tunes a trained run. Without a preset or config file, the recipe is chosen from the text and the device.
     """
     from qkv.api import auto_recipe
-    from qkv.api.run_training import train as begin
+    from qkv.api.run_training import train as run_training
     from qkv.assembly import Run
-    from qkv.config import path_of
+    from qkv.core.config import option_path
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
         if what or src or tgt or also or valid_src or valid_tgt or text or valid_text or minutes or start:
-            raise UsageError("--resume takes what the run folder holds: give --run, and --set if need be, alone")
-        begin(run=run, resume=True, settings=changed)
+            raise UsageError("--resume takes text and config from the run folder: give only --run and --set")
+        run_training(run=run, resume=True, settings=changed)
         return
     if what and minutes:
-        raise UsageError(f"--minutes is for an automatic recipe: {what} says itself how long it trains (train.steps)")
+        raise UsageError(f"--minutes is for an automatic recipe: {what} sets its own length: use --set train.steps=N")
     source = Run.open(start) if start else None
-    config = _given(what, source)
+    config = _named_config(what, source)
     if text or valid_text:
         if src or tgt or also or valid_src or valid_tgt:
-            raise UsageError("--text is for models without a source, --src and --tgt for those with one: give either")
+            raise UsageError("--text trains a language model, --src and --tgt a translation model: give one of the two")
         config = with_text(config, text or [], valid_text)
     else:
-        config = with_more(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
-    fixed = set(map(path_of, changed))
+        config = with_extra_pairs(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
+    fixed = set(map(option_path, changed))
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
     def recipe(config: Config, prepared: Prepared, ranks: int) -> tuple[Config, list[str]]:
         return auto_recipe.choose(config, prepared, minutes, fixed=fixed, ranks=ranks, trained=source is not None)
 
-    begin(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
+    run_training(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
 
 
-def _given(what: str | None, start: Run | None) -> Config | None:
-    """What the command line names to train: a config, or that of the run to begin with, whose length was its own."""
-    from qkv.config import TrainConfig
+def _named_config(what: str | None, start: Run | None) -> Config | None:
+    """Return the named config, or the config of the --from run without its schedule; None if neither is given."""
     from qkv.console import say
+    from qkv.options import TrainConfig
     from qkv.presets import find_config
 
     if what is None:
         return None if start is None else dataclasses.replace(start.config, train=TrainConfig())
     if Path(what).is_dir() and start is None:
-        say(f"{what}: its config, and new weights: to go on with those it has, give --from {what}")
+        say(f"{what}: using its config with new weights; to start from its weights, give --from {what}")
     return find_config(what)
 
 
 def average(
     run: RunArgument,
-    last: Annotated[int, typer.Option(help="How many of the last checkpoints; 0: all that are kept.")] = 0,
-    name: Annotated[str, typer.Option(help="What to call the result.", show_default="average_N")] = "",
+    last: Annotated[int, typer.Option(help="Number of checkpoints to average; 0: all that are kept.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the new weights.", show_default="average_N")] = "",
 ) -> None:
-    """Average the last checkpoints of a run into new weights (use them with --weights)."""
+    """Average the last checkpoints of a run into new weights.
+
+    Other verbs use the result with --weights NAME.
+    """
     from qkv.api.run_training import average_last
 
     path, checkpoints = average_last(run, last, name)
@@ -120,29 +119,28 @@ def average(
 
 
 def config(
-    what: Annotated[str, typer.Argument(metavar="PRESET|CONFIG|RUN", help="What to show and check.")],
+    what: Annotated[str, typer.Argument(metavar="PRESET|CONFIG|RUN", help="Preset, TOML file or run folder.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="Show only where it differs from this one.")
+        str | None, typer.Argument(metavar="OTHER", help="Compare: print only the options that differ.")
     ] = None,
     settings: Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
-    from qkv import config as configs
     from qkv.presets import find_config
 
-    shown = configs.assign(find_config(what), settings or [])
+    shown = find_config(what).assign(settings or [])
     if other is None:
-        print(configs.dumps(shown), end="")
+        print(shown.dumps(), end="")
         return
-    for path, ours, theirs in configs.difference(shown, find_config(other)):
+    for path, ours, theirs in shown.difference(find_config(other)):
         print(f"{path}\t{ours}\t{theirs}")
 
 
-# ---- The verb augment: a trained model and text make a corpus to train on --------------------------------------------
+# ---- augment ---------------------------------------------------------------------------------------------------------
 
 
 class Kind(StrEnum):
-    """What the pairs are for, which decides the side that the translation is on."""
+    """Kind of synthetic pairs; it decides on which side the translation is."""
 
     back = "back-translation"
     own = "self-training"
@@ -150,7 +148,7 @@ class Kind(StrEnum):
 
 
 class Reason(StrEnum):
-    """For what pairs are left out, unless it is allowed."""
+    """Reason for which a pair is dropped, unless --allow names it."""
 
     repeated = "repeated"
     unfinished = "unfinished"
@@ -159,41 +157,53 @@ class Reason(StrEnum):
     ratio = "ratio"
 
 
-# Options that are handed on as they are, if they are given.
-HANDED_ON = """
+# Options that are passed to `qkv.api.augment` unchanged if they are given.
+PASSED_ON = """
     references closest_by beam sample temperature top_k top_p min_p seed rerank candidates tag others weights
     dtype device workers
 """.split()
 
 As = Annotated[
     Kind,
-    typer.Option("--as", help="back-translation: RUN translates target text to the source; the others: source text."),
+    typer.Option(
+        "--as",
+        help="For back-translation RUN translates target text into the source language; else TEXT is source text.",
+    ),
 ]
 Output = Annotated[
     str,
-    typer.Option("--output", "-o", help="Pairs to write, .tsv or .jsonl; was it interrupted, it goes on. - is .tsv."),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.",
+    ),
 ]
 References = Annotated[
     str | None,
-    typer.Option(help="Of distillation: references, line by line; the translation closest to each is taken."),
+    typer.Option(help="Distillation: references, line by line; the candidate closest to the reference is chosen."),
 ]
-ClosestBy = Annotated[str, typer.Option(help="Closest to the reference by bleu or chrf.")]
+ClosestBy = Annotated[str, typer.Option(help="Similarity to the reference: bleu or chrf.")]
 WithNoise = Annotated[
-    bool, typer.Option("--noise", help="Noise on the source side: --drop 0.1 --blank 0.1 --shuffle 3.")
+    bool, typer.Option("--noise", help="Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.")
 ]
-Drop = Annotated[float | None, typer.Option(help="Share of source words dropped.")]
-Blank = Annotated[float | None, typer.Option(help="Share of source words blanked.")]
-Shuffle = Annotated[int | None, typer.Option(help="Places that a source word may move.")]
-Allow = Annotated[list[Reason] | None, typer.Option(help="Leave nothing out for this reason; may be repeated.")]
-MaxRatio = Annotated[float, typer.Option(help="Longest side to the shortest, in tokens; 0: no limit.")]
-MinLogprob = Annotated[float | None, typer.Option(help="Least log-probability of a token, on average.")]
-Keep = Annotated[float, typer.Option(help="Share to keep of the pairs that pass all else, the likeliest.")]
+Drop = Annotated[float | None, typer.Option(help="Probability of dropping a source word.")]
+Blank = Annotated[float | None, typer.Option(help="Probability of blanking a source word.")]
+Shuffle = Annotated[int | None, typer.Option(help="Maximum distance that a source word moves.")]
+Allow = Annotated[
+    list[Reason] | None, typer.Option(help="Keep pairs that would be dropped for this reason; repeatable.")
+]
+MaxRatio = Annotated[float, typer.Option(help="Maximum length ratio of the two sides, in tokens; 0: no limit.")]
+MinLogprob = Annotated[float | None, typer.Option(help="Minimum mean log-probability per token.")]
+Keep = Annotated[float, typer.Option(help="Fraction of the remaining pairs to keep, most probable first.")]
 RoundTrip = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="A run of the other direction, which says how likely pairs are.")
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Run of the opposite direction that scores the pairs for --keep and --min-logprob."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Of samples and noise.")]
-Candidates = Annotated[int | None, typer.Option(help="How many --rerank or --references choose from.")]
-BadLines = Annotated[arguments.OnBad, typer.Option(help="A line that is not UTF-8: error, or skip it.")]
+Seed = Annotated[int, typer.Option(help="Random seed of sampling and noise.")]
+Candidates = Annotated[int | None, typer.Option(help="Number of candidates for --rerank or --references.")]
+BadLines = Annotated[arguments.OnBad, typer.Option(help="Line that is not UTF-8: error, or skip.")]
 
 
 def augment(
@@ -230,22 +240,25 @@ def augment(
     workers: arguments.Workers = None,
     on_bad: BadLines = arguments.OnBad.error,
 ) -> None:
-    """Make a corpus of text and a model's translations of it: what `qkv train --also` reads.
+    """Make training pairs from text and a model's translations.
 
-    What is left out is counted and told. With --output a file of any size: stopped or killed, the same command goes on
-    where it was. On several GPUs: torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
+    `qkv train --also` reads the result. Dropped pairs are counted and reported. With --output, a stopped or killed
+    command resumes when it is repeated. On several GPUs:
+    torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
     """
     from qkv.api import augment as make
     from qkv.api.file_translation import Crew, count_lines
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say
 
-    asked = {name: context.params[name] for name in HANDED_ON}
-    how = {name: value for name, value in asked.items() if value is not None and value is not False and value != ""}
+    values = {name: context.params[name] for name in PASSED_ON}
+    options = {
+        name: value for name, value in values.items() if value is not None and value is not False and value != ""
+    }
     first = not Crew.here().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:
-        made = make(
+        summary = make(
             run,
             text,
             output,
@@ -256,17 +269,17 @@ def augment(
             on_bad=on_bad.value,
             command=arguments.command_line(),
             progress=advance,
-            **how,
+            **options,
         )
     if first:
-        say(str(made))
+        say(str(summary))
 
 
-def _noise(usual: bool, drop: float | None, blank: float | None, shuffle: int | None) -> Noise:
-    """Of what is not given there is as much as is usual, or none."""
+def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> Noise:
+    """Return the noise of the options; values not given are those of --noise (Edunov et al. 2018), or zero."""
     from qkv.api.pair_filters import EDUNOV, Noise
 
-    base = EDUNOV if usual else Noise()
+    base = EDUNOV if standard else Noise()
     return Noise(
         base.drop if drop is None else drop,
         base.blank if blank is None else blank,

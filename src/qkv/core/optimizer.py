@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from qkv.config import TrainConfig
+    from qkv.core.config import TrainConfig
     from qkv.data.loader import Updates
 
 WSD_DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
@@ -42,19 +42,12 @@ def learning_rate(step: int, options: TrainConfig, d_model: int, last_step: int 
 
 
 def build_optimizer(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
-    """Return Adam as in the paper, or AdamW: decoupled weight decay, which leaves norms and biases alone.
+    """Return Adam as in the paper.
 
     A training state saves the tensors in `optimizer.state[parameter]`; the trainer sets `lr` before each step.
     """
-    parameters = list(model.parameters())
-    settings: dict[str, Any] = {"lr": 0.0, "betas": (options.beta1, options.beta2), "eps": options.eps, "fused": True}
-    if options.optimizer == "adam":
-        return torch.optim.Adam(parameters, **settings)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, **settings)
+    betas = options.beta1, options.beta2
+    return torch.optim.Adam(list(model.parameters()), lr=0.0, betas=betas, eps=options.eps, fused=True)
 
 
 class Plan(NamedTuple):

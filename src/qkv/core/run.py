@@ -35,10 +35,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from qkv import config as configs
 from qkv.core import files
+from qkv.core.config import Config, TransformerConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.text import Tokenizers
+from qkv.core.tokenizer import TokenizerPair
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +61,8 @@ class Run:
     def create(
         cls,
         path: Path,
-        config: configs.Config,
-        tokenizers: Tokenizers,
+        config: Config,
+        tokenizers: TokenizerPair,
         store: Path | None = None,
         command: str = "",
         start: Run | None = None,
@@ -165,16 +165,16 @@ class Run:
         return self.path / "log.jsonl"
 
     @cached_property
-    def config(self) -> configs.Config:
-        return configs.load(self.path / "config.toml")
+    def config(self) -> Config:
+        return Config.load(self.path / "config.toml")
 
-    def write_config(self, config: configs.Config) -> None:
-        files.write_text(self.path / "config.toml", configs.dumps(config))
+    def write_config(self, config: Config) -> None:
+        files.write_text(self.path / "config.toml", config.dumps())
         self.__dict__.pop("config", None)
 
     @cached_property
-    def tokenizers(self) -> Tokenizers:
-        return Tokenizers.load(self.path / "tokenizer.json")
+    def tokenizers(self) -> TokenizerPair:
+        return TokenizerPair.load(self.path / "tokenizer.json")
 
     @cached_property
     def scores(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Run:
         """Return a model of the run's config, not yet trained."""
         from qkv.models.transformer import Transformer
 
-        assert isinstance(self.config.model, configs.TransformerConfig)
+        assert isinstance(self.config.model, TransformerConfig)
         return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
     def model(self, device: torch.device, weights: str = "") -> Model:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from qkv.config import Config, TrainConfig
 from qkv.core import files
 from qkv.core.checkpoint import (
     Clock,
@@ -30,6 +29,7 @@ from qkv.core.checkpoint import (
     save_state,
     start_from,
 )
+from qkv.core.config import Config, TrainConfig
 from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.errors import Interrupted, QkvError, stop_signals
 from qkv.core.optimizer import Plan, Schedule

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from qkv.data import batches
 if TYPE_CHECKING:
     import torch
 
-    from qkv.config import Config
+    from qkv.core.config import Config
     from qkv.core.device import World
     from qkv.data.loader import Batch, Updates
     from qkv.data.store import Prepared
@@ -73,14 +74,15 @@ class Task(Protocol):
 
 
 class TranslationTask:
-    """Sentence pairs, measured by the loss and by BLEU of greedy translations."""
+    """Sentence pairs, measured by the loss and by BLEU of greedy translations; options go to the stream of updates."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
 
     def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates:
         from qkv.data.loader import Pairs
 
-        dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
-        options = update_options(config, device, world)
-        return Pairs(text.train, text.tokenizers, dropout=dropout, aligned=aligned, **options)
+        return Pairs(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
 
     def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
         return validate(model, text, config, device)
@@ -163,11 +165,14 @@ def greedy_bleu(model: TranslationModel, text: Prepared, config: Config, device:
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lang: str = "") -> float:
-    """Return sacreBLEU's BLEU of a corpus; it tokenises the raw references itself."""
+    """Return sacreBLEU's BLEU of a corpus in NFC; it tokenises the raw references itself."""
     from sacrebleu.metrics.bleu import BLEU
 
     if not references or len(hypotheses) != len(references):
         raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
+    hypotheses, references = (
+        [unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references)
+    )
     metric = BLEU(tokenize=bleu_tokenizer(tgt_lang), force=True)  # force: no warning that the text looks tokenised
     return float(metric.corpus_score(hypotheses, [references]).score)
 

@@ -23,9 +23,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, cast
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import links
+from qkv.options import CorpusConfig, DataConfig
 
 BLOCK = 1 << 20  # bytes of text, both sides together, after which a block is closed
 PIECE = 1 << 20  # bytes moved at once
@@ -65,7 +65,7 @@ class Block:
     spans: tuple[tuple[int, int], ...]  # (first byte, number of bytes)
 
 
-def resolve(corpora: Iterable[config.CorpusConfig], data: config.DataConfig) -> list[Corpus]:
+def resolve(corpora: Iterable[CorpusConfig], data: DataConfig) -> list[Corpus]:
     """Check what the config says about each corpus, and find its files."""
     found = [_resolve(corpus, data) for corpus in corpora]
     if len({corpus.sides for corpus in found}) > 1:
@@ -73,7 +73,7 @@ def resolve(corpora: Iterable[config.CorpusConfig], data: config.DataConfig) -> 
     return found
 
 
-def _resolve(corpus: config.CorpusConfig, data: config.DataConfig) -> Corpus:
+def _resolve(corpus: CorpusConfig, data: DataConfig) -> Corpus:
     names = tuple(name for name in (corpus.src, corpus.tgt, corpus.text) if name)
     if corpus.text and len(names) > 1:
         raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from qkv import config
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import TokenizerPair, learn_tokenizers
 from qkv.data import passes
 from qkv.data.corpus import Block, Corpus, blocks, is_stream, unpack
 from qkv.data.passes import Fate, Limits, Part
-from qkv.text import Tokenizers, learn
+from qkv.data.subwords import learner_for
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool
 
 Progress = Callable[[str, int, int | None], None]  # (what is being done, how much is done, of how much)
@@ -27,7 +28,7 @@ class Job:
 
     def __init__(
         self,
-        data: config.DataConfig,
+        data: DataConfig,
         train: list[Corpus],
         valid: list[Corpus],
         draft: Path,
@@ -92,17 +93,20 @@ class Job:
         else:
             passes.hold_out(sources[:size], train, self.data.valid_size, self.seed)
 
-    def learn(self, spec: config.TokenizerConfig) -> Tokenizers:
+    def learn(self, spec: TokenizerConfig) -> TokenizerPair:
         """A vocabulary from a uniform sample of the training pairs."""
         self.progress("learn", 0, None)
         kept = int(np.count_nonzero(self.fates == Fate.TRAIN))
         if not kept:
             raise QkvError(f"{self.corpora[0]}: no pair is left to train on: all are empty, repeated or not UTF-8")
         share = min(1.0, spec.sample / kept)
+        learner = learner_for(spec.kind)
         tags = tuple(dict.fromkeys(corpus.tag for corpus in self.corpora if corpus.tag))
         if self.corpora[0].sides == 1:
-            return learn((), self._lines(0, share), dataclasses.replace(spec, shared=True), tags, pairs=kept)
-        return learn(self._lines(0, share), self._lines(1, share), spec, tags, pairs=kept)
+            return learn_tokenizers(
+                (), self._lines(0, share), dataclasses.replace(spec, shared=True), tags, pairs=kept, learner=learner
+            )
+        return learn_tokenizers(self._lines(0, share), self._lines(1, share), spec, tags, pairs=kept, learner=learner)
 
     def _lines(self, side: int, share: float) -> Iterator[str]:
         tasks = (

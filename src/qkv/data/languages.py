@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from qkv import config
 from qkv.data.corpus import PACKED
+from qkv.options import DataConfig
 
 # ISO 639-1, and of ISO 639-2 what is one language and no family; each as it is written, by either of its codes.
 CODES = frozenset(
@@ -37,7 +37,7 @@ CODES = frozenset(
 )
 
 
-def languages(data: config.DataConfig) -> config.DataConfig:
+def languages(data: DataConfig) -> DataConfig:
     """The same text with its languages, where they are not given and `train.en` and `train.de` tell them.
 
     A corpus tells if both its files end with a code, and not with the same one; others have no say. What the corpora

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from qkv.core.errors import UsageError
-from qkv.text import Tokenizer
+from qkv.core.tokenizer import Tokenizer
 
 Link = tuple[int, int]  # (source, target), both counted from 0
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data import batches
 from qkv.data.ragged import LONGEST, PADDING, TILES, Flat, Ragged, lay
 from qkv.data.store import Store
-from qkv.text import Tokenizers
-from qkv.text.dropout import Dropout, seeds_of
+from qkv.data.subwords import BpeDropout, row_seeds
 
 SIZES, LEAST_STEP = 12, 64  # ragged batches come in about so many sizes, which differ by a multiple of tokens
 
@@ -102,7 +102,7 @@ def pad(rows: list[NDArray[Any]], value: int, *, first: int | None = None, last:
 def collate(
     sources: list[NDArray[Any]],
     targets: list[NDArray[Any]],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     *,
     links: list[NDArray[Any]] | None = None,
 ) -> Batch:
@@ -176,7 +176,7 @@ class Pairs(Updates):
     def __init__(
         self,
         store: Store,
-        tokenizers: Tokenizers,
+        tokenizers: TokenizerPair,
         *,
         tokens: int,
         micro_tokens: int = 0,
@@ -198,8 +198,8 @@ class Pairs(Updates):
         self.micro_tokens = micro_tokens or batches.choose_micro_tokens(self.src_widths, self.tgt_widths, tokens)
         self.dropouts = {}
         if dropout:
-            src = Dropout(tokenizers.src, dropout)
-            self.dropouts = {"src": src, "tgt": src if tokenizers.shared else Dropout(tokenizers.tgt, dropout)}
+            src = BpeDropout(tokenizers.src, dropout)
+            self.dropouts = {"src": src, "tgt": src if tokenizers.shared else BpeDropout(tokenizers.tgt, dropout)}
         self.seed = seed
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
@@ -283,7 +283,7 @@ class Pairs(Updates):
             # Each sentence has its own random numbers, so it is cut alike whatever rank and batch it falls to.
             own = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64).tolist()
             for (side, dropout), number in zip(self.dropouts.items(), own, strict=True):
-                found[side] = dropout.cut(*found[side], seeds_of(micro, number))
+                found[side] = dropout.segment(*found[side], row_seeds(micro, number))
         return [Flat(*each) for each in found.values()]
 
     def batch(self, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:

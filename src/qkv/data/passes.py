@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import links
 from qkv.data.corpus import Block, read, read_alignments, where
-from qkv.text import Tokenizer, Tokenizers
 
 Hashes = NDArray[np.uint64]
 Fates = NDArray[np.uint8]
@@ -228,7 +228,7 @@ def tokenise(
 
 
 def _link(
-    block: Block, row: int, found: list[links.Link], pair: tuple[str, ...], packed: list[bytes], both: Tokenizers
+    block: Block, row: int, found: list[links.Link], pair: tuple[str, ...], packed: list[bytes], both: TokenizerPair
 ) -> bytes:
     """The links of a pair between its tokens; one with a word that is not there is an error."""
     groups = [
@@ -271,5 +271,5 @@ def _part(kept: list[tuple[list[bytes], tuple[str, ...]]], dtypes: list[np.dtype
 
 
 @lru_cache(maxsize=1)
-def _load(path: Path) -> Tokenizers:
-    return Tokenizers.load(path)
+def _load(path: Path) -> TokenizerPair:
+    return TokenizerPair.load(path)

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Updates, pad
 from qkv.data.store import Store
-from qkv.text import Tokenizer, Tokenizers
 
 
 class Blocks(Updates):
@@ -90,7 +90,7 @@ def _groups(starts: batches.Indices, size: int) -> list[batches.Indices]:
 class Sentences(Pairs):
     """Lines of plain text of like length, in which a share of the tokens is hidden and must be filled in."""
 
-    def __init__(self, store: Store, tokenizers: Tokenizers, *, masked: float, **options: Any) -> None:
+    def __init__(self, store: Store, tokenizers: TokenizerPair, *, masked: float, **options: Any) -> None:
         super().__init__(store, tokenizers, **options)
         self.masked = masked
 

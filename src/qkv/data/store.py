@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv import config
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.corpus import PACKED, Corpus, is_stream, resolve
 from qkv.data.job import Job, Progress
 from qkv.data.passes import LINKS, Fate
-from qkv.text import Tokenizers
+from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
 FORMAT, VERSION = "qkv-store", 1
@@ -149,7 +149,7 @@ class Prepared:
     """Everything training needs to know about the text."""
 
     folder: Path
-    tokenizers: Tokenizers
+    tokenizers: TokenizerPair
     train: Store
     valid: Store
     report: Report
@@ -164,7 +164,7 @@ class Prepared:
         """The store that `prepare` left in a folder."""
         folder = Path(folder)
         manifest = _manifest(folder)
-        tokenizers = Tokenizers.load(folder / "tokenizers.json")
+        tokenizers = TokenizerPair.load(folder / "tokenizers.json")
         if tokenizers.fingerprint != manifest["tokenizer"]:
             raise QkvError(
                 f"{folder}: the tokenizers are not those the text was prepared with: delete it and prepare again"
@@ -178,11 +178,11 @@ def _silent(stage: str, done: int, total: int | None) -> None:
 
 
 def prepare(
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
     folder: Path,
     *,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerPair | None = None,
     progress: Progress = _silent,
     seed: int = 0,
     stream: bool = False,
@@ -237,9 +237,9 @@ def prepare(
 
 
 def _settings(
-    data: config.DataConfig,
-    tokenizer: config.TokenizerConfig,
-    given: Tokenizers | None,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    given: TokenizerPair | None,
     train: list[Corpus],
     valid: list[Corpus],
     seed: int,
@@ -283,7 +283,7 @@ def _check_unchanged(paths: list[Path], before: list[dict[str, Any]]) -> None:
             raise QkvError(f"{path}: the file changed while it was being read: start again")
 
 
-def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
+def _workers(data: DataConfig, inputs: list[dict[str, Any]]) -> int:
     """How many processes: one for small text; the size of standard input is unknown and counts as large."""
     sizes = [
         about["size"] * (4 if about["path"].endswith(PACKED) else 1) for about in inputs if about["size"] is not None
@@ -294,7 +294,7 @@ def _workers(data: config.DataConfig, inputs: list[dict[str, Any]]) -> int:
 
 
 def _reuse(
-    data: config.DataConfig, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
+    data: DataConfig, folder: Path, settings: dict[str, Any], inputs: list[dict[str, Any]], keys: tuple[str, ...]
 ) -> Prepared | None:
     """A store made with these settings from inputs that agree in these respects."""
     wanted = [[about[key] for key in keys] for about in inputs]
@@ -378,7 +378,7 @@ def _total(report: list[dict[str, Any]]) -> str:
     return ", ".join([f"{sum(row['read'] for row in report)} read", *told])
 
 
-def _finish(draft: Path, place: Path, tokenizers: Tokenizers, manifest: dict[str, Any]) -> None:
+def _finish(draft: Path, place: Path, tokenizers: TokenizerPair, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the draft its name, in place of an older store."""
     manifest["sides"] = ["src", "tgt"] if (draft / "train.src.ids").exists() else ["tgt"]
     manifest["dtypes"] = {"src": tokenizers.src.dtype.str, "tgt": tokenizers.tgt.dtype.str}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv import config
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import batches
 from qkv.data.loader import Batch, collate, pad
 from qkv.decode.board import Hypothesis, Ids
@@ -19,7 +19,7 @@ from qkv.decode.search import Kind, begin, check_prefix, search
 from qkv.decode.step import PLAIN, Choice, Special
 from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.models.state import StepModel
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig
 
 
 def by_length(lengths: Sequence[int], tokens: int) -> list[batches.Indices]:
@@ -35,8 +35,8 @@ def by_length(lengths: Sequence[int], tokens: int) -> list[batches.Indices]:
 def search_all(
     model: StepModel[Any, Any],
     sources: Sequence[Ids],
-    spec: config.DecodeConfig,
-    tokenizers: Tokenizers,
+    spec: DecodeConfig,
+    tokenizers: TokenizerPair,
     *,
     n_best: int = 1,
     device: torch.device,
@@ -111,8 +111,8 @@ class Work:
 def _in_slots(
     pool: Pool,
     work: Work,
-    spec: config.DecodeConfig,
-    tokenizers: Tokenizers,
+    spec: DecodeConfig,
+    tokenizers: TokenizerPair,
     n_best: int,
     choice: Choice,
     progress: Callable[[Sequence[int]], None],
@@ -146,7 +146,7 @@ def score_all(
     model: StepModel[Any, Any],
     sources: Sequence[Ids],
     targets: Sequence[Ids],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     *,
     device: torch.device,
     tokens: int = 2048,
@@ -170,6 +170,6 @@ def score_all(
     return results
 
 
-def batch_tokens(spec: config.DecodeConfig, device: torch.device) -> int:
+def batch_tokens(spec: DecodeConfig, device: torch.device) -> int:
     """Padded source tokens times beams decoded at once: what keeps the device busy, unless the config says."""
     return spec.batch_tokens or (4096 if device.type == "cpu" else 131_072)

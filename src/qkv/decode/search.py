@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board, Hypothesis
@@ -17,13 +16,14 @@ from qkv.decode.sampling import uniform_numbers
 from qkv.decode.step import LEAVING, PLAIN, Choice, Search, Special
 from qkv.decode.trace import watching
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 
 Kind = Callable[..., Search]  # makes a search, as `begin` does
 
 
 def begin(
     model: StepModel[Any, Any],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     special: Special,
     *,
     lengths: Tensor,
@@ -70,7 +70,7 @@ def search(
     model: StepModel[Any, Any],
     source: Tensor,
     lengths: Tensor,
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     *,
     bos: int,
     eos: int,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import QkvError
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.sampling import Sampling
@@ -28,6 +27,7 @@ from qkv.engines.cpu import native_search
 from qkv.engines.cpu.native_transformer import NativeState
 from qkv.engines.cuda_decoding.inference_kernels import scan
 from qkv.models.state import StepModel
+from qkv.options import DecodeConfig
 
 # Leaving costs a copy of what the model remembers, so sentences leave in groups: when more than this part is done.
 LEAVING = 0.25
@@ -62,7 +62,7 @@ class Choice:
 PLAIN = Choice()
 
 
-def length_penalty(length: Tensor | float, spec: config.DecodeConfig) -> Any:
+def length_penalty(length: Tensor | float, spec: DecodeConfig) -> Any:
     """What a log-probability is divided by; length counts </s>. `gnmt` is the paper's ((5 + length) / 6)^α."""
     if spec.length_penalty == "gnmt":
         return ((5 + length) / 6) ** spec.alpha
@@ -73,7 +73,7 @@ class Search:
     """Sentences on a board, each advanced by a token at a time; `rows` hypotheses of each grow side by side."""
 
     def __init__(
-        self, model: StepModel[Any, Any], spec: config.DecodeConfig, choice: Choice, special: Special, board: Board
+        self, model: StepModel[Any, Any], spec: DecodeConfig, choice: Choice, special: Special, board: Board
     ) -> None:
         self.model, self.spec, self.choice, self.special, self.board = model, spec, choice, special, board
         self.rows = board.tokens.shape[1]

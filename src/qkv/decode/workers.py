@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from qkv import config
 from qkv.assembly import Run
+from qkv.core.tokenizer import TokenizerPair
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis
 from qkv.engines.cpu import pack
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
+from qkv.options import DecodeConfig
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
-Opened = tuple[StepModel[Any, Any], Tokenizers]
+Opened = tuple[StepModel[Any, Any], TokenizerPair]
 CPU = torch.device("cpu")
 WORTHWHILE = 8192  # source tokens for each process, below which it takes longer to start than it helps
 
@@ -47,7 +47,7 @@ def worker_count(tokens: int | None = None, threads: int | None = None) -> int:
 def search_in(
     workers: ProcessWorkers[Opened],
     sources: Sequence[Sequence[int]],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     *,
     n_best: int = 1,
     progress: Callable[[Sequence[int]], None] = lambda finished: None,
@@ -77,7 +77,7 @@ def search_in(
 
 
 def _search(
-    opened: Opened, sources: list[list[int]], spec: config.DecodeConfig, options: dict[str, Any]
+    opened: Opened, sources: list[list[int]], spec: DecodeConfig, options: dict[str, Any]
 ) -> list[list[Hypothesis]]:
     model, tokenizers = opened
     return search_all(model, sources, spec, tokenizers, device=CPU, **options)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.decode.beams import Beams
 from qkv.decode.board import Board
 from qkv.decode.search import Kind, begin
-from qkv.text import Tokenizer
 
 LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
 BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less

@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.validation import bleu_tokenizer
 from qkv.decode.batched import score_all, search_all
 from qkv.decode.board import Hypothesis, Ids
@@ -26,7 +26,7 @@ from qkv.decoding.shortlist import Shortlist, search_short
 from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import Config, DecodeConfig
 from qkv.worker_pool import ProcessWorkers
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
@@ -84,7 +84,7 @@ def without_spaces(language: str) -> bool:
 class Asked:
     """What the search is asked for in a call, the same for all its texts."""
 
-    spec: configs.DecodeConfig
+    spec: DecodeConfig
     rules: Rules
     n_best: int
     candidates: int  # hypotheses searched for, of which n_best come back
@@ -97,7 +97,7 @@ class Asked:
     @classmethod
     def of(
         cls,
-        config: configs.Config,
+        config: Config,
         tokenizer: Tokenizer,
         *,
         beam: int | None = None,
@@ -183,7 +183,7 @@ def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
     return max(n_best, CANDIDATES) if candidates is None else candidates
 
 
-def tag_before(tag: str, tokenizers: Tokenizers, config: configs.Config) -> list[int]:
+def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]:
     """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
     if tag:
         return [tokenizers.src.tag(tag)]
@@ -239,7 +239,7 @@ class Finder:
 
     model: StepModel[Any, Any]
     plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
-    tokenizers: Tokenizers
+    tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
     narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the same with these tokens alone, …

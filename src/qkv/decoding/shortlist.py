@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv import config
 from qkv.core import files
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.loader import pad
 from qkv.data.store import Store
 from qkv.decode.batched import batch_tokens, by_length, search_all
 from qkv.decode.board import Hypothesis, Ids
 from qkv.models.base import Model
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
+from qkv.options import DecodeConfig
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence
 LINKS = 20_000_000  # pairs of a source and a target token that the table is learned from: a few seconds, under 1 GB
@@ -54,14 +54,14 @@ class Shortlist:
             may.scatter_(1, source, True)
         return may
 
-    def save(self, path: Path, tokenizers: Tokenizers) -> None:
+    def save(self, path: Path, tokenizers: TokenizerPair) -> None:
         """Write it as safetensors, with the mark of the tokenizers whose ids it holds."""
         mark = torch.tensor(list(bytes.fromhex(tokenizers.fingerprint)), dtype=torch.uint8)
         tensors = {"likeliest": self.likeliest.int(), "frequent": self.frequent.int(), "tokenizers": mark}
         files.write_tensors(path, tensors)
 
     @classmethod
-    def load(cls, path: Path, tokenizers: Tokenizers) -> Shortlist:
+    def load(cls, path: Path, tokenizers: TokenizerPair) -> Shortlist:
         """Read what `save` wrote; one for other tokenizers is refused."""
         tensors = files.read_tensors(path)
         if bytes(tensors.get("tokenizers", torch.empty(0)).int().tolist()).hex() != tokenizers.fingerprint:
@@ -73,7 +73,7 @@ class Shortlist:
     def learn(
         cls,
         store: Store,
-        tokenizers: Tokenizers,
+        tokenizers: TokenizerPair,
         *,
         likeliest: int = LIKELIEST,
         frequent: int = FREQUENT,
@@ -181,8 +181,8 @@ def search_short(
     narrow: Callable[[Tensor], StepModel[Any, Any]],
     shortlist: Shortlist,
     sources: Sequence[Ids],
-    spec: config.DecodeConfig,
-    tokenizers: Tokenizers,
+    spec: DecodeConfig,
+    tokenizers: TokenizerPair,
     *,
     n_best: int = 1,
     device: torch.device,

@@ -1,3 +1,3 @@
-"""How good a translation is, against references that are never changed."""
+"""How good translations are: scores, significance tests, and a diagnosis of what went wrong."""
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What is wrong with a translation, beside its score: loops, inventions, copies, lengths, the worst sentences.
+"""Flag faulty translations: loops, hallucinations, copies, wrong lengths; find the worst sentences.
 
-A pure function of the texts. A sentence is judged if neither its source nor its reference is blank; every rate is a
-share of the judged sentences, and each flag says what it means (`Diagnosis.definitions`). Words are those of
-`qkv.data.links`, punctuation apart; in scripts without spaces each character is one. Lengths are in characters.
+A pure function of the texts, all in NFC. Sentences with a blank source or reference are not judged; every rate is a
+share of the judged sentences, and `Diagnosis.definitions` defines each flag. Words are those of `qkv.data.links`, with
+punctuation marks as words; in scripts without spaces each character is a word. Lengths are in characters.
 
-A hallucination is an output that has nothing to do with its source. Whether it does, only people can say; the measure
-here asks the reference: an output that is no more like its reference than references of different sentences are like
-each other. What is empty, runs in a loop, is mostly copied or under half its reference's length has a name of its own,
-and fewer than four words tell too little: neither is called a hallucination. Alikeness is the chrF2 of sacreBLEU.
+A hallucination is an output unrelated to its source. That needs a human judge; the measure here is an estimate from the
+reference: the output's chrF2 is no higher than that of references of different sentences (`chance_level`). Outputs with
+a flag of their own (empty, loop, copy, short) and outputs of fewer than four words are not flagged as hallucinations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-UNLIKE = 0.9  # of the pairs of references of different sentences are no more alike than the chance level, at most …
-HIGHEST = 30.0  # … this, even if all sentences of a test set are much alike; …
-FEW, FEW_CHANCE = 20, 20.0  # … and with fewer references than 20, which cannot tell, this is the level
-SAMPLED = 2000  # references, at most, that the chance level is measured on
-TOLD = 4  # words that an output must have to be called a hallucination
-COPIED = 0.5  # of the words of a source, in the output but not in the reference: a copy
-SHORT, LONG = 0.5, 2.0  # lengths, of the reference's, beyond which a translation is flagged
-LONGEST_WORD = 40  # letters; what is longer is no word, and is searched for loops letter by letter
-BUCKETS, SMALLEST = 6, 10  # of sources of similar length: at most so many, each of at least so many sentences
-WORST = 10  # sentences named as the worst
-# Han, kana, Thai, Lao, Burmese, Khmer: words that no space divides.
+CHANCE_QUANTILE = 0.9  # chance level: this quantile of the chrF2 of references of different sentences, …
+MAX_CHANCE = 30.0  # … at most this, for test sets of very similar sentences; …
+MIN_REFERENCES, DEFAULT_CHANCE = 20, 20.0  # … and with fewer references than 20, a fixed level
+SAMPLED = 2000  # largest number of references for measuring the chance level
+MIN_WORDS = 4  # of an output that is flagged as a hallucination
+COPIED = 0.5  # share of the source's words in the output but not in the reference: from here on a copy
+SHORT, LONG = 0.5, 2.0  # length ratios to the reference beyond which a translation is flagged
+LONGEST_WORD = 40  # letters; a longer word is searched for loops letter by letter
+BUCKETS, SMALLEST = 6, 10  # groups of sources of similar length: at most 6, each of at least 10 sentences
+WORST = 10  # sentences listed as the worst
+# Han, kana, Thai, Lao, Burmese, Khmer: no spaces between words.
 SPACELESS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
@@ -52,21 +52,21 @@ SPACELESS = re.compile(
 
 @dataclass(frozen=True)
 class Sentence:
-    """A judged sentence: its line (from 1), its texts, and what was found in it."""
+    """A judged sentence: its line (from 1), texts, measures and flags."""
 
     line: int
     source: str
     hypothesis: str
     reference: str
     chrf: float
-    length_ratio: float  # characters of the hypothesis for each of the reference
+    length_ratio: float  # characters of the hypothesis / characters of the reference
     copied: float  # share of the source's words that the hypothesis copies and the reference does not
     flags: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The sentences whose source has `low` to `high` words, and their scores together."""
+    """Corpus scores of the sentences with a source of `low` to `high` words."""
 
     low: int
     high: int
@@ -81,58 +81,58 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found in the translations of one system on one test set."""
+    """Flags, length ratios and scores by length of one system's translations of one test set."""
 
     lines: int
     blank_sources: int  # not judged; …
-    blank_kept: int  # … so many of their translations are blank too, as they should be
+    blank_kept: int  # … number of them with a blank translation, as it should be
     blank_references: int  # of sources that are not blank: not judged either
-    length_ratio: float  # of all judged sentences together
-    copied_words: float  # share of all words of the sources that are copied where the reference does not
-    chance: float  # the chrF2 that a hallucination does not exceed
-    by_length: tuple[Bucket, ...]  # they hold every judged sentence once
+    length_ratio: float  # characters of all hypotheses / characters of all references
+    copied_words: float  # share of all source words that the output copies and the reference does not
+    chance: float  # highest chrF2 of a hallucination
+    by_length: tuple[Bucket, ...]  # each judged sentence is in exactly one
     sentences: tuple[Sentence, ...]  # the judged ones, in order
 
     @property
     def definitions(self) -> dict[str, str]:
-        """What each flag means."""
+        """Return the definition of each flag."""
         return {
-            "empty": "nothing is written",
-            "loop": f"a phrase stands at least {TIMES} times in a row, over {TOKENS} words or more, and "
-            "more often than the source repeats anything",
-            "hallucination": f"no more like its reference than references of different sentences are (chrF2 up to "
-            f"{self.chance:.1f}), with at least {TOLD} words and half its length, and neither loop nor copy",
-            "copy": "the source again, or at least half its words, where the reference has others",
+            "empty": "empty output",
+            "loop": f"a phrase is repeated at least {TIMES} times in a row, over {TOKENS} words or more, and more "
+            "often than any phrase of the source",
+            "hallucination": f"no closer to its reference than references of different sentences are (chrF2 up to "
+            f"{self.chance:.1f}), with at least {MIN_WORDS} words and half its length, and neither loop nor copy",
+            "copy": "copies the source, or at least half its words, where the reference has others",
             "short": "less than half as long as its reference",
             "long": "more than twice as long as its reference",
-            "cut": "ended by the longest length allowed, not by the model",
-            "retried": "the search ran in a loop and was made again; this is the better of both",
+            "cut": "ended by the length limit, not by the model",
+            "retried": "the search ran in a loop and was repeated; this is the better result",
         }
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many sentences have each flag."""
-        found = Counter(flag for sentence in self.sentences for flag in sentence.flags)
-        return {flag: found[flag] for flag in self.definitions}
+        """Return the number of sentences with each flag."""
+        counter = Counter(flag for sentence in self.sentences for flag in sentence.flags)
+        return {flag: counter[flag] for flag in self.definitions}
 
     def rate(self, flag: str) -> float:
-        """The share of the judged sentences that have a flag."""
+        """Return the share of the judged sentences that have a flag."""
         return self.counts[flag] / max(1, len(self.sentences))
 
     @cached_property
     def ranked(self) -> list[Sentence]:
-        """The sentences from the worst to the best, by chrF2; the order of the lines does not matter."""
+        """Return the sentences from the worst to the best chrF2, independent of the order of the lines."""
         return sorted(self.sentences, key=lambda s: (s.chrf, s.source, s.hypothesis, s.reference))
 
     def flagged(self, flag: str) -> list[Sentence]:
-        """The sentences that have a flag, the worst first."""
+        """Return the sentences that have a flag, the worst first."""
         return [sentence for sentence in self.ranked if flag in sentence.flags]
 
     def __str__(self) -> str:
-        """A few lines for a terminal; flags beyond the first four are told if any sentence has them."""
+        """Return a few lines for a terminal; flags after the first four appear if any sentence has them."""
         shown = [flag for i, flag in enumerate(self.counts) if i < 4 or self.counts[flag]]
         width = max(map(len, shown))
-        told = [
+        flags = [
             f"{flag:<{width}}  {percent(self.rate(flag)):>8}  ({self.counts[flag]:,})  {self.definitions[flag]}"
             for flag in shown
         ]
@@ -140,17 +140,17 @@ class Diagnosis:
         worst = [f"line {sentence.line}: {sentence.chrf:.1f}" for sentence in self.ranked[:5]]
         return "\n".join(
             [
-                f"length ratio = {self.length_ratio:.3f}  characters of the output for each of the reference",
+                f"length ratio = {self.length_ratio:.3f}  characters of the output / characters of the reference",
                 f"copied words = {percent(self.copied_words)}  of the source's, beyond those that the reference copies",
                 f"flagged, of {len(self.sentences):,} sentences:",
-                *(f"  {line}" for line in told),
+                *(f"  {line}" for line in flags),
                 f"BLEU / chrF2 (sentences) by words of the source = {' · '.join(parts) or 'none'}",
                 f"worst by chrF2 = {' · '.join(worst) or 'none'}",
             ]
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON; of a sentence that is not judged, the columns hold null."""
+        """Return plain values, ready for JSON; the columns hold null for a sentence that is not judged."""
         scores: dict[str, list[float | None]] = {"chrf": [None] * self.lines, "length_ratio": [None] * self.lines}
         for sentence in self.sentences:
             scores["chrf"][sentence.line - 1] = round(sentence.chrf, 2)
@@ -171,7 +171,7 @@ class Diagnosis:
 
 
 def percent(share: float) -> str:
-    """A share for people."""
+    """Return a share as a percentage with two decimals."""
     return f"{100 * share:.2f} %"
 
 
@@ -184,86 +184,77 @@ def diagnose(
     truncated: Sequence[bool] = (),
     retried: Sequence[bool] = (),
 ) -> Diagnosis:
-    """Look for what is wrong with the translations; `truncated` and `retried` are what the search says of them."""
+    """Flag faulty translations; `truncated` and `retried` are the fields of the same name of `Translation`."""
     lines = len(sources)
     others = (("hypotheses", hypotheses), ("references", references), ("truncated", truncated), ("retried", retried))
     for name, values in others:
         if len(values) != lines and (values or name in ("hypotheses", "references")):
-            raise QkvError(f"{lines} sources but {len(values)} {name}: each line needs exactly one of both")
+            raise QkvError(f"{lines} sources but {len(values)} {name}: give one for each source")
+    sources, hypotheses, references = (
+        [unicodedata.normalize("NFC", line) for line in side] for side in (sources, hypotheses, references)
+    )
     judged = [i for i in range(lines) if sources[i].strip() and references[i].strip()]
-    picked = [references[i] for i in judged]
-    statistics = _statistics([hypotheses[i] for i in judged], picked)  # (judged, statistics)
-    chance = chance_level(picked)
-    sentences, copied = [], []
+    judged_references = [references[i] for i in judged]
+    statistics = _statistics([hypotheses[i] for i in judged], judged_references)  # (judged, statistics)
+    chance = chance_level(judged_references)
+    sentences: list[Sentence] = []
+    copied = source_words = 0
     for i, row in zip(judged, statistics, strict=True):
-        texts = sources[i], hypotheses[i], references[i]
-        found, words = copied_words(*texts)
-        told = {"cut": bool(truncated and truncated[i]), "retried": bool(retried and retried[i])}
-        copied.append((found, words))
-        sentences.append(_judged(i + 1, *texts, _chrf(row), found / max(1, words), chance, told))
+        source, hypothesis, reference, chrf = sources[i], hypotheses[i], references[i], _chrf(row)
+        ratio = len(hypothesis.strip()) / len(reference.strip())
+        copies, words = copied_words(source, hypothesis, reference)
+        share = copies / max(1, words)
+        copied, source_words = copied + copies, source_words + words
+
+        empty, loop = not hypothesis.strip(), has_loop(hypothesis, source)
+        copy = not empty and (share >= COPIED or _folded(hypothesis) == _folded(source) != _folded(reference))
+        long_enough = ratio >= SHORT and sum(map(_has_letter, words_of(hypothesis))) >= MIN_WORDS
+        raised = {  # in the order of `Diagnosis.definitions`
+            "empty": empty,
+            "loop": loop,
+            "hallucination": long_enough and not loop and not copy and chrf <= chance,
+            "copy": copy,
+            "short": ratio < SHORT and not empty,
+            "long": ratio > LONG,
+            "cut": bool(truncated and truncated[i]),
+            "retried": bool(retried and retried[i]),
+        }
+        flags = tuple(flag for flag, is_raised in raised.items() if is_raised)
+        sentences.append(Sentence(i + 1, source, hypothesis, reference, chrf, ratio, share, flags))
     blank = [i for i in range(lines) if not sources[i].strip()]
-    written, wanted = (sum(len(getattr(s, side).strip()) for s in sentences) for side in ("hypothesis", "reference"))
+    lengths = [(len(sentence.hypothesis.strip()), len(sentence.reference.strip())) for sentence in sentences]
     return Diagnosis(
         lines=lines,
         blank_sources=len(blank),
         blank_kept=sum(not hypotheses[i].strip() for i in blank),
         blank_references=lines - len(blank) - len(judged),
-        length_ratio=written / max(1, wanted),
-        copied_words=sum(found for found, _ in copied) / max(1, sum(words for _, words in copied)),
+        length_ratio=sum(ours for ours, _ in lengths) / max(1, sum(theirs for _, theirs in lengths)),
+        copied_words=copied / max(1, source_words),
         chance=chance,
         by_length=_buckets(sentences, statistics, tgt_lang),
         sentences=tuple(sentences),
     )
 
 
-def _judged(
-    line: int,
-    source: str,
-    hypothesis: str,
-    reference: str,
-    chrf: float,
-    copied: float,
-    chance: float,
-    told: dict[str, bool],
-) -> Sentence:
-    """A sentence and its flags, in the order of `Diagnosis.definitions`."""
-    ratio = len(hypothesis.strip()) / len(reference.strip())
-    empty = not hypothesis.strip()
-    loop = has_loop(hypothesis, source)
-    copy = not empty and (copied >= COPIED or _plain(hypothesis) == _plain(source) != _plain(reference))
-    enough = ratio >= SHORT and sum(map(_has_letter, words_of(hypothesis))) >= TOLD
-    found = {
-        "empty": empty,
-        "loop": loop,
-        "hallucination": enough and not loop and not copy and chrf <= chance,
-        "copy": copy,
-        "short": ratio < SHORT and not empty,
-        "long": ratio > LONG,
-        **told,
-    }
-    flags = tuple(flag for flag, raised in found.items() if raised)
-    return Sentence(line, source, hypothesis, reference, chrf, ratio, copied, flags)
-
-
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
 def word_spans(text: str) -> list[tuple[int, int]]:
-    """Where the words of a text and its punctuation begin and end; of scripts without spaces, the characters."""
+    """Return (begin, end) of each word and punctuation mark; in scripts without spaces, of each character."""
     return [
-        part
+        span
         for begin, end in links.word_spans(text)
-        for part in (pairwise(range(begin, end + 1)) if SPACELESS.search(text, begin, end) else [(begin, end)])
+        for span in (pairwise(range(begin, end + 1)) if SPACELESS.search(text, begin, end) else [(begin, end)])
     ]
 
 
 def words_of(text: str) -> list[str]:
-    """The words themselves."""
+    """Return the words and punctuation marks of a text."""
     return [text[begin:end] for begin, end in word_spans(text)]
 
 
 def has_loop(hypothesis: str, source: str) -> bool:
-    """Whether an output says the same again and again: the decoder's own detector, on words instead of tokens."""
+    """Return whether an output repeats a phrase as `find_loop` defines it, on words instead of tokens."""
     numbers: dict[str, int] = {}
 
     def ids(text: str) -> list[int]:
@@ -274,20 +265,20 @@ def has_loop(hypothesis: str, source: str) -> bool:
 
 
 def copied_words(source: str, hypothesis: str, reference: str) -> tuple[int, int]:
-    """How many words of the source are in the output more often than in the reference, and how many it has in all."""
-    given, written, wanted = (
+    """Return how many source words occur more often in the output than in the reference, and the number of all."""
+    in_source, in_output, in_reference = (
         Counter(word for word in words_of(text.casefold()) if _has_letter(word))
         for text in (source, hypothesis, reference)
     )
-    return ((given & written) - wanted).total(), given.total()
+    return ((in_source & in_output) - in_reference).total(), in_source.total()
 
 
 def _has_letter(word: str) -> bool:
     return any(character.isalpha() for character in word)
 
 
-def _plain(text: str) -> str:
-    """The text whatever its case and spacing."""
+def _folded(text: str) -> str:
+    """Return the text with case and spacing removed as differences."""
     return " ".join(text.casefold().split())
 
 
@@ -295,18 +286,18 @@ def _plain(text: str) -> str:
 
 
 def chance_level(references: Sequence[str]) -> float:
-    """The chrF2 that nine in ten pairs of references of different sentences do not exceed, but no more than 30.
+    """Return the 90 % quantile of the chrF2 between references of different sentences, at most 30.
 
-    Natural test sets of European languages lie between 16 and 25.
+    It is between 16 and 25 on natural test sets of European languages.
     """
     distinct = sorted(set(references))
     distinct = distinct[:: -(-len(distinct) // SAMPLED) or 1]
-    if len(distinct) < FEW:
-        return FEW_CHANCE
-    # In order of the alphabet similar sentences are neighbours; half the way round they have little to do with another.
+    if len(distinct) < MIN_REFERENCES:
+        return DEFAULT_CHANCE
+    # In alphabetical order similar sentences are neighbours; sentences half the list away have little in common.
     half = len(distinct) // 2
     pairs = _statistics(distinct, distinct[half:] + distinct[:half])
-    return min(HIGHEST, float(np.quantile([_chrf(row) for row in pairs], UNLIKE)))
+    return min(MAX_CHANCE, float(np.quantile([_chrf(row) for row in pairs], CHANCE_QUANTILE)))
 
 
 @cache
@@ -317,9 +308,9 @@ def _metric() -> Metric:
 
 
 def _statistics(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
-    """What chrF2 counts, sentence by sentence: (sentences, statistics). Any group's score follows from its sum."""
-    counted = _metric()._extract_corpus_statistics(hypotheses, [references]) if hypotheses else []
-    return np.array(counted, dtype=np.float64)
+    """Return chrF2's counts for each sentence: (sentences, statistics). A group's score follows from their sum."""
+    counts = _metric()._extract_corpus_statistics(hypotheses, [references]) if hypotheses else []
+    return np.array(counts, dtype=np.float64)
 
 
 def _chrf(total: Floats) -> float:
@@ -327,46 +318,46 @@ def _chrf(total: Floats) -> float:
 
 
 def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -> tuple[Bucket, ...]:
-    """Sentences of similar length together: about as many in each, and those of one length never apart."""
+    """Return scores of sentences grouped by source length, in groups of about equal size."""
     lengths = np.array([len(words_of(sentence.source)) for sentence in sentences], dtype=np.int64)
-    made = []
+    buckets = []
     for low, high in length_ranges(lengths.tolist()):
         inside = np.flatnonzero((lengths >= low) & (lengths <= high)).tolist()
         texts = [(sentences[i].hypothesis, sentences[i].reference) for i in inside]
         bleu = corpus_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
-        made.append(Bucket(low, high, len(inside), bleu, _chrf(statistics[inside].sum(0))))
-    return tuple(made)
+        buckets.append(Bucket(low, high, len(inside), bleu, _chrf(statistics[inside].sum(0))))
+    return tuple(buckets)
 
 
 def length_ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and last length of each bucket, which is closed once it has its share of what is left."""
-    left = len(lengths)
-    buckets = max(1, min(BUCKETS, left // SMALLEST))
+    """Return the smallest and largest length of each bucket; all sentences of one length are in the same bucket."""
+    remaining = len(lengths)
+    buckets = max(1, min(BUCKETS, remaining // SMALLEST))
     ranges: list[tuple[int, int]] = []
-    open_ones: list[int] = []  # lengths of the bucket that is not closed yet
-    held = 0
+    current: list[int] = []  # lengths in the bucket being filled, …
+    size = 0  # … and its number of sentences
     for length, count in sorted(Counter(lengths).items()):
-        open_ones.append(length)
-        held += count
-        share = max(SMALLEST, left / (buckets - len(ranges)))
-        if held >= share and left - held >= SMALLEST:
-            ranges.append((open_ones[0], length))
-            open_ones, left, held = [], left - held, 0
-    return [*ranges, (open_ones[0], open_ones[-1])] if open_ones else ranges
+        current.append(length)
+        size += count
+        share = max(SMALLEST, remaining / (buckets - len(ranges)))
+        if size >= share and remaining - size >= SMALLEST:
+            ranges.append((current[0], length))
+            current, remaining, size = [], remaining - size, 0
+    return [*ranges, (current[0], current[-1])] if current else ranges
 
 
-# ---- The loop detector: an output that says the same again and again, more often than its source does ----------------
+# ---- loop detector ---------------------------------------------------------------------------------------------------
 
 
-TIMES = 4  # a phrase that stands so often in a row …
-TOKENS = 8  # … and covers so many tokens is a loop, …
-SPARE = 1  # … unless the source repeats something as often, but for this many times
-LONGEST = 32  # tokens of the longest phrase that is looked for
+TIMES = 4  # a loop is a phrase repeated at least this often in a row, …
+TOKENS = 8  # … over at least this many tokens, …
+SPARE = 1  # … and more than this many times more often than the source repeats a phrase
+LONGEST = 32  # tokens of the longest phrase searched for
 
 
 @dataclass(frozen=True)
 class Loop:
-    """`length` tokens that stand `times` times in a row, from `start` on."""
+    """A phrase of `length` tokens, repeated `times` times in a row from `start` on."""
 
     start: int
     length: int
@@ -374,13 +365,13 @@ class Loop:
 
 
 def find_loop(output: Sequence[int], source: Sequence[int] = ()) -> Loop | None:
-    """The loop that covers most of an output, if it has one.
+    """Return the loop that covers most of an output, if it has one.
 
-    A phrase of 1 to 32 tokens that stands at least 4 times in a row and covers at least 8 tokens, wherever it does; but
-    a source that repeats a phrase of its own ("ha ha ha ha ha") allows for as many repetitions and one more.
+    A loop is a phrase of 1 to 32 tokens, repeated at least 4 times in a row and over at least 8 tokens, anywhere in the
+    output. A source that repeats a phrase ("ha ha ha ha ha") allows the output as many repetitions and one more.
     """
     if len(set(output)) > len(output) - TOKENS * (TIMES - 1) // TIMES:
-        return None  # of the tokens of a loop, all but those of its first round have come before
+        return None  # quick test: all tokens of a loop but those of its first round are repeated ones
     allowed = max((loop.times for loop in repetitions(source)), default=1) + SPARE
     loops = [
         loop
@@ -391,24 +382,24 @@ def find_loop(output: Sequence[int], source: Sequence[int] = ()) -> Loop | None:
 
 
 def repetitions(tokens: Sequence[int]) -> list[Loop]:
-    """Every phrase that stands at least twice in a row, with as many repetitions as there are."""
-    found = []
+    """Return every phrase that occurs at least twice in a row, with its number of repetitions."""
+    loops = []
     for length in range(1, min(LONGEST, len(tokens) // 2) + 1):
-        alike = 0  # tokens in a row that equal the one `length` before them
+        equal = 0  # tokens in a row equal to the one `length` before them
         for i in range(length, len(tokens) + 1):
             if i < len(tokens) and tokens[i] == tokens[i - length]:
-                alike += 1
+                equal += 1
                 continue
-            if alike >= length:
-                found.append(Loop(i - alike - length, length, alike // length + 1))
-            alike = 0
-    return found
+            if equal >= length:
+                loops.append(Loop(i - equal - length, length, equal // length + 1))
+            equal = 0
+    return loops
 
 
 def breaking(loop: Loop, blocked: int = 0) -> int:
-    """The length of n-grams to block so that a loop cannot come again: it is left after at most that many tokens more.
+    """Return the n for which blocking repeated n-grams ends this loop after at most n more tokens.
 
-    At least 4 tokens, because shorter runs come twice in good text; `blocked` is what was blocked already.
+    At least 4, because shorter n-grams occur twice in good text; `blocked` is the n already blocked, if any.
     """
     n = max(TIMES, loop.length)
     return min(n, blocked) if blocked else n

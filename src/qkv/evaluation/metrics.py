@@ -1,13 +1,15 @@
 """BLEU, chrF and TER through sacreBLEU, each with its signature and a 95 % bootstrap interval; paired significance.
 
-References are handed over as they are: every metric does its own tokenising, which its signature names. The intervals
-are sacreBLEU's own (same resamples for the same seed), computed here from the counts of each sentence.
+References are raw text: every metric tokenises by itself, and its signature names the tokenizer. Hypotheses and
+references are compared in one Unicode form, NFC, because a model writes NFC whatever form its training text had. The
+intervals are sacreBLEU's own (same resamples for the same seed), computed here from the counts of each sentence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Score:
-    """One figure: what it is called, its value, how it was computed, and between what it lies 19 times out of 20."""
+    """One metric's value, its sacreBLEU signature, and the ends of its 95 % interval if there is one."""
 
     name: str
     value: float
@@ -42,7 +44,10 @@ class Score:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """−log p of a text in all, and for each token, character and byte: the last two compare any two models of it."""
+    """Total −log p of a text, also per token, character and byte; the last two compare models of any vocabulary.
+
+    Characters and bytes are those of the text in NFC, the form that the model reads.
+    """
 
     nats: float
     tokens: int
@@ -51,7 +56,7 @@ class TextLoss:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss of a token; tokens are the model's own, so it compares models of one vocabulary only."""
+        """exp(loss per token): comparable between models of the same vocabulary only."""
         return math.exp(min(700.0, self.nats / self.tokens))
 
     @property
@@ -75,7 +80,7 @@ class TextLoss:
 
 @dataclass(frozen=True)
 class Scores:
-    """All figures of one system on one test set."""
+    """All metrics of one system on one test set."""
 
     lines: int
     bleu: Score
@@ -90,13 +95,13 @@ class Scores:
         return "\n".join(map(str, self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two systems under one metric; p is the chance of so large a difference if they were equally good."""
+    """Two systems under one metric; p is the probability of a difference this large between equally good systems."""
 
     name: str
     a: Score
@@ -111,7 +116,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two systems on one test set, by paired bootstrap resampling."""
+    """Two systems on one test set, compared by paired bootstrap resampling."""
 
     lines: int
     bleu: Difference
@@ -124,7 +129,7 @@ class Comparison:
         return "\n".join(map(str, self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -137,23 +142,23 @@ def score(
     seed: int = SEED,
     ter: bool = True,
 ) -> Scores:
-    """BLEU, BLEU of lower-cased text, chrF2 and TER of a translation.
+    """Return BLEU, BLEU of lower-cased text, chrF2 and TER of a translation.
 
-    Literature on small tasks (Multi30k, IWSLT) reports lower-cased BLEU, so that figure stands beside the standard one
-    under its own name. TER takes most of the time; `ter=False` leaves it out, `bootstrap=0` the intervals.
+    Literature on small tasks (Multi30k, IWSLT) reports lower-cased BLEU, so it is a score of its own. TER takes most of
+    the time: `ter=False` skips it, `bootstrap=0` skips the intervals.
     """
-    _check(references, hypotheses=hypotheses)
-    draws = _Draws(len(references), bootstrap, seed)
+    references, hypotheses = _checked(references, hypotheses=hypotheses)
+    resamples = _Resamples(len(references), bootstrap, seed)
 
-    def figure(name: str, metric: Metric) -> Score:
-        return _figure(name, metric, hypotheses, references, draws)[0]
+    def interval(name: str, metric: Metric) -> Score:
+        return _score_and_samples(name, metric, hypotheses, references, resamples)[0]
 
     return Scores(
         len(references),
-        figure("BLEU", _bleu(tgt_lang)),
-        figure(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
-        figure("chrF2", _chrf()),
-        figure("TER", _ter(tgt_lang)) if ter else None,
+        interval("BLEU", _bleu(tgt_lang)),
+        interval(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
+        interval("chrF2", _chrf()),
+        interval("TER", _ter(tgt_lang)) if ter else None,
     )
 
 
@@ -166,19 +171,19 @@ def compare(
     bootstrap: int = 1000,
     seed: int = SEED,
 ) -> Comparison:
-    """Whether two systems differ by more than chance: both are scored on the same resampled test sets."""
+    """Test whether two systems differ by more than chance: both are scored on the same resampled test sets."""
     if bootstrap < 1:
         raise QkvError(f"bootstrap = {bootstrap}: a comparison needs resamples, e.g. 1000")
-    _check(references, hypotheses_a=hypotheses_a, hypotheses_b=hypotheses_b)
-    draws = _Draws(len(references), bootstrap, seed)
+    references, hypotheses_a, hypotheses_b = _checked(references, hypotheses_a=hypotheses_a, hypotheses_b=hypotheses_b)
+    resamples = _Resamples(len(references), bootstrap, seed)
 
     def difference(name: str, metric: Metric) -> Difference:
-        a, samples_a = _figure(name, metric, hypotheses_a, references, draws)
-        b, samples_b = _figure(name, metric, hypotheses_b, references, draws)
-        # Two-sided: how often chance alone (the resampled difference about its mean) is as large as what was seen. As
-        # large or larger, so that a system compared with itself has p = 1; the tolerance is for rounding.
-        chance = samples_b - samples_a
-        extreme = np.abs(chance - chance.mean()) >= abs(b.value - a.value) - 1e-9
+        a, samples_a = _score_and_samples(name, metric, hypotheses_a, references, resamples)
+        b, samples_b = _score_and_samples(name, metric, hypotheses_b, references, resamples)
+        # Two-sided: the share of resampled differences at least as far from their mean as the measured difference is
+        # from 0. "At least", so that a system compared with itself has p = 1; the tolerance is for rounding.
+        differences = samples_b - samples_a
+        extreme = np.abs(differences - differences.mean()) >= abs(b.value - a.value) - 1e-9
         return Difference(name, a, b, float((extreme.sum() + 1) / (bootstrap + 1)))
 
     return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", _chrf()))
@@ -205,45 +210,47 @@ def _ter(tgt_lang: str) -> Metric:
     return TER(normalized=spaceless, asian_support=spaceless)
 
 
-class _Draws:
-    """The resampled test sets: for each, how often it holds each sentence. The same for every metric and system."""
+class _Resamples:
+    """Resampled test sets: how often each contains each sentence. The same for every metric and system."""
 
     def __init__(self, lines: int, bootstrap: int, seed: int) -> None:
         self.lines, self.bootstrap, self.seed = lines, bootstrap, seed
 
     def totals(self, statistics: Floats) -> Floats:
-        """The statistics of every resampled test set: (bootstrap, statistics)."""
+        """Return the summed statistics of every resampled test set: (bootstrap, statistics)."""
         random = np.random.default_rng(self.seed)
         picks = (random.choice(self.lines, size=self.lines) for _ in range(self.bootstrap))
         return np.stack([np.bincount(pick, minlength=self.lines) @ statistics for pick in picks])
 
 
-def _figure(
-    name: str, metric: Metric, hypotheses: Sequence[str], references: Sequence[str], draws: _Draws
+def _score_and_samples(
+    name: str, metric: Metric, hypotheses: Sequence[str], references: Sequence[str], resamples: _Resamples
 ) -> tuple[Score, Floats]:
-    """The score, and its value on every resampled test set."""
+    """Return the score, and its value on every resampled test set."""
 
     def value(total: Floats) -> float:
         return float(metric._compute_score_from_stats(total.tolist()).score)
 
-    # What the metric counts, sentence by sentence: (lines, statistics). Any test set's score follows from its sum.
+    # The metric's counts for each sentence: (lines, statistics). The score of any test set follows from their sum.
     statistics = np.array(metric._extract_corpus_statistics(hypotheses, [references]), dtype=np.float64)
     actual = value(statistics.sum(0))
-    if not draws.bootstrap:
+    if not resamples.bootstrap:
         return Score(name, actual, str(metric.get_signature())), np.empty(0)
-    samples = np.array([value(total) for total in draws.totals(statistics)])
-    metric.n_bootstrap, metric.seed = draws.bootstrap, str(draws.seed)  # so that the signature names them
-    tail = draws.bootstrap // 40
+    samples = np.array([value(total) for total in resamples.totals(statistics)])
+    metric.n_bootstrap, metric.seed = resamples.bootstrap, str(resamples.seed)  # so that the signature names them
+    tail = resamples.bootstrap // 40
     ordered = np.sort(samples)
     return Score(name, actual, str(metric.get_signature()), float(ordered[tail]), float(ordered[-1 - tail])), samples
 
 
-def _check(references: Sequence[str], **systems: Sequence[str]) -> None:
+def _checked(references: Sequence[str], **systems: Sequence[str]) -> list[list[str]]:
+    """Return references and the systems' hypotheses in NFC, or refuse them if they are not as many lines."""
     if not references:
         raise QkvError("no references: there is nothing to score")
     for name, hypotheses in systems.items():
         if len(hypotheses) != len(references):
             raise QkvError(
                 f"{len(hypotheses)} {name.replace('_', ' ')} but {len(references)} references: "
-                f"each line needs exactly one of both"
+                f"give one hypothesis for each reference"
             )
+    return [[unicodedata.normalize("NFC", line) for line in lines] for lines in (references, *systems.values())]

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.loader import collate
 from qkv.explain import figure_files
 from qkv.explain.head_analysis import LEGEND, MEASURES, Head, measure
 from qkv.explain.head_analysis import rarest as rarest_of
 from qkv.models.attention import record
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,7 +174,7 @@ def _packed(layer: NDArray[np.float32]) -> dict[str, Any]:
 @torch.inference_mode()
 def attention_map(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     text: str,
     source: list[int],
     target: list[int],

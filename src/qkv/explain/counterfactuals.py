@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.batched import score_all
 from qkv.decode.board import Board, Hypothesis
 from qkv.decode.step import length_penalty
@@ -22,7 +22,7 @@ from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
 from qkv.models.attention import Head, heads_of, without
 from qkv.models.state import StepModel
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class WhatIf:
 
 def what_if(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
-    spec: config.DecodeConfig,
+    tokenizers: TokenizerPair,
+    spec: DecodeConfig,
     device: torch.device,
     text: str,
     *,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.decode.board import Hypothesis
 from qkv.decode.search import search
 from qkv.decode.step import length_penalty
 from qkv.decode.trace import Ranking, Traced, trace
 from qkv.models.state import StepModel
-from qkv.text import Tokenizer, Tokenizers
+from qkv.options import DecodeConfig
 
 CANDIDATES = 10  # shown at each step
 
@@ -36,7 +36,9 @@ class Decoding:
 class Read:
     """A model that has read its source: the search and all that comes after share one run of the encoder."""
 
-    def __init__(self, model: StepModel[Any, Any], tokenizers: Tokenizers, source: Sequence[int], device: torch.device):
+    def __init__(
+        self, model: StepModel[Any, Any], tokenizers: TokenizerPair, source: Sequence[int], device: torch.device
+    ):
         self.source = torch.tensor([[*source, tokenizers.src.eos]], device=device)
         self.lengths = torch.tensor([self.source.shape[1]], device=device)
         with torch.inference_mode():
@@ -46,7 +48,7 @@ class Read:
     def encode(self, source: Tensor, lengths: Tensor) -> Any:
         return self.memory
 
-    def search(self, spec: config.DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
+    def search(self, spec: DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
         """The n best hypotheses that begin with the prefix."""
         ids, begun = self.tgt, torch.tensor([list(prefix)], device=self.source.device) if prefix else None
         (found,) = search(
@@ -65,9 +67,9 @@ class Read:
 
 def decoding(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     source_ids: Sequence[int],
-    spec: config.DecodeConfig,
+    spec: DecodeConfig,
     device: torch.device,
     *,
     n_best: int = 1,
@@ -83,7 +85,7 @@ def decoding(
 
 def forced_steps(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     device: torch.device,
@@ -126,7 +128,7 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
 class _Tree:
     """The nodes of one traced search, in the order in which it ranked them; the first is <s>."""
 
-    def __init__(self, traced: Traced, spec: config.DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
+    def __init__(self, traced: Traced, spec: DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
         self.traced, self.spec, self.tgt, self.width, self.n_best = traced, spec, tgt, width, n_best
         self.nodes: list[dict[str, Any]] = []
         root = self._add(None, 0, tgt.bos, 0.0, "went on", "where every translation begins")

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv.config import Config
+from qkv.core.config import Config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.core.validation import Task, Validation
 from qkv.data.loader import Batch, collate
 from qkv.data.store import Prepared
@@ -28,7 +29,6 @@ from qkv.explain import figure_files
 from qkv.models.attention import heads_of, record, without
 from qkv.models.base import Model
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -188,7 +188,7 @@ class HeadImportance:
 @torch.inference_mode()
 def importance(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
     device: torch.device,

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from qkv import config as configs
 from qkv.assembly import Run
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
-from qkv.text import Tokenizers
+from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 
 
 def card(run: Run, prepared: Prepared) -> str:
     """Markdown from what the run folder knows; nothing in it is typed by hand."""
     config, scores, made = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
-    translates = isinstance(config.model, configs.TranslationConfig)
+    translates = isinstance(config.model, TranslationConfig)
     languages = f"{config.data.src_lang or 'source'} → {config.data.tgt_lang or 'target'}"
     title = languages if translates else config.data.tgt_lang or "plain text"
     lines = [
@@ -31,38 +31,39 @@ def card(run: Run, prepared: Prepared) -> str:
     ]
     if made["command"]:
         lines.append(f"- command: `{made['command']}`")
-    figure = "bits per byte" if isinstance(config.model, configs.DecoderOnlyConfig) else "BLEU (greedy)"
+    figure = "bits per byte" if isinstance(config.model, DecoderOnlyConfig) else "BLEU (greedy)"
     lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
     lines += ["", "## Text", "", "```", str(prepared.report), "```", ""]
     return "\n".join(lines)
 
 
-def parameters(spec: configs.ModelConfig, tokenizers: Tokenizers) -> int:
+def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
     """How many parameters a model has, counted without making it."""
     with torch.device("meta"):
         return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
-def shape(spec: configs.ModelConfig) -> str:
+def shape(spec: ModelConfig) -> str:
     """The size of a model in words, and where its positions are not the paper's."""
-    layers = (
-        f"{spec.encoder_layers} + {spec.decoder_layers}" if isinstance(spec, configs.TranslationConfig) else spec.layers
-    )
+    if isinstance(spec, TranslationConfig):
+        layers = f"{spec.encoder_layers} + {spec.decoder_layers}"
+    else:
+        layers = str(getattr(spec, "layers", ""))
     heads = positions = ""
-    if isinstance(spec, configs.AttentionModelConfig):
+    if isinstance(spec, AttentionModelConfig):
         heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
         if spec.positions != "sinusoidal":
             positions = f", {'no' if spec.positions == 'none' else spec.positions} positions"
     return f"d_model {spec.d_model}, {layers} layers{heads}{positions}"
 
 
-def unit(config: configs.Config) -> str:
+def unit(config: Config) -> str:
     """What the text consists of."""
-    return "pairs" if isinstance(config.model, configs.TranslationConfig) else "lines"
+    return "pairs" if isinstance(config.model, TranslationConfig) else "lines"
 
 
-def vocabulary(tokenizers: Tokenizers) -> str:
+def vocabulary(tokenizers: TokenizerPair) -> str:
     """The size of one shared vocabulary, or of both."""
     src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
     return f"{tgt} tokens" if tokenizers.shared else f"{src} + {tgt} tokens"

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv import config as configs
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.explain.model_card import parameters, shape, vocabulary
+from qkv.options import TranslationConfig
 
 PAGE = Path(__file__).parent / "page"
 TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")
@@ -320,7 +320,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, str]:
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     if len(runs) < 2:
         return ""
-    found = configs.difference(runs[0].config, runs[1].config)
+    found = runs[0].config.difference(runs[1].config)
     rows = [[f"<code>{escape(path)}</code>", _option(ours), _option(theirs)] for path, ours, theirs in found]
     shown = table("Options in which the two differ", ["option", *map(escape, names)], rows)
     return f"<section><h2>Config</h2>{shown if rows else '<p>Both runs have the same config.</p>'}</section>"
@@ -357,7 +357,7 @@ def _samples(runs: Sequence[Run], names: Sequence[str], histories: Sequence[Hist
 
 def _given(run: Run) -> dict[str, str]:
     """The sentence that the samples translate, where the text still lies in the store."""
-    if not isinstance(run.config.model, configs.TranslationConfig):
+    if not isinstance(run.config.model, TranslationConfig):
         return {}
     lines = {}
     for name, side in (("source", "src"), ("reference", "tgt")):

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv import config as configs
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data import links
 from qkv.data.links import Link, tokens_of_words
 from qkv.data.loader import collate
 from qkv.decode.batched import by_length
 from qkv.models.attention import record
 from qkv.models.state import StepModel
-from qkv.text import Tokenizers
+from qkv.options import TransformerConfig
 from qkv.training.regularization import guided_layer
 
 READINGS = ("written", "fed")
@@ -191,7 +191,7 @@ class _Pair:
 @torch.inference_mode()
 def _force(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     device: torch.device,
@@ -232,7 +232,7 @@ def _force(
 
 def align_pairs(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     device: torch.device,
@@ -256,7 +256,7 @@ def align_pairs(
 
 def rank_heads(
     model: StepModel[Any, Any],
-    tokenizers: Tokenizers,
+    tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
     gold: Sequence[Iterable[Link]],
@@ -301,7 +301,7 @@ def alignment_head(run: Run) -> Head:
             return Head(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise QkvError(f"{path}: damaged: find the head anew with `qkv align {run.path} … --find`") from None
-    if run.config.train.guided_alignment and isinstance(run.config.model, configs.TransformerConfig):
+    if run.config.train.guided_alignment and isinstance(run.config.model, TransformerConfig):
         return Head(f"decoder.{guided_layer(run.config.model.decoder_layers)}.cross", 0, "written", 0.2)
     return Head()
 

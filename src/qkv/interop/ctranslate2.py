@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import SPECIALS, TokenizerPair
 from qkv.interop.exported_weights import Linear, check, engine, projections
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, sinusoids
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import SPECIALS
+from qkv.options import TransformerConfig
 
 POSITIONS = 4096  # sinusoids written to the file: its own are others
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 
-def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Path) -> None:
+def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:
     """Write the weights as they are; `ctranslate2.Translator(folder, compute_type="int8")` makes its own of them."""
     spec = model.spec
     check(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})
@@ -49,7 +48,7 @@ def to_ctranslate2(model: Transformer, tokenizers: Tokenizers, folder: str | Pat
     _save(theirs, Path(folder))
 
 
-def _spec(spec: config.TransformerConfig) -> Any:
+def _spec(spec: TransformerConfig) -> Any:
     specs = engine("ctranslate2").specs
     shape = {
         "num_heads": spec.heads,
@@ -66,7 +65,7 @@ def _spec(spec: config.TransformerConfig) -> Any:
     )
 
 
-def _set_embedding(stack: Any, ours: Embedding, spec: config.TransformerConfig) -> None:
+def _set_embedding(stack: Any, ours: Embedding, spec: TransformerConfig) -> None:
     embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
     embeddings.weight = ours.tokens.weight.detach().cpu()
     if spec.positions != "rotary":

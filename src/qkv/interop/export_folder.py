@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from qkv import config as configs
 from qkv.assembly import Run
 from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.decoding.search_request import tag_before
 from qkv.interop.ctranslate2 import to_ctranslate2
 from qkv.interop.exported_weights import penalty
-from qkv.interop.huggingface import write_huggingface, write_tokenizer
+from qkv.interop.huggingface import library_tokenizer, write_huggingface, write_tokenizer
 from qkv.models.transformer import Transformer
-from qkv.text import Tokenizers
+from qkv.options import Config
 
 CTRANSLATE2 = """\
 import ctranslate2
@@ -51,22 +51,22 @@ texts = source(["First sentence.", "And another."], return_tensors="pt", padding
 print(*target.batch_decode(model.generate(**texts), skip_special_tokens=True), sep="\\n")
 """
 
-Writer = Callable[[Transformer, Tokenizers, configs.Config, Path, str], str]
+Writer = Callable[[Transformer, TokenizerPair, Config, Path, str], str]
 
 
-def for_ctranslate2(model: Transformer, tokenizers: Tokenizers, config: configs.Config, folder: Path, tag: str) -> str:
+def for_ctranslate2(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
     """Write model and tokenizers; returns the program that uses them."""
     to_ctranslate2(model, tokenizers, folder)
-    files.write_text(folder / "tokenizer.json", tokenizers.src.to_library(tag).to_str())
+    files.write_text(folder / "tokenizer.json", library_tokenizer(tokenizers.src, tag).to_str())
     target = "source"
     if not tokenizers.shared:
-        files.write_text(folder / "target" / "tokenizer.json", tokenizers.tgt.to_library().to_str())
+        files.write_text(folder / "target" / "tokenizer.json", library_tokenizer(tokenizers.tgt).to_str())
         target = 'tokenizers.Tokenizer.from_file(f"{folder}/target/tokenizer.json")'
     search = config.decode
     return CTRANSLATE2.format(target=target, beam=search.beam, penalty=penalty(search), longest=_longest(config))
 
 
-def for_huggingface(model: Transformer, tokenizers: Tokenizers, config: configs.Config, folder: Path, tag: str) -> str:
+def for_huggingface(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
     """Write model and tokenizers; returns the program that uses them."""
     write_huggingface(model, folder, config.decode, _longest(config))
     write_tokenizer(tokenizers.src, folder, _longest(config), tag)
@@ -82,7 +82,14 @@ NEEDED = {"ctranslate2": "ctranslate2 tokenizers", "huggingface": "transformers 
 
 
 def write_folder(
-    to: str, model: Transformer, tokenizers: Tokenizers, config: configs.Config, folder: Path, *, tag: str, about: str
+    to: str,
+    model: Transformer,
+    tokenizers: TokenizerPair,
+    config: Config,
+    folder: Path,
+    *,
+    tag: str,
+    about: str,
 ) -> None:
     """Write all of it; `about` is what there is to say of the model, with a title."""
     program = FORMATS[to](model, tokenizers, config, folder, tag)
@@ -91,7 +98,7 @@ def write_folder(
     files.write_text(folder / "README.md", f"{_matter(to, config)}{title}\n\n{use}{rest}")
 
 
-def _matter(to: str, config: configs.Config) -> str:
+def _matter(to: str, config: Config) -> str:
     """What a hub of models reads at the top of a README.md."""
     languages = [language for language in (config.data.src_lang, config.data.tgt_lang) if language]
     lines = [f"language: {json.dumps(languages)}"] if languages else []  # quoted: "no" would be false in YAML
@@ -99,7 +106,7 @@ def _matter(to: str, config: configs.Config) -> str:
     return "\n".join(["---", *lines, "---", ""])
 
 
-def _longest(config: configs.Config) -> int:
+def _longest(config: Config) -> int:
     """The most tokens of a translation: for every source the other engines have one limit alone."""
     return config.data.max_length + config.decode.extra_length
 

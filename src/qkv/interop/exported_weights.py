@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.models.attention import MultiHeadAttention
+from qkv.options import DecodeConfig, TransformerConfig
 
 
 def engine(name: str) -> Any:
@@ -23,7 +23,7 @@ def engine(name: str) -> Any:
         raise UsageError(f"{name} is not installed: pip install {name}") from None
 
 
-def check(spec: config.TransformerConfig, engine: str, can: Mapping[str, tuple[Any, ...]]) -> None:
+def check(spec: TransformerConfig, engine: str, can: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse a model with options that the engine has not, all at once; `can` holds the values that it has."""
     lacking = {option: values for option, values in can.items() if getattr(spec, option) not in values}
     if lacking:
@@ -35,7 +35,7 @@ def check(spec: config.TransformerConfig, engine: str, can: Mapping[str, tuple[A
         )
 
 
-def penalty(search: config.DecodeConfig) -> float:
+def penalty(search: DecodeConfig) -> float:
     """Our length penalty in terms of engines that divide a score by length**penalty.
 
     The paper's ((5 + length) / 6)**alpha is near to length**alpha, and not the same.

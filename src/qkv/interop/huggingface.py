@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
 from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
-from qkv.text.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer
+from qkv.options import DecodeConfig, TransformerConfig
 
+UNUSED_SCORE = -1e6  # the score of a piece that no text is split into
 POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
 CAN: dict[str, tuple[Any, ...]] = {
     "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
@@ -50,7 +52,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
     return theirs.eval()
 
 
-def write_huggingface(model: Transformer, folder: Path, search: config.DecodeConfig, longest: int) -> None:
+def write_huggingface(model: Transformer, folder: Path, search: DecodeConfig, longest: int) -> None:
     """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
     theirs = to_huggingface(model, max_positions=reach(longest))
     several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
@@ -68,11 +70,40 @@ def reach(longest: int) -> int:
     return max(POSITIONS, longest + 1)
 
 
+def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokenizer:
+    """Convert a tokenizer to the file format of the tokenizers library, for readers without qkv.
+
+    It gives the same ids, with a language tag before them if one is named and </s> after them, and the same text.
+    """
+    model: tokenizers.models.Model
+    special = tokenizer.special_names
+    if tokenizer.kind == "unigram":
+        unused = [(name, UNUSED_SCORE) for name in special]
+        model = tokenizers.models.Unigram([*unused, *zip(tokenizer.index, tokenizer.scores, strict=True)])
+    else:  # without merges, a word that is not a piece is written in bytes
+        ids = {name: number for number, name in enumerate(tokenizer.names)}
+        model = tokenizers.models.BPE(ids, list(tokenizer.merges), ignore_merges=tokenizer.kind != "bpe")
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.NFC(), tokenizers.normalizers.Prepend(" ")]
+    )
+    library.pre_tokenizer = pre_tokenizer(r"[\s\S]" if tokenizer.kind == "char" else PIECES)
+    library.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    before = [special[tokenizer.tag(tag)]] if tag else []
+    around = [(name, special.index(name)) for name in (*before, SPECIALS[EOS])]
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=" ".join([*before, "$A", SPECIALS[EOS]]), special_tokens=around
+    )
+    return library
+
+
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str = "") -> None:
     """Write one side's tokenizer as AutoTokenizer reads it; a special token's name in a text is text to it too."""
     pad, bos, eos = SPECIALS
     theirs = engine("transformers").PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.to_library(tag),
+        tokenizer_object=library_tokenizer(tokenizer, tag),
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
@@ -87,7 +118,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str =
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty(spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+def _empty(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
     transformers = engine("transformers")
     shape = {
         "vocab_size": src_vocab,

@@ -12,21 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.api import auto_recipe
 from qkv.assembly import trainer_for
+from qkv.core.config import option_path
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, TranslationConfig
 
-AS_IT_IS = "as it is"
+BASELINE = "as it is"
 EQUAL = ("time", "steps")
 
 # What no row may change, and why: the rows could not be compared, or would not differ.
 LENGTH = "how long each is trained follows from the recipe as it is: set the updates of that with --steps"
 NOTHING = "it changes nothing that is measured: leave it out"
-DECIDED = {
+NOT_COMPARABLE = {
     "train.steps": LENGTH,
     "train.epochs": LENGTH,
     "train.patience": "all are trained to their end: leave it out",
@@ -43,7 +44,7 @@ DECIDED = {
 
 
 def measure(
-    config: configs.Config,
+    config: Config,
     changes: Sequence[str],
     *,
     out: str | Path,
@@ -63,79 +64,77 @@ def measure(
     result_tables.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
-    if not isinstance(config.model, configs.TranslationConfig):
+    if not isinstance(config.model, TranslationConfig):
         raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
     folder = Path(out)
     # All are trained to their end: nothing else may end one of them.
     base = config.replace(train={"device": device, "tensorboard": False, "patience": 0})
     if steps:
         base = base.replace(train={"steps": steps, "epochs": 0.0})
-    variants = {AS_IT_IS: base} | {change: _changed(base, change) for change in changes}
+    variants = {BASELINE: base} | {change: _apply_change(base, change) for change in changes}
     texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
-    _check_measured_alike(texts)
-    updates = {"steps": _updates(base, texts[AS_IT_IS]), "epochs": 0.0}
+    _check_same_validation(texts)
+    updates = {"steps": _updates(base, texts[BASELINE]), "epochs": 0.0}
     variants = {name: variant.replace(train=updates) for name, variant in variants.items()}
     if equal == "time":
-        variants = _at_equal_time(variants, texts, folder)
-    found = _train(variants, texts, folder, seeds, jobs or trials.usual_jobs(device))
+        variants = _equalise_time(variants, texts, folder)
+    found = _train(variants, texts, folder, seeds, jobs or trials.default_jobs(device))
     result = {
-        **result_tables.about(device, command),
+        **result_tables.provenance(device, command),
         "equal": equal,
-        "text": trials.text_words(base, texts[AS_IT_IS]),
+        "text": trials.describe_text(base, texts[BASELINE]),
         "trials": [each.to_dict() for results in found.values() for each in results],
     }
     title = f"Changes of a recipe at equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_sheet(title, found)], [], output)
+    result_tables.publish(result, [_result_table(title, found)], [], output)
     return result
 
 
-def _changed(base: configs.Config, change: str) -> configs.Config:
+def _apply_change(base: Config, change: str) -> Config:
     settings = shlex.split(change)
-    for path in map(configs.path_of, settings):
-        if path in DECIDED:
-            raise UsageError(f"--try {change}: {path} is not for a row to change, because {DECIDED[path]}")
-    return configs.assign(base, settings)
+    for path in map(option_path, settings):
+        if path in NOT_COMPARABLE:
+            raise UsageError(f"--try {change}: {path} is not for a row to change, because {NOT_COMPARABLE[path]}")
+    return base.assign(settings)
 
 
-def _check_measured_alike(texts: dict[str, Prepared]) -> None:
+def _check_same_validation(texts: dict[str, Prepared]) -> None:
     """Refuse a change of the text that BLEU is measured on."""
     validation = {name: [path.read_bytes() for path in text.valid_text] for name, text in texts.items()}
     for name, sentences in validation.items():
-        if sentences != validation[AS_IT_IS]:
+        if sentences != validation[BASELINE]:
             raise UsageError(
                 f"--try {name}: its BLEU would be of other validation text than that of the recipe as it is: "
                 f"give all the same with --valid-src and --valid-tgt"
             )
 
 
-def _updates(config: configs.Config, prepared: Prepared) -> int:
+def _updates(config: Config, prepared: Prepared) -> int:
     """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
     return trainer_for(config, prepared).plan().last_step if config.train.epochs else config.train.steps
 
 
-def _at_equal_time(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path
-) -> dict[str, configs.Config]:
+def _equalise_time(variants: dict[str, Config], texts: dict[str, Prepared], folder: Path) -> dict[str, Config]:
     """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
     seconds = {
-        name: trials.measured_once(Trial(name, variant, texts[name]), folder, seconds_an_update)
+        name: trials.cached_seconds(Trial(name, variant, texts[name]), folder, seconds_per_update)
         for name, variant in variants.items()
     }
-    return {name: _lasting(variant, seconds[AS_IT_IS] / seconds[name]) for name, variant in variants.items()}
+    return {name: _scale_schedule(variant, seconds[BASELINE] / seconds[name]) for name, variant in variants.items()}
 
 
-def seconds_an_update(config: configs.Config, prepared: Prepared) -> float:
+def seconds_per_update(config: Config, prepared: Prepared) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
-def _lasting(config: configs.Config, share: float) -> configs.Config:
+def _scale_schedule(config: Config, share: float) -> Config:
     """So much longer or shorter, with warm-up and validations in proportion."""
     now = {name: getattr(config.train, name) for name in ("steps", "warmup", "validate_every")}
     return config.replace(train={name: max(1, round(value * share)) if value else 0 for name, value in now.items()})
 
 
 def _train(
-    variants: dict[str, configs.Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
+    variants: dict[str, Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
     """The results of every variant."""
     planned = [
@@ -147,21 +146,21 @@ def _train(
     return {name: [result for result in results if result.name == name] for name in variants}
 
 
-def _sheet(title: str, found: dict[str, list[Result]]) -> result_tables.Sheet:
+def _result_table(title: str, found: dict[str, list[Result]]) -> result_tables.ResultTable:
     good = {name: [result for result in results if not result.error] for name, results in found.items()}
     bleus = {name: [result.bleu for result in results] for name, results in good.items()}
     losses = {name: [result.loss for result in results] for name, results in good.items()}
-    spread = result_tables.deviation(bleus.values())
+    spread = result_tables.pooled_deviation(bleus.values())
     rows = []
     for name, results in good.items():
         gained = ""
-        if name != AS_IT_IS and bleus[name] and bleus[AS_IT_IS]:
-            gain = result_tables.difference(bleus[name], bleus[AS_IT_IS], spread)
+        if name != BASELINE and bleus[name] and bleus[BASELINE]:
+            gain = result_tables.difference(bleus[name], bleus[BASELINE], spread)
             verdict = "more than chance" if gain.told else "chance"
             gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
         steps = f"{results[0].steps:,}" if results else "failed"
-        mean = [result_tables.with_spread(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
-        seconds = result_tables.with_spread([result.seconds for result in results], 0)
+        mean = [result_tables.mean_and_deviation(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
+        seconds = result_tables.mean_and_deviation([result.seconds for result in results], 0)
         rows.append((name, *mean, gained, steps, seconds))
     columns = ("change", "BLEU", "loss at the end", "BLEU gained", "updates", "seconds of training")
-    return result_tables.Sheet(title, columns, tuple(rows))
+    return result_tables.ResultTable(title, columns, tuple(rows))

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from qkv import config, presets
+from qkv import presets
 from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.data.loader import pad
 from qkv.decode.batched import search_all
 from qkv.decode.board import Hypothesis
@@ -30,8 +31,7 @@ from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.exported_weights import engine
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
-from qkv.text import Tokenizers
-from qkv.text.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer
+from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
 from qkv.worker_pool import ProcessWorkers
 
 Sources = Sequence[Sequence[int]]
@@ -42,7 +42,7 @@ FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Task:
+class DecodingTask:
     """What every engine is asked for. There is no length penalty: others divide by other things under its name."""
 
     beam: int
@@ -51,11 +51,11 @@ class Task:
     n_best: int = 1
 
 
-Decoder = Callable[[Sources, Task], Outputs]
+DecodeFunction = Callable[[Sources, DecodingTask], Outputs]
 
 
 @dataclass(frozen=True)
-class Subject:
+class DecodingSetup:
     """The weights that all engines share: a run folder on a device, and a folder for what they must write."""
 
     run: Run
@@ -84,7 +84,7 @@ class Setting:
 
     engine: str
     how: str
-    open: Callable[[Subject], Decoder]
+    open: Callable[[DecodingSetup], DecodeFunction]
     exact: bool = False  # it computes in fp32 and so must write the same tokens
     most: int = 0  # sentences it decodes in one round, because it is slow; 0: any number
 
@@ -133,23 +133,23 @@ def _on_gpu() -> list[Setting]:
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def _plain(subject: Subject, dtype: torch.dtype = torch.float32) -> Decoder:
-    return _searching(subject.run.model(subject.device).to(dtype), subject)
+def _plain(subject: DecodingSetup, dtype: torch.dtype = torch.float32) -> DecodeFunction:
+    return _search_with(subject.run.model(subject.device).to(dtype), subject)
 
 
-def _packed(subject: Subject, dtype: str) -> Decoder:
+def _packed(subject: DecodingSetup, dtype: str) -> DecodeFunction:
     packed: Any = pack(subject.model, dtype)
     if packed.engine.dtype != dtype:
         raise UsageError(packed.engine.reason)
-    return _searching(packed, subject)
+    return _search_with(packed, subject)
 
 
-def _captured(subject: Subject, dtype: torch.dtype) -> Decoder:
+def _captured(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
     """The step of the search as a graph. It has as many slots as it is given sentences, up to what it holds at most."""
     model: Any = subject.run.model(subject.device).to(dtype)
     pool, tokenizers = Pool(model), subject.run.tokenizers
 
-    def decode(sources: Sources, task: Task) -> Outputs:
+    def decode(sources: Sources, task: DecodingTask) -> Outputs:
         spec = _spec(sources, task)
         outputs: Outputs = [[] for _ in sources]
         for batch in _batches(sources, task.batch if task.batch < MOST else len(sources)):
@@ -162,35 +162,35 @@ def _captured(subject: Subject, dtype: torch.dtype) -> Decoder:
     return decode
 
 
-def _in_processes(subject: Subject, dtype: str, processes: int) -> Decoder:
+def _in_processes(subject: DecodingSetup, dtype: str, processes: int) -> DecodeFunction:
     _packed(subject, dtype)  # refuses here what the processes would not say
     workers = ProcessWorkers(processes, open_run, str(subject.run.path), "", dtype)
 
-    def decode(sources: Sources, task: Task) -> Outputs:
+    def decode(sources: Sources, task: DecodingTask) -> Outputs:
         return _outputs(search_in(workers, sources, _spec(sources, task), n_best=task.n_best))
 
     return decode
 
 
-def _without_cache(subject: Subject) -> Decoder:
-    return _searching(TorchTransformer(subject.model).to(subject.device).eval(), subject)
+def _without_cache(subject: DecodingSetup) -> DecodeFunction:
+    return _search_with(TorchTransformer(subject.model).to(subject.device).eval(), subject)
 
 
-def _searching(model: Any, subject: Subject) -> Decoder:
+def _search_with(model: Any, subject: DecodingSetup) -> DecodeFunction:
     tokenizers, device = subject.run.tokenizers, subject.device
 
-    def decode(sources: Sources, task: Task) -> Outputs:
+    def decode(sources: Sources, task: DecodingTask) -> Outputs:
         spec = _spec(sources, task)
         return _outputs(search_all(model, sources, spec, tokenizers, n_best=task.n_best, device=device))
 
     return decode
 
 
-def _spec(sources: Sources, task: Task) -> config.DecodeConfig:
+def _spec(sources: Sources, task: DecodingTask) -> DecodeConfig:
     """Our search cuts batches by their tokens: so many that `task.batch` sentences of mean length fit."""
     tokens = sum(len(source) + 1 for source in sources) / len(sources)
     budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
-    return config.DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+    return DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
 
 
 def _batches(sources: Sources, size: int) -> Iterator[list[int]]:
@@ -206,7 +206,7 @@ def _outputs(found: list[list[Hypothesis]]) -> Outputs:
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
-def _ctranslate2(subject: Subject, dtype: str, replicas: int, threads: int) -> Decoder:
+def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int) -> DecodeFunction:
     package = engine("ctranslate2")
     device, ours = subject.device.type, torch.get_num_threads()
     try:
@@ -227,7 +227,7 @@ def _ctranslate2(subject: Subject, dtype: str, replicas: int, threads: int) -> D
     names = subject.run.tokenizers.src.names
     ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
 
-    def decode(sources: Sources, task: Task) -> Outputs:
+    def decode(sources: Sources, task: DecodingTask) -> Outputs:
         found = translator.translate_batch(
             [[names[token] for token in (*source, EOS)] for source in sources],
             max_batch_size=task.batch,
@@ -244,10 +244,10 @@ def _ctranslate2(subject: Subject, dtype: str, replicas: int, threads: int) -> D
     return decode
 
 
-def _transformers(subject: Subject, dtype: torch.dtype = torch.float32) -> Decoder:
+def _transformers(subject: DecodingSetup, dtype: torch.dtype = torch.float32) -> DecodeFunction:
     model = to_huggingface(subject.model).to(subject.device, dtype)
 
-    def decode(sources: Sources, task: Task) -> Outputs:
+    def decode(sources: Sources, task: DecodingTask) -> Outputs:
         outputs: Outputs = [[] for _ in sources]
         for batch in _batches(sources, task.batch):
             found = generate([sources[i] for i in batch], task)
@@ -255,7 +255,7 @@ def _transformers(subject: Subject, dtype: torch.dtype = torch.float32) -> Decod
                 outputs[i] = hypotheses
         return outputs
 
-    def generate(sources: Sources, task: Task) -> Outputs:
+    def generate(sources: Sources, task: DecodingTask) -> Outputs:
         source = pad([np.asarray(row) for row in sources], PAD, last=EOS).to(subject.device)
         options: dict[str, Any] = {"num_beams": task.beam, "num_return_sequences": task.n_best}
         if task.beam > 1:
@@ -276,32 +276,32 @@ def _transformers(subject: Subject, dtype: torch.dtype = torch.float32) -> Decod
 # ---- A run folder of random weights, so that any size of model can be decoded without training it first --------------
 
 
-SIZES: dict[str, tuple[config.ModelConfig, int]] = {  # the model, and its vocabulary
-    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
+SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
+    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
     "base": (presets.paper_base().model, 37_000),
     "demo": (presets.demo().model, 2000),
 }
 
 
-def make_run(size: str, folder: Path, *, seed: int = 0) -> Run:
+def make_random_run(size: str, folder: Path, *, seed: int = 0) -> Run:
     """A run of that size, `small`, `base` or `demo`, in the folder."""
     if size not in SIZES:
         raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
     spec, vocab = SIZES[size]
-    assert isinstance(spec, config.TransformerConfig)
+    assert isinstance(spec, TransformerConfig)
     # Tied to the output a random embedding would have each word followed by itself.
-    settings = config.Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
-    assert isinstance(settings.model, config.TransformerConfig)
+    settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
+    assert isinstance(settings.model, TransformerConfig)
     tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
     torch.manual_seed(seed)
     model = Transformer(settings.model, vocab, vocab)
-    forget_the_end(model)
-    run = Run.create(folder, settings, Tokenizers(tokenizer, tokenizer))
+    suppress_end_token(model)
+    run = Run.create(folder, settings, TokenizerPair(tokenizer, tokenizer))
     files.write_tensors(folder / "weights" / "best.safetensors", dict(model.named_parameters()))
     return run
 
 
-def forget_the_end(model: Transformer) -> None:
+def suppress_end_token(model: Transformer) -> None:
     """Make <pad>, <s> and </s> as good as impossible: their logits are -32, whatever was read and written.
 
     The last norm is made to give 4 in one of its d_model outputs, and these tokens read nothing but that.
@@ -315,7 +315,7 @@ def forget_the_end(model: Transformer) -> None:
             model.output.weight[token, 0] = -8.0
 
 
-def sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
+def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
     """Random sources: `count` of exactly `length` tokens."""
     draws = torch.Generator().manual_seed(seed)
     drawn: list[list[int]] = torch.randint(EOS + 1, run.tokenizers.src.size, (count, length), generator=draws).tolist()

@@ -22,12 +22,12 @@ from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import EOS
 from qkv.data.lines import Lines
 from qkv.lab import decoding_contenders, training_speed
-from qkv.lab.decoding_contenders import Setting, Sources, Subject, Task
-from qkv.lab.result_tables import Sheet, about, check_outputs, publish
+from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
+from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.models.base import parameter_count
-from qkv.text.tokenizer import EOS
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
 AT_LEAST = 3  # rounds
@@ -59,13 +59,13 @@ class Text:
 
 
 @dataclass
-class Row:
+class Measurement:
     """One setting with one beam and batch: what it wrote, and how fast it was in each round."""
 
     setting: Setting
-    task: Task
+    task: DecodingTask
     sources: Sources
-    decode: decoding_contenders.Decoder
+    decode: decoding_contenders.DecodeFunction
     same: float = 0.0
     tokens: int = 0
     speeds: list[float] = field(default_factory=list)  # tokens a second
@@ -133,13 +133,13 @@ def measure_decoding(
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory(prefix="qkv-") as folder:
         size = model or ("small" if chosen.type == "cpu" else "base")
-        opened = Run.open(run) if run else decoding_contenders.make_run(size, Path(folder) / "run")
-        subject = Subject(opened, chosen, Path(folder))
+        opened = Run.open(run) if run else decoding_contenders.make_random_run(size, Path(folder) / "run")
+        subject = DecodingSetup(opened, chosen, Path(folder))
         text = _read(opened, src) if src else _draw(opened, chosen, max(batches))
         decoders, missing = _open(subject, only)
         reference = decoding_contenders.settings(chosen)[0].open(subject)
-        rows = [row for beam in beams for row in _take_turns(decoders, reference, text, beam, batches, seconds)]
-        result = about(device, command) | {
+        rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
+        result = provenance(device, command) | {
             "versions": {name: _version(name) for name in PACKAGES},
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
@@ -151,7 +151,7 @@ def measure_decoding(
             "missing": missing,
             "ratios": _ratios(rows),
         }
-    publish(result, _sheets(result), _remarks(result), outputs)
+    publish(result, _result_tables(result), _remarks(result), outputs)
     return result
 
 
@@ -166,7 +166,7 @@ def _read(run: Run, src: str) -> Text:
 def _draw(run: Run, device: torch.device, batch: int) -> Text:
     count, length = DRAWN["cpu" if device.type == "cpu" else "gpu"]
     count = max(count, batch) if batch > 1 else ONE_BY_ONE
-    sources = decoding_contenders.sentences(run, count, length)
+    sources = decoding_contenders.random_sentences(run, count, length)
     return Text(f"{count} sentences of {length} random tokens, outputs of {length} tokens", sources, 0, fixed=True)
 
 
@@ -177,7 +177,9 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _open(subject: Subject, only: Sequence[str]) -> tuple[dict[Setting, decoding_contenders.Decoder], dict[str, str]]:
+def _open(
+    subject: DecodingSetup, only: Sequence[str]
+) -> tuple[dict[Setting, decoding_contenders.DecodeFunction], dict[str, str]]:
     """The settings that are to be had, and why the others are not."""
     known = decoding_contenders.settings(subject.device)
     wanted = [each for each in known if not only or any(word in each.name for word in only)]
@@ -198,17 +200,17 @@ def _open(subject: Subject, only: Sequence[str]) -> tuple[dict[Setting, decoding
 # ---- comparing and timing --------------------------------------------------------------------------------------------
 
 
-def _take_turns(
-    decoders: dict[Setting, decoding_contenders.Decoder],
-    reference: decoding_contenders.Decoder,
+def _measure_in_turns(
+    decoders: dict[Setting, decoding_contenders.DecodeFunction],
+    reference: decoding_contenders.DecodeFunction,
     text: Text,
     beam: int,
     batches: Sequence[int],
     seconds: float,
-) -> list[Row]:
+) -> list[Measurement]:
     """Every setting with every batch, at one beam: outputs compared, then rounds in which each runs once."""
     rows = [
-        Row(setting, Task(beam, batch, text.extra), text.of(setting, batch), decode)
+        Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode)
         for batch in batches
         for setting, decode in decoders.items()
         if not setting.most or batch <= setting.most
@@ -225,7 +227,7 @@ def _take_turns(
     return rows
 
 
-def _compare(rows: Sequence[Row], reference: decoding_contenders.Decoder, fixed: bool) -> None:
+def _compare(rows: Sequence[Measurement], reference: decoding_contenders.DecodeFunction, fixed: bool) -> None:
     """The share of sentences for which each row writes the reference's tokens; less in fp32 than it must is refused.
 
     Where all outputs are cut at one length, engines rank them with </s>, which ours writes, or without: all hypotheses
@@ -263,7 +265,7 @@ def _wait() -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Our fastest setting against each peer's: in fp32 and in any precision, with each batch and with any."""
     found = []
     for beam in dict.fromkeys(row.task.beam for row in rows):
@@ -280,8 +282,8 @@ def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _against(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    best: dict[str, Row] = {}
+def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    best: dict[str, Measurement] = {}
     for row in sorted(rows, key=lambda row: row.median):
         best[row.setting.engine] = row
     ours = best.pop(decoding_contenders.OURS, None)
@@ -303,11 +305,11 @@ def _against(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _label(row: Row) -> str:
+def _label(row: Measurement) -> str:
     return f"{row.setting.name}, batch {row.task.batch}"
 
 
-def _sheets(result: dict[str, Any]) -> list[Sheet]:
+def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
     sheets = []
     for beam in dict.fromkeys(row["beam"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["beam"] == beam]
@@ -318,7 +320,7 @@ def _sheets(result: dict[str, Any]) -> list[Sheet]:
             same = min(row["same"] for row in own.values())
             lines.append((name, f"{same:.1%}", *(_cell(own.get(batch)) for batch in batches)))
         title = f"{'greedy' if beam == 1 else f'beam {beam}'}: tokens a second, median (range)"
-        sheets.append(Sheet(title, ("", "same tokens", *(f"batch {batch}" for batch in batches)), tuple(lines)))
+        sheets.append(ResultTable(title, ("", "same tokens", *(f"batch {batch}" for batch in batches)), tuple(lines)))
     lines = [
         (
             f"beam {ratio['beam']}, {'any batch' if ratio['batch'] is None else 'batch ' + str(ratio['batch'])}",
@@ -333,7 +335,7 @@ def _sheets(result: dict[str, Any]) -> list[Sheet]:
     if not lines:
         return sheets
     columns = ("", "precision", "peer", "ours / peer", "ours", "theirs")
-    return [*sheets, Sheet("our fastest setting against each peer's fastest", columns, tuple(lines))]
+    return [*sheets, ResultTable("our fastest setting against each peer's fastest", columns, tuple(lines))]
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -14,9 +14,10 @@ from qkv.core.device import choose_device, choose_precision, describe
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.data.loader import collate
+from qkv.data.subwords import learn
 from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build
-from qkv.text.learn import learn
+from qkv.options import DecodeConfig, TokenizerConfig, TransformerConfig
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
 
@@ -43,14 +44,12 @@ def examine(say: Callable[[str], object]) -> bool:
 def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     """(what, whether it passed, figures) of each check: a few seconds."""
     text = ["ein kleiner Test — è così 🙂", "one two three", "  spaces  ", "two three one", "three one two"]
-    tokenizers = learn(text, text, config.TokenizerConfig(vocab=280), ())
+    tokenizers = learn(text, text, TokenizerConfig(vocab=280), ())
     back = [tokenizers.src.decode(tokenizers.src.encode(line)) for line in text]
     results = [("text comes back exactly", back == text, f"{len(text)} lines")]
 
     torch.manual_seed(0)
-    spec = config.TransformerConfig(
-        d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre"
-    )
+    spec = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre")
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
     rows = [np.asarray(tokenizers.src.encode(line)) for line in text]
     batch = collate(rows, rows, tokenizers).to(device)
@@ -68,7 +67,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
 
     model.eval()
     sources = [row.tolist() for row in rows]
-    found = [h[0] for h in search_all(model, sources, config.DecodeConfig(beam=2), tokenizers, device=device)]
+    found = [h[0] for h in search_all(model, sources, DecodeConfig(beam=2), tokenizers, device=device)]
     copied = [tokenizers.tgt.decode(h.tokens) for h in found]
     results.append(("it writes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
     forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv import config
 from qkv.core.errors import QkvError
 from qkv.models.attention import attend
 from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
+from qkv.options import ConvS2SConfig
 
 WIDTH = 64  # of an attention head: more of them as d grows, as in the paper's two models
 SMALL = 8  # d where only the pattern of dependence matters
@@ -29,7 +29,7 @@ Operation = Callable[[Tensor], Tensor]  # (batch, n, d) → (batch, n, d)
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """What one layer is made from; its length n is its input's."""
 
     d: int
@@ -42,7 +42,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Path:
+class PathLength:
     """How many applications join the two ends of n positions: the paper's O(…) as an exact number."""
 
     where: str
@@ -62,15 +62,15 @@ class LayerType:
     operations: Callable[[int, int, int], float]  # the same, of n, d and the span
     sequential: str
     path: str
-    paths: tuple[Path, ...]
-    make: Callable[[Shape], Operation]
+    paths: tuple[PathLength, ...]
+    make: Callable[[LayerShape], Operation]
     recurrent: bool = False  # one application is one step at every position, not a whole layer
 
 
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
-def self_attention(shape: Shape) -> Operation:
+def self_attention(shape: LayerShape) -> Operation:
     """Attention of x to itself, in heads; restricted to `span` positions on each side if that is given."""
 
     def fused(x: Tensor) -> Tensor:
@@ -85,13 +85,13 @@ def self_attention(shape: Shape) -> Operation:
     return written_out if shape.written_out else fused
 
 
-def recurrence(shape: Shape) -> Operation:
+def recurrence(shape: LayerShape) -> Operation:
     layer = _gru(shape)
     layer.written_out = shape.written_out
     return lambda x: layer(x, layer.zeros(x))[0]
 
 
-def recurrent_step(shape: Shape) -> Callable[[Tensor, Tensor], Tensor]:
+def recurrent_step(shape: LayerShape) -> Callable[[Tensor, Tensor], Tensor]:
     """One step at every position at once: h_t of x_t and of the h_{t−1} that the application before this one made."""
     weights = _gru(shape).cell.all_weights[0]
 
@@ -102,13 +102,13 @@ def recurrent_step(shape: Shape) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
-def _gru(shape: Shape) -> Layer:
+def _gru(shape: LayerShape) -> Layer:
     return Layer("gru", shape.d, shape.d).to(shape.device, shape.dtype)
 
 
-def convolution(kind: str) -> Callable[[Shape], Operation]:
-    def make(shape: Shape) -> Operation:
-        spec = config.ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
+def convolution(kind: str) -> Callable[[LayerShape], Operation]:
+    def make(shape: LayerShape) -> Operation:
+        spec = ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
         *_, dilation = dilations(spec, shape.layer + 1)
         made = GatedConvolution(spec, dilation, causal=shape.causal).to(shape.device, shape.dtype)
         with torch.no_grad():
@@ -121,18 +121,18 @@ def convolution(kind: str) -> Callable[[Shape], Operation]:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _up(length: int, reach: int) -> int:
+def _ceil_ratio(length: int, reach: int) -> int:
     """⌈length / reach⌉"""
     return -(-length // reach)
 
 
-def _logarithm(length: int, base: int) -> int:
+def _ceil_log(length: int, base: int) -> int:
     """⌈log_base length⌉, in whole numbers."""
     return next(m for m in count() if base**m >= length)
 
 
-def _both(formula: str, length: Callable[[int, int], int]) -> tuple[Path, ...]:
-    return Path("encoder", False, formula, length), Path("decoder", True, formula, length)
+def _both_sides(formula: str, length: Callable[[int, int], int]) -> tuple[PathLength, ...]:
+    return PathLength("encoder", False, formula, length), PathLength("decoder", True, formula, length)
 
 
 # A centred kernel reaches (k − 1)/2 to each side, one that ends at its position k − 1 to the left. Dilated by 1, k, k²
@@ -140,13 +140,13 @@ def _both(formula: str, length: Callable[[int, int], int]) -> tuple[Path, ...]:
 # distance, two to the right being one to the left and three to the right; at the ends of a sentence that way may lead
 # outside, and such a pair of positions waits for the dilations to begin anew.
 CONTIGUOUS = (
-    Path("encoder", False, "⌈2(n−1)/(k−1)⌉", lambda n, k: _up(2 * (n - 1), k - 1)),
-    Path("decoder", True, "⌈(n−1)/(k−1)⌉", lambda n, k: _up(n - 1, k - 1)),
+    PathLength("encoder", False, "⌈2(n−1)/(k−1)⌉", lambda n, k: _ceil_ratio(2 * (n - 1), k - 1)),
+    PathLength("decoder", True, "⌈(n−1)/(k−1)⌉", lambda n, k: _ceil_ratio(n - 1, k - 1)),
 )
 DILATED = (
-    Path("inside", False, "⌈log_k(2n−1)⌉", lambda n, k: _logarithm(2 * n - 1, k), inside=True),
-    Path("encoder", False, "more", None),
-    Path("decoder", True, "⌈log_k n⌉", lambda n, k: _logarithm(n, k)),
+    PathLength("inside", False, "⌈log_k(2n−1)⌉", lambda n, k: _ceil_log(2 * n - 1, k), inside=True),
+    PathLength("encoder", False, "more", None),
+    PathLength("decoder", True, "⌈log_k n⌉", lambda n, k: _ceil_log(n, k)),
 )
 KND2 = "k·n·d²"
 
@@ -160,7 +160,7 @@ LAYER_TYPES = {
             lambda n, d, _: n * n * d,
             "1",
             "1",
-            _both("1", lambda n, _: 1),
+            _both_sides("1", lambda n, _: 1),
             self_attention,
         ),
         LayerType(
@@ -170,7 +170,7 @@ LAYER_TYPES = {
             lambda n, d, r: r * n * d,
             "1",
             "n/r",
-            _both("⌈(n−1)/r⌉", lambda n, r: _up(n - 1, r)),
+            _both_sides("⌈(n−1)/r⌉", lambda n, r: _ceil_ratio(n - 1, r)),
             self_attention,
         ),
         LayerType(
@@ -180,7 +180,7 @@ LAYER_TYPES = {
             lambda n, d, _: n * d**2,
             "n",
             "n",
-            (Path("either", True, "n", lambda n, _: n),),
+            (PathLength("either", True, "n", lambda n, _: n),),
             recurrence,
             recurrent=True,
         ),
@@ -205,7 +205,7 @@ LAYER_TYPES = {
 # ---- what can be counted ---------------------------------------------------------------------------------------------
 
 
-def floating_point_operations(kind: LayerType, shape: Shape, n: int) -> int:
+def floating_point_operations(kind: LayerType, shape: LayerShape, n: int) -> int:
     """Of the matrix products and convolutions."""
     counter = FlopCounterMode(display=False)
     # On "meta" nothing is computed, so any size is free; but for a long chain of small operations it is slow.
@@ -217,7 +217,7 @@ def floating_point_operations(kind: LayerType, shape: Shape, n: int) -> int:
     return counter.get_total_flops()
 
 
-def sequential_operations(kind: LayerType, shape: Shape, n: int) -> int:
+def sequential_operations(kind: LayerType, shape: LayerShape, n: int) -> int:
     """The longest chain of operations that wait for one another, between one layer's input and its output."""
     operation = kind.make(replace(shape, written_out=True))
     return longest_chain(operation(torch.randn(1, n, shape.d, requires_grad=True)))
@@ -251,13 +251,13 @@ def path_length(kind: LayerType, n: int, span: int = 0, *, causal: bool, inside:
     for applications in range(10 * n + 1):
         if torch.equal(known[asked, asked] > 0, goal):
             return applications
-        shape = Shape(SMALL, span, causal, layer=applications, dtype=torch.float64)
+        shape = LayerShape(SMALL, span, causal, layer=applications, dtype=torch.float64)
         of_input, of_last = dependence(kind, shape, length)
         known = (of_input + of_last @ known).clamp(max=1)
     raise QkvError(f"{kind.name}: no number of applications joins {n} positions with a span of {span}: widen it")
 
 
-def dependence(kind: LayerType, shape: Shape, n: int) -> tuple[Tensor, Tensor]:
+def dependence(kind: LayerType, shape: LayerShape, n: int) -> tuple[Tensor, Tensor]:
     """Which outputs of one application depend on which inputs x, and on which outputs h of the last: 0 or 1, (n, n).
 
     These are the blocks of the Jacobian that are not zero, with random weights. Of n copies of x and h, copy i is asked

@@ -20,10 +20,10 @@ from qkv.core import files
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
 
-ERRORS = 2.0  # standard errors by which two means must differ to be told apart
+STANDARD_ERRORS = 2.0  # standard errors by which two means must differ to be told apart
 
 
-def with_spread(values: Sequence[float], digits: int = 2) -> str:
+def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
     """Mean ± standard deviation, which a single value has not."""
     if not values:
         return "–"
@@ -31,7 +31,7 @@ def with_spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def deviation(groups: Iterable[Sequence[float]]) -> float:
+def pooled_deviation(groups: Iterable[Sequence[float]]) -> float:
     """The standard deviation between seeds, from all rows together, as each has few; NaN if every row has but one."""
     many = [group for group in groups if len(group) > 1]
     if not many:
@@ -60,11 +60,11 @@ class Difference:
 def difference(a: Sequence[float], b: Sequence[float], deviation: float) -> Difference:
     """Of two means, whose noise is two standard errors."""
     error = deviation * math.sqrt(1 / len(a) + 1 / len(b))
-    return Difference(statistics.fmean(a) - statistics.fmean(b), ERRORS * error)
+    return Difference(statistics.fmean(a) - statistics.fmean(b), STANDARD_ERRORS * error)
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ResultTable:
     """A table of words and figures."""
 
     title: str
@@ -87,7 +87,7 @@ class Sheet:
         return "\n".join([f"### {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
-def about(device: str, command: str) -> dict[str, Any]:
+def provenance(device: str, command: str) -> dict[str, Any]:
     """Where and with what figures were measured."""
     return {
         "machine": f"{platform.processor() or platform.machine()}, {describe(choose_device(device))}",
@@ -104,7 +104,9 @@ def check_outputs(outputs: Sequence[str]) -> None:
             raise UsageError(f"--output {output}: write to a .json file (everything) or a .md file (the tables)")
 
 
-def publish(result: dict[str, Any], sheets: Sequence[Sheet], remarks: Sequence[str], outputs: Sequence[str]) -> None:
+def publish(
+    result: dict[str, Any], sheets: Sequence[ResultTable], remarks: Sequence[str], outputs: Sequence[str]
+) -> None:
     """Print tables and remarks, and write them: .json has the whole result, .md what was printed."""
     console = Console(highlight=False)
     if not console.is_terminal:

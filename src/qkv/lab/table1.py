@@ -34,9 +34,9 @@ from qkv.explain import figure_files
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
+    LayerShape,
     LayerType,
     Operation,
-    Shape,
     floating_point_operations,
     path_length,
     sequential_operations,
@@ -98,7 +98,7 @@ class Point:
     """One layer at one size, and how long each of its calls took."""
 
     kind: LayerType
-    shape: Shape
+    shape: LayerShape
     n: int
     batch: int
     times: list[float] = field(default_factory=list)
@@ -131,13 +131,13 @@ def measure(
 def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     grids = GRIDS["cpu" if device.type == "cpu" else "cuda"]
     d, batch = grids["restricted"].d[1], grids["restricted"].batch
-    base = Shape(d, WINDOW, device=device)  # fp32: arithmetic outweighs all else at smaller sizes than in bf16
-    points = {name: _points(LAYER_TYPES[name], grid, base) for name, grid in grids.items()}
+    base = LayerShape(d, WINDOW, device=device)  # fp32: arithmetic outweighs all else at smaller sizes than in bf16
+    points = {name: _grid_points(LAYER_TYPES[name], grid, base) for name, grid in grids.items()}
     window = {
         where: [Point(LAYER_TYPES["restricted"], replace(base, causal=causal), n, batch) for n in WINDOW_N]
         for where, causal in (("encoder", False), ("decoder", True))
     }
-    _clock([point for some in (*points.values(), *window.values()) for point in some], seconds)
+    _time_points([point for some in (*points.values(), *window.values()) for point in some], seconds)
     return {
         "machine": f"{platform.processor() or platform.machine()}, {describe(device)}",
         "torch": torch.__version__,
@@ -159,7 +159,7 @@ def _one_core() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def fit(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+def fit_exponents(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """The exponents a, b … of values ≈ c · x^a · y^b …, where `sizes` are the (x, y …) of each value."""
     logarithms = np.log(np.asarray(sizes, dtype=np.float64))
     columns = np.column_stack([logarithms, np.ones(len(values))])
@@ -170,15 +170,15 @@ def fit(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float
 # ---- complexity ------------------------------------------------------------------------------------------------------
 
 
-def _points(kind: LayerType, grid: Grid, base: Shape) -> list[Point]:
+def _grid_points(kind: LayerType, grid: Grid, base: LayerShape) -> list[Point]:
     # The second layer of a stack is the first that is dilated.
     return [Point(kind, replace(base, d=d, span=span, layer=1), n, grid.batch) for n, d, span in grid]
 
 
 @torch.inference_mode()
-def _clock(points: list[Point], seconds: float) -> None:
+def _time_points(points: list[Point], seconds: float) -> None:
     """Time all points, round after round, each at least once in a round."""
-    made: dict[tuple[str, Shape], Operation] = {}
+    made: dict[tuple[str, LayerShape], Operation] = {}
     share = seconds / (ROUNDS * len(points))
     with counter("sizes", ROUNDS * len(points)) as advance:
         for _ in range(ROUNDS):
@@ -186,7 +186,7 @@ def _clock(points: list[Point], seconds: float) -> None:
                 key = point.kind.name, point.shape
                 if key not in made:
                     made[key] = point.kind.make(point.shape)
-                point.times += _times(made[key], _input(point), share)
+                point.times += _time_calls(made[key], _input(point), share)
                 advance(1)
 
 
@@ -195,7 +195,7 @@ def _input(point: Point) -> Tensor:
     return torch.randn(point.batch, point.n, shape.d, device=shape.device, dtype=shape.dtype)
 
 
-def _times(operation: Operation, x: Tensor, seconds: float) -> list[float]:
+def _time_calls(operation: Operation, x: Tensor, seconds: float) -> list[float]:
     """How long calls took, for so many seconds and once at least; the first is not counted."""
     until = time.perf_counter() + seconds
     operation(x)
@@ -229,7 +229,7 @@ def _complexity(kind: LayerType, points: list[Point]) -> dict[str, Any]:
             dict(zip(symbols, size, strict=True)) | {"operations": operations, "seconds": p.seconds, "batch": p.batch}
             for size, operations, p in zip(sizes, counted, points, strict=True)
         ],
-        **{name: dict(zip(symbols, fit(sizes, some), strict=True)) for name, some in values.items()},
+        **{name: dict(zip(symbols, fit_exponents(sizes, some), strict=True)) for name, some in values.items()},
     }
 
 
@@ -242,7 +242,13 @@ def _window(points: list[Point]) -> dict[str, Any]:
     peaks = [_peak(point) // point.batch for point in points]
     times = [point.seconds for point in points]
     sizes = [(length,) for length in n]
-    return {"n": n, "seconds": times, "bytes": peaks, "time": fit(sizes, times)[0], "memory": fit(sizes, peaks)[0]}
+    return {
+        "n": n,
+        "seconds": times,
+        "bytes": peaks,
+        "time": fit_exponents(sizes, times)[0],
+        "memory": fit_exponents(sizes, peaks)[0],
+    }
 
 
 @torch.no_grad()
@@ -293,7 +299,7 @@ class LiveTensors(TorchDispatchMode):
 
 def _sequential(kind: LayerType) -> dict[str, Any]:
     span = COUNTED_SPAN[kind.span]
-    chains = [sequential_operations(kind, Shape(SMALL, span), n) for n in COUNTED_N]
+    chains = [sequential_operations(kind, LayerShape(SMALL, span), n) for n in COUNTED_N]
     return {"paper": kind.sequential, "n": COUNTED_N, "chain": chains, "growth": growth(COUNTED_N, chains)}
 
 
@@ -302,7 +308,7 @@ def growth(n: Sequence[int], values: Sequence[int]) -> str:
     slopes = {(b - a) / (later - n_) for n_, later, a, b in zip(n, n[1:], values, values[1:], strict=False)}
     if len(slopes) == 1:
         return "n" if slopes.pop() else "1"
-    return f"n^{fit([(length,) for length in n], values)[0]:.2f}"
+    return f"n^{fit_exponents([(length,) for length in n], values)[0]:.2f}"
 
 
 def _path(kind: LayerType) -> dict[str, Any]:

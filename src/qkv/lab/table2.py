@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.api import auto_recipe
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.explain.model_card import parameters, shape
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.presets import demo
-from qkv.text import Tokenizers
 
 OURS = "Transformer"
 EQUAL = ("flops", "time", "steps")
@@ -80,15 +80,15 @@ def measure(
     folder, steps, tokens = Path(out), steps or STEPS[fast], tokens or TOKENS[fast]
     base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
     prepared = trials.prepare_text(base, folder)
-    models = contestants(base, prepared, norm)
-    table = Competition(base, prepared, folder, models, tokens=tokens, device=device)
-    table.settle(equal, steps)
-    jobs = 1 if equal == "time" else jobs or trials.usual_jobs(device)  # side by side, time would mean little
+    models = matched_models(base, prepared, norm)
+    table = EqualCostTraining(base, prepared, folder, models, tokens=tokens, device=device)
+    table.set_updates(equal, steps)
+    jobs = 1 if equal == "time" else jobs or trials.default_jobs(device)  # side by side, time would mean little
     found = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
     remarks = [*table.remarks(rates, jobs), *verdict(found)]
     result = {
-        **result_tables.about(device, command),
-        "text": trials.text_words(base, prepared),
+        **result_tables.provenance(device, command),
+        "text": trials.describe_text(base, prepared),
         "equal": equal,
         "norm": norm,
         "learning_rates": table.rates,
@@ -96,41 +96,39 @@ def measure(
         "trials": [each.to_dict() for each in table.results.values()],
     }
     title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_sheet(title, found), _paper()], remarks, output)
+    result_tables.publish(result, [_result_table(title, found), _paper()], remarks, output)
     return result
 
 
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def contestants(base: configs.Config, prepared: Prepared, norm: str = "post") -> dict[str, configs.ModelConfig]:
+def matched_models(base: Config, prepared: Prepared, norm: str = "post") -> dict[str, ModelConfig]:
     """The Transformer for a text of this size, and its rivals with as many parameters.
 
     The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
     """
-    ours: configs.ModelConfig = base.model
+    ours: ModelConfig = base.model
     if base.data.train != demo().data.train:
         ours = next(size.model for size in auto_recipe.PAIRS if len(prepared.train) <= size.limit)
-    assert isinstance(ours, configs.TransformerConfig)
+    assert isinstance(ours, TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
     layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
-    conv = configs.ConvS2SConfig(
-        encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout
-    )
-    rnn = configs.RnnConfig(dropout=ours.dropout)
+    conv = ConvS2SConfig(encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout)
+    rnn = RnnConfig(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
     return {
-        "RNN": match(rnn, target, prepared.tokenizers),
-        "ConvS2S": match(conv, target, prepared.tokenizers),
+        "RNN": match_parameters(rnn, target, prepared.tokenizers),
+        "ConvS2S": match_parameters(conv, target, prepared.tokenizers),
         OURS: ours,
     }
 
 
-def match(model: configs.TranslationConfig, target: int, tokenizers: Tokenizers) -> configs.TranslationConfig:
+def match_parameters(model: TranslationConfig, target: int, tokenizers: TokenizerPair) -> TranslationConfig:
     """The model with the even d_model that comes nearest to so many parameters."""
 
-    def of(half: int) -> configs.TranslationConfig:
+    def of(half: int) -> TranslationConfig:
         return dataclasses.replace(model, d_model=2 * half)
 
     low, high = 1, 2
@@ -145,15 +143,15 @@ def match(model: configs.TranslationConfig, target: int, tokenizers: Tokenizers)
 # ---- equal cost ------------------------------------------------------------------------------------------------------
 
 
-class Competition:
+class EqualCostTraining:
     """Models on one text, and what is settled about their training: updates of each, and its learning rate."""
 
     def __init__(
         self,
-        base: configs.Config,
+        base: Config,
         prepared: Prepared,
         folder: Path,
-        models: Mapping[str, configs.ModelConfig],
+        models: Mapping[str, ModelConfig],
         *,
         tokens: int,
         device: str,
@@ -165,13 +163,13 @@ class Competition:
         self.shapes: list[str] = []
         self.results: dict[str, Result] = {}  # of all trials, those of other learning rates too
 
-    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> configs.Config:
+    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> Config:
         model = self.models[name]
         peak = round(rate * 1e-3 * math.sqrt(512 / model.d_model), 6)
         train = trials.recipe(steps=self.steps[name], tokens=self.tokens, rate=peak, device=self.device, seed=seed)
         return dataclasses.replace(self.base, model=model).replace(train={**train, "name": name})
 
-    def settle(self, equal: str, steps: int) -> None:
+    def set_updates(self, equal: str, steps: int) -> None:
         """As many updates for each as cost what the Transformer's do."""
         self.steps = dict.fromkeys(self.models, steps)  # a cost is known by a config, so by the same one every time
         costs = {name: self._cost(name, equal) for name in self.models}
@@ -187,10 +185,12 @@ class Competition:
             return trials.flops_per_token(self.config(name), self.prepared)
         if equal == "time":
             trial = Trial(name, self.config(name), self.prepared)
-            return trials.measured_once(trial, self.folder, auto_recipe.seconds_a_pass)
+            return trials.cached_seconds(trial, self.folder, auto_recipe.seconds_a_pass)
         return 1.0
 
-    def run(self, seeds: int, rates: Sequence[float], jobs: int, test: trials.Files | None) -> dict[str, list[Result]]:
+    def run(
+        self, seeds: int, rates: Sequence[float], jobs: int, test: trials.FilePair | None
+    ) -> dict[str, list[Result]]:
         """The results of all seeds, each model with the rate that leaves it the lowest loss on the first."""
         tried = [(name, rate) for name in self.models for rate in rates]
         first = self._run([Trial(name, self.config(name, rate), self.prepared) for name, rate in tried], jobs)
@@ -204,7 +204,7 @@ class Competition:
         results = self._run(chosen, jobs, test)
         return {name: [result for result in results if result.name == name] for name in self.models}
 
-    def _run(self, planned: list[Trial], jobs: int, test: trials.Files | None = None) -> list[Result]:
+    def _run(self, planned: list[Trial], jobs: int, test: trials.FilePair | None = None) -> list[Result]:
         results = trials.run_all(planned, self.folder, jobs=jobs, test=test)
         self.results |= {result.key: result for result in results}
         return results
@@ -222,7 +222,7 @@ class Competition:
 # ---- the claim -------------------------------------------------------------------------------------------------------
 
 
-def reaches(result: Result, loss: float) -> tuple[float, float]:
+def cost_to_reach(result: Result, loss: float) -> tuple[float, float]:
     """Operations and seconds of training after which the validation loss was first so low; infinite if never.
 
     While the learning rate is high, the loss is above what a shorter training would end with: this is an upper bound.
@@ -238,7 +238,7 @@ def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
     good = {name: [result for result in results if not result.error] for name, results in found.items()}
     if missing := [name for name, results in good.items() if not results]:
         return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
-    spread = result_tables.deviation([[result.bleu for result in results] for results in good.values()])
+    spread = result_tables.pooled_deviation([[result.bleu for result in results] for results in good.values()])
     lines, signs = [], []
     for name in good:
         if name == OURS:
@@ -247,8 +247,8 @@ def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
         cost = _cost_of_reaching(good[OURS], good[name])
         back = _cost_of_reaching(good[name], good[OURS])
         lines.append(
-            f"{OURS} against {name}: BLEU {gap}; {OURS} reaches {name}'s final loss {_share(cost, name)}; "
-            f"{name} reaches {OURS}'s {_share(back, OURS)}"
+            f"{OURS} against {name}: BLEU {gap}; {OURS} cost_to_reach {name}'s final loss {_share(cost, name)}; "
+            f"{name} cost_to_reach {OURS}'s {_share(back, OURS)}"
         )
         signs.append(0 if not gap.told and cost[0] < 1 else 1 if gap.told and gap.value > 0 and cost[0] < 1 else -1)
     holds = "HOLDS" if min(signs) > 0 else "DOES NOT HOLD" if min(signs) < 0 else "WITHIN THE NOISE in BLEU"
@@ -257,7 +257,7 @@ def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
 
 def _cost_of_reaching(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, float]:
     """Of the operations and of the seconds that theirs took, the share after which ours have come to their loss."""
-    costs = [reaches(result, statistics.fmean(r.loss for r in theirs)) for result in ours]
+    costs = [cost_to_reach(result, statistics.fmean(r.loss for r in theirs)) for result in ours]
     operations, seconds = (statistics.fmean(each) for each in zip(*costs, strict=True))
     return (
         operations / statistics.fmean(r.flops for r in theirs),
@@ -272,7 +272,7 @@ def _share(cost: tuple[float, float], whose: str) -> str:
     return f"after {operations:.0%} of {whose}'s operations ({seconds:.0%} of its time)"
 
 
-def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.Sheet:
+def _result_table(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.ResultTable:
     columns = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
     rows = []
     for name, results in found.items():
@@ -285,9 +285,9 @@ def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.S
         rows.append(
             (
                 label,
-                result_tables.with_spread([result.bleu for result in good]),
-                result_tables.with_spread([result.test_bleu for result in good if result.test_bleu is not None]),
-                result_tables.with_spread([result.loss for result in good], 4),
+                result_tables.mean_and_deviation([result.bleu for result in good]),
+                result_tables.mean_and_deviation([result.test_bleu for result in good if result.test_bleu is not None]),
+                result_tables.mean_and_deviation([result.loss for result in good], 4),
                 f"{good[0].parameters / 1e6:.2f} M",
                 f"{statistics.fmean(result.flops for result in good):.2e}",
                 f"{seconds:,.0f}",
@@ -295,11 +295,11 @@ def _sheet(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.S
                 f"{good[0].steps:,}",
             )
         )
-    return result_tables.Sheet(title, columns, tuple(rows))
+    return result_tables.ResultTable(title, columns, tuple(rows))
 
 
-def _paper() -> result_tables.Sheet:
+def _paper() -> result_tables.ResultTable:
     rows = [(name, f"{bleu:g}", f"{cost:.1e}" if cost else "–") for name, (bleu, cost) in PAPER.items()]
-    return result_tables.Sheet(
+    return result_tables.ResultTable(
         "The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs"), tuple(rows)
     )

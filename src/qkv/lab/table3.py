@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
+from qkv.options import Config, TransformerConfig
 from qkv.presets import PRESETS, TABLE_3
 
 BASE, BIG = "paper_base", "paper_big"
@@ -99,17 +99,17 @@ def measure(
     folder = Path(out)
     prepared = trials.prepare_text(base, folder)
     planned = [
-        Trial(name, at_scale(name, scale, base, device=device, seed=seed), prepared)
+        Trial(name, scaled_config(name, scale, base, device=device, seed=seed), prepared)
         for seed in range(1, seeds + 1)
         for name in names
     ]
-    found = trials.run_all(planned, folder, jobs=jobs or trials.usual_jobs(device))
+    found = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
     by_name = {name: [result for result in found if result.name == name] for name in names}
     conclusions = [judge(claim, by_name) for claim in CLAIMS]
     result = {
-        **result_tables.about(device, command),
+        **result_tables.provenance(device, command),
         "scale": dataclasses.asdict(scale),
-        "text": trials.text_words(base, prepared),
+        "text": trials.describe_text(base, prepared),
         "conclusions": [dataclasses.asdict(conclusion) for conclusion in conclusions],
         "trials": [each.to_dict() for each in found],
     }
@@ -117,14 +117,14 @@ def measure(
         f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
         f"tokens, {seeds} seeds; {result['text']}"
     )
-    result_tables.publish(result, [_sheet(title, by_name)], [str(each) for each in conclusions], output)
+    result_tables.publish(result, [_result_table(title, by_name)], [str(each) for each in conclusions], output)
     return result
 
 
-def at_scale(name: str, scale: Scale, base: configs.Config, *, device: str, seed: int) -> configs.Config:
+def scaled_config(name: str, scale: Scale, base: Config, *, device: str, seed: int) -> Config:
     """A row's config on this text: the paper's model, smaller, and one recipe for all; the big one trains longer."""
     preset = PRESETS[name]()
-    assert isinstance(preset.model, configs.TransformerConfig)
+    assert isinstance(preset.model, TransformerConfig)
     model = trials.scaled(preset.model, scale.width, scale.depth)
     if model.positions == "learned":  # no more of them than a translation can need
         longest = base.data.max_length + base.decode.extra_length + 2
@@ -146,7 +146,7 @@ def peak_rate(d_model: int) -> float:
     return round(7e-4 * math.sqrt(512 / d_model), 6)
 
 
-def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> result_tables.Sheet:
+def _result_table(title: str, by_name: Mapping[str, list[Result]]) -> result_tables.ResultTable:
     columns = ("row", "perplexity", "BLEU", "params", "updates", "paper: perplexity, BLEU, params")
     rows = []
     for name, results in by_name.items():
@@ -157,14 +157,14 @@ def _sheet(title: str, by_name: Mapping[str, list[Result]]) -> result_tables.She
         rows.append(
             (
                 name.removeprefix("table3_").removeprefix("paper_") + failed,
-                result_tables.with_spread([result.perplexity for result in good]),
-                result_tables.with_spread([result.bleu for result in good]),
+                result_tables.mean_and_deviation([result.perplexity for result in good]),
+                result_tables.mean_and_deviation([result.bleu for result in good]),
                 size,
                 steps,
                 f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
             )
         )
-    return result_tables.Sheet(title, columns, tuple(rows))
+    return result_tables.ResultTable(title, columns, tuple(rows))
 
 
 # ---- conclusions -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,9 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
         # Perplexities are compared as losses, whose noise does not grow with them.
         what = "loss" if measure == PERPLEXITY else "bleu"
         values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
-        gap = result_tables.difference(values[best], values[claim.worse], result_tables.deviation(values.values()))
+        gap = result_tables.difference(
+            values[best], values[claim.worse], result_tables.pooled_deviation(values.values())
+        )
         gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
         means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
         words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.assembly import optimizer_for
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
 from qkv.data.ragged import Flat, Ragged, lay
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
-from qkv.text.tokenizer import BOS, EOS, PAD
+from qkv.options import TrainConfig
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
 STEP = 256  # a batch of ours is filled up to a multiple of so many tokens, so that its shapes are few
@@ -37,13 +37,13 @@ RATE = 1e-4  # the learning rate: that of no schedule, as nothing is to be learn
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingSetup:
     """What all contenders begin with."""
 
     model: Transformer  # on the CPU; nobody may change it
     device: torch.device
     width: int  # of a batch: no sentence is longer
-    spec: config.TrainConfig
+    spec: TrainConfig
 
     @property
     def autocast(self) -> torch.autocast:
@@ -63,10 +63,10 @@ class Contender(ABC):
         return f"{self.engine} {self.how}"
 
     @abstractmethod
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         """Make model and optimiser on the device."""
 
-    def laid(self, batch: Batch) -> Any:
+    def collate(self, batch: Batch) -> Any:
         """A batch as this one wants it, on the host: the work of a loader's thread, which is not timed."""
         return batch
 
@@ -83,18 +83,18 @@ class Contender(ABC):
         """Give back the memory."""
 
 
-class Written(Contender):
+class StandardLoop(Contender):
     """A model in the loop that everyone writes: loss under autocast, backward, fused Adam.
 
     `make` gives a module from (source, lengths, target) to logits; `compiled` has torch compile it with its loss, for
     the one shape that there is.
     """
 
-    def __init__(self, engine: str, make: Callable[[Subject], nn.Module], *, compiled: bool = False) -> None:
+    def __init__(self, engine: str, make: Callable[[TrainingSetup], nn.Module], *, compiled: bool = False) -> None:
         super().__init__(engine, "compiled" if compiled else "eager")
         self.make, self.compiled = make, compiled
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         self.subject = subject
         self.model: Any = self.make(subject).to(subject.device).train()
         self.run = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
@@ -103,7 +103,7 @@ class Written(Contender):
         self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=subject.spec.eps, fused=True)
 
     def logits(self, batch: Batch) -> Tensor:
-        with evaluating(self.model):
+        with eval_mode(self.model):
             found: Tensor = self.model(*batch.inputs)
         return found
 
@@ -126,7 +126,7 @@ class Written(Contender):
         torch.compiler.reset()
 
 
-class Plain(Written):
+class PlainQkv(StandardLoop):
     """Our model and our loss, which never holds all logits, one operation after the other."""
 
     def __init__(self) -> None:
@@ -140,20 +140,20 @@ class Plain(Written):
         return loss / (labels != PAD).sum()
 
 
-class Fast(Contender):
+class FusedQkv(Contender):
     """Our fused pass over sentences laid end to end; on a GPU, as CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__(OURS, "captured")
 
-    def prepare(self, subject: Subject) -> None:
+    def prepare(self, subject: TrainingSetup) -> None:
         self.model = copy.deepcopy(subject.model).to(subject.device).train()
         optimizer = optimizer_for(self.model, subject.spec)
         dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
         self.graphs = CudaGraphs(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
-    def laid(self, batch: Batch) -> Ragged:
+    def collate(self, batch: Batch) -> Ragged:
         real = batch.labels != PAD
         lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
         rows = [
@@ -163,7 +163,7 @@ class Fast(Contender):
         return lay(*map(Flat, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
 
     def logits(self, batch: Batch) -> Tensor:
-        with evaluating(self.model):
+        with eval_mode(self.model):
             found: Tensor = self.model(*batch.inputs)
         return found
 
@@ -177,7 +177,7 @@ class Fast(Contender):
         self.model = self.graphs = None  # type: ignore[assignment]
 
 
-class OtherArchitecture(Written):
+class OtherArchitecture(StandardLoop):
     """One whose layers are not the paper's: of the same sizes, but its logits are its own."""
 
     exact = False
@@ -185,14 +185,14 @@ class OtherArchitecture(Written):
 
 def contenders(device: torch.device) -> list[Contender]:
     """All there are; ours come first, the plain one as the reference for the others' logits."""
-    found: list[Contender] = [Plain(), Fast()] if device.type == "cuda" else [Plain()]
+    found: list[Contender] = [PlainQkv(), FusedQkv()] if device.type == "cuda" else [PlainQkv()]
     for engine, make in ((TRANSFORMERS, _marian), (TORCH, _torch)):
-        found += [Written(engine, make, compiled=compiled) for compiled in (False, True)]
+        found += [StandardLoop(engine, make, compiled=compiled) for compiled in (False, True)]
     return [*found, OtherArchitecture(X_TRANSFORMERS, _x_transformers)]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients."""
     model.eval()
     try:
@@ -208,7 +208,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class _Marian(nn.Module):
     """transformers' model, with the signature of ours."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrainingSetup) -> None:
         super().__init__()
         self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
         self.model.set_attn_implementation("sdpa")
@@ -223,11 +223,11 @@ class _Marian(nn.Module):
         return logits
 
 
-def _marian(subject: Subject) -> nn.Module:
+def _marian(subject: TrainingSetup) -> nn.Module:
     return _Marian(subject)
 
 
-def _torch(subject: Subject) -> nn.Module:
+def _torch(subject: TrainingSetup) -> nn.Module:
     """torch's layers; their dropout inside attention and feed-forward, which the paper has not, is that of our spec."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
     spec = subject.model.spec
@@ -242,7 +242,7 @@ def _torch(subject: Subject) -> nn.Module:
 class _XTransformer(nn.Module):
     """x-transformers' encoder and decoder of our sizes, its own choices in all else; output tied to the embedding."""
 
-    def __init__(self, subject: Subject, package: Any) -> None:
+    def __init__(self, subject: TrainingSetup, package: Any) -> None:
         super().__init__()
         spec, vocab = subject.model.spec, len(subject.model.output.weight)
         shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
@@ -261,7 +261,7 @@ class _XTransformer(nn.Module):
         return logits
 
 
-def _x_transformers(subject: Subject) -> nn.Module:
+def _x_transformers(subject: TrainingSetup) -> nn.Module:
     try:
         return _XTransformer(subject, importlib.import_module("x_transformers"))
     except ImportError:
@@ -272,7 +272,7 @@ def _x_transformers(subject: Subject) -> nn.Module:
 
 
 @dataclass
-class Prefixes:
+class PrefixState:
     """Without a cache, all there is to remember is what was written."""
 
     memory: Tensor
@@ -280,8 +280,8 @@ class Prefixes:
     tokens: Tensor
     beam: int
 
-    def select(self, rows: Tensor) -> Prefixes:
-        return Prefixes(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
+    def select(self, rows: Tensor) -> PrefixState:
+        return PrefixState(self.memory[rows], self.padding[rows], self.tokens[rows], self.beam)
 
 
 class TorchTransformer(nn.Module):
@@ -311,7 +311,7 @@ class TorchTransformer(nn.Module):
             spec.decoder_layers,
             final(),
         )
-        self.load_state_dict(_renamed(ours), strict=True)
+        self.load_state_dict(_torch_state_dict(ours), strict=True)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         padding = _padding(source, lengths)
@@ -325,12 +325,12 @@ class TorchTransformer(nn.Module):
         padding = _padding(source, lengths)
         return self.encoder(self.source(source), src_key_padding_mask=padding), padding
 
-    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> Prefixes:
+    def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> PrefixState:
         values, padding = (part.repeat_interleave(beam, 0) for part in memory)
         nothing = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
-        return Prefixes(values, padding, nothing, beam)
+        return PrefixState(values, padding, nothing, beam)
 
-    def step(self, tokens: Tensor, state: Prefixes) -> tuple[Tensor, Prefixes]:
+    def step(self, tokens: Tensor, state: PrefixState) -> tuple[Tensor, PrefixState]:
         state.tokens = torch.cat([state.tokens, tokens], dim=1)
         hidden = self._decode(state.tokens, state.memory, state.padding)[:, -tokens.shape[1] :]
         return F.linear(hidden, self.output.weight), state
@@ -349,7 +349,7 @@ def _padding(source: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
 
 
-def _renamed(ours: Transformer) -> dict[str, Tensor]:
+def _torch_state_dict(ours: Transformer) -> dict[str, Tensor]:
     """Our weights under torch's names; torch's attention has biases, which are zero here if ours has none."""
     state = {
         name: tensor

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.data.loader import Batch
-from qkv.lab.result_tables import Sheet, about, check_outputs, publish
-from qkv.lab.training_contenders import OURS, Contender, Subject, contenders
+from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
+from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
 from qkv.models.base import parameter_count
 from qkv.models.transformer import Transformer
-from qkv.text.tokenizer import BOS, EOS, PAD
+from qkv.options import TrainConfig, TransformerConfig
 
-SIZES: dict[str, tuple[config.TransformerConfig, int]] = {  # the model, and its vocabulary
-    "tiny": (config.TransformerConfig(d_model=128, d_ff=256, heads=4, encoder_layers=4, decoder_layers=4), 10_000),
-    "small": (config.TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8_000),
-    "base": (config.TransformerConfig(), 37_000),
-    "big": (config.TransformerConfig(d_model=1024, d_ff=4096, heads=16), 37_000),
+SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
+    "tiny": (TransformerConfig(d_model=128, d_ff=256, heads=4, encoder_layers=4, decoder_layers=4), 10_000),
+    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8_000),
+    "base": (TransformerConfig(), 37_000),
+    "big": (TransformerConfig(d_model=1024, d_ff=4096, heads=16), 37_000),
 }
 TOKENS = {"cpu": 2_048, "gpu": 25_000}  # of each side in a batch, padding not counted
 SHORTEST, LONGEST = 24, 32  # tokens of a sentence, </s> included
@@ -51,7 +51,7 @@ PACKAGES = ("transformers", "x-transformers")
 
 
 @dataclass
-class Row:
+class Measurement:
     """A contender and what was measured of it."""
 
     contender: Contender
@@ -66,14 +66,14 @@ class Row:
     def run(self, device: torch.device) -> None:
         """One round."""
         tokens, stalled = 0, 0.0
-        wait(device)
+        synchronize(device)
         begun = time.perf_counter()
         for _ in range(self.steps):
             asked = time.perf_counter()
             batch = next(self.feed)
             stalled += time.perf_counter() - asked
             tokens += self.contender.step(batch)
-        wait(device)
+        synchronize(device)
         seconds = time.perf_counter() - begun
         self.speeds.append(tokens / seconds)
         self.rates.append(self.steps / seconds)
@@ -122,17 +122,17 @@ def measure_training(
     tokens = tokens or TOKENS[place]
     if tokens < LONGEST:
         raise UsageError(f"--tokens {tokens}: a batch holds a sentence at least, of up to {LONGEST} tokens")
-    entered = _entered(chosen, only)
+    selected = _select_contenders(chosen, only)
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
-    subject = Subject(Transformer(spec, vocab, vocab), chosen, LONGEST, config.TrainConfig())
-    batches = draw(vocab, tokens)
+    subject = TrainingSetup(Transformer(spec, vocab, vocab), chosen, LONGEST, TrainConfig())
+    batches = random_batches(vocab, tokens)
     peak = matrix_peak(chosen)
-    rows, missing = _race(entered, subject, batches, seconds)
+    rows, missing = _measure_all(selected, subject, batches, seconds)
     peak = max(peak, matrix_peak(chosen))  # clocks may have been lower before
     useful = sum(batch.tokens for batch in batches)
-    work = sum(operations(spec, vocab, batch) for batch in batches) / useful
-    result = about(device, command) | {
+    work = sum(training_operations(spec, vocab, batch) for batch in batches) / useful
+    result = provenance(device, command) | {
         "versions": {name: _version(name) for name in PACKAGES},
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -146,11 +146,11 @@ def measure_training(
         "ratios": _ratios(rows),
         "missing": missing,
     }
-    publish(result, _sheets(result), _remarks(result), outputs)
+    publish(result, _result_tables(result), _remarks(result), outputs)
     return result
 
 
-def _entered(device: torch.device, only: Sequence[str]) -> list[Contender]:
+def _select_contenders(device: torch.device, only: Sequence[str]) -> list[Contender]:
     known = contenders(device)
     wanted = [each for each in known if not only or any(word in each.name for word in only)]
     if not wanted:
@@ -169,7 +169,7 @@ def _version(package: str) -> str:
 # ---- the text --------------------------------------------------------------------------------------------------------
 
 
-def draw(vocab: int, tokens: int, *, count: int = BATCHES, seed: int = 0) -> list[Batch]:
+def random_batches(vocab: int, tokens: int, *, count: int = BATCHES, seed: int = 0) -> list[Batch]:
     """Random batches of about so many tokens a side, all of one shape: what is longer than its sentence is padding."""
     draws = torch.Generator().manual_seed(seed)
     rows = max(1, round(2 * tokens / (SHORTEST + LONGEST)))
@@ -198,12 +198,12 @@ def pad_share(batches: Sequence[Batch]) -> float:
     return 1 - sum(int(batch.lengths.sum()) + batch.tokens for batch in batches) / cells
 
 
-def feeding(batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
+def batch_stream(batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
     """The batches over and over, each copied to the device when it is asked for."""
     return (batch.to(device) for batch in cycle(batches))
 
 
-def operations(spec: config.TransformerConfig, vocab: int, batch: Batch) -> float:
+def training_operations(spec: TransformerConfig, vocab: int, batch: Batch) -> float:
     """Floating-point operations that training on a batch needs, forward and backward, padding left out.
 
     6 for each weight of a matrix and each token that meets it: source tokens those of the encoder and W^K and W^V of
@@ -229,52 +229,52 @@ def matrix_peak(device: torch.device) -> float:
     a, b = (torch.randn(rows, rows, device=device, dtype=numbers) for _ in range(2))
     times = []
     for _ in range(6):
-        wait(device)
+        synchronize(device)
         begun = time.perf_counter()
         for _ in range(4):
             a @ b
-        wait(device)
+        synchronize(device)
         times.append((time.perf_counter() - begun) / 4)
     return 2 * rows**3 / min(times)
 
 
-def _race(
-    entered: Sequence[Contender], subject: Subject, batches: list[Batch], seconds: float
-) -> tuple[list[Row], dict[str, str]]:
+def _measure_all(
+    selected: Sequence[Contender], subject: TrainingSetup, batches: list[Batch], seconds: float
+) -> tuple[list[Measurement], dict[str, str]]:
     """Rows of all that could be prepared; those for whom the others leave no memory run in a heat of their own."""
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     missing: dict[str, str] = {}
-    waiting = list(entered)
+    waiting = list(selected)
     while waiting:
-        heat: list[Row] = []
+        heat: list[Measurement] = []
         later: list[Contender] = []
         for contender in waiting:
             try:
-                heat.append(_prepared(contender, subject, batches))
+                heat.append(_prepare(contender, subject, batches))
             except torch.OutOfMemoryError:
                 contender.close()
                 later.append(contender)
             except (UsageError, RuntimeError) as reason:  # not installed; or the compiler's
                 missing[contender.name] = str(reason).partition("\n")[0]
-            _collect(subject.device)
+            _free_memory(subject.device)
         if later and not heat:
             missing |= {contender.name: "out of memory: lower --tokens" for contender in later}
             break
-        _take_turns(heat, subject.device, seconds)
+        _measure_in_turns(heat, subject.device, seconds)
         for row in heat:
             row.contender.close()
-        _collect(subject.device)
+        _free_memory(subject.device)
         rows, waiting = rows + heat, later
     if not rows:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
     return rows, missing
 
 
-def _prepared(contender: Contender, subject: Subject, batches: list[Batch]) -> Row:
+def _prepare(contender: Contender, subject: TrainingSetup, batches: list[Batch]) -> Measurement:
     """Ready to run: compared with our plain model, compiled, warm, and with a round of a sensible length."""
     device = subject.device
-    row = Row(contender, feeding([contender.laid(batch) for batch in batches], device))
-    before = _memory(device)
+    row = Measurement(contender, batch_stream([contender.collate(batch) for batch in batches], device))
+    before = _memory_in_use(device)
     begun = time.perf_counter()
     contender.prepare(subject)
     preparing = time.perf_counter() - begun
@@ -283,19 +283,19 @@ def _prepared(contender: Contender, subject: Subject, batches: list[Batch]) -> R
     begun = time.perf_counter()
     for _ in range(WARM_UP):
         contender.step(next(row.feed))
-    wait(device)
+    synchronize(device)
     row.warm_up = preparing + time.perf_counter() - begun
     if device.type == "cuda":
         row.memory = torch.cuda.max_memory_allocated(device) - before
     begun = time.perf_counter()
     contender.step(next(row.feed))
-    wait(device)
+    synchronize(device)
     row.steps = max(1, round(ROUND / (time.perf_counter() - begun)))
     say(f"{contender.name}: ready after {row.warm_up:.1f} s")
     return row
 
 
-def _memory(device: torch.device) -> int:
+def _memory_in_use(device: torch.device) -> int:
     """Bytes in use, from which on the largest use is counted anew."""
     if device.type != "cuda":
         return 0
@@ -303,13 +303,13 @@ def _memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _collect(device: torch.device) -> None:
+def _free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _compare(contender: Contender, subject: Subject, batch: Batch) -> None:
+def _compare(contender: Contender, subject: TrainingSetup, batch: Batch) -> None:
     """Refuse to race those that do not compute the same."""
     few = Batch(tuple(part[:COMPARED] for part in batch.inputs), batch.labels[:COMPARED], 0)
     real = few.labels != PAD
@@ -325,7 +325,7 @@ def _compare(contender: Contender, subject: Subject, batch: Batch) -> None:
         )
 
 
-def _take_turns(rows: Sequence[Row], device: torch.device, seconds: float) -> None:
+def _measure_in_turns(rows: Sequence[Measurement], device: torch.device, seconds: float) -> None:
     begun = time.perf_counter()
     while rows and (time.perf_counter() < begun + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
         for row in rows:
@@ -333,7 +333,7 @@ def _take_turns(rows: Sequence[Row], device: torch.device, seconds: float) -> No
         say(f"{len(rows[0].speeds)} rounds in {time.perf_counter() - begun:.0f} s")
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -341,9 +341,9 @@ def wait(device: torch.device) -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Our fastest against the fastest of each peer, round by round."""
-    best: dict[str, Row] = {}
+    best: dict[str, Measurement] = {}
     for row in sorted(rows, key=lambda row: statistics.median(row.speeds)):
         best[row.contender.engine] = row
     ours = best.pop(OURS, None)
@@ -356,7 +356,7 @@ def _ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _sheets(result: dict[str, Any]) -> list[Sheet]:
+def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
     columns = ("", "target tok/s (range)", "steps/s", "of the peak", "stalled", "warm-up", "memory")
     lines = [
         (
@@ -370,12 +370,14 @@ def _sheets(result: dict[str, Any]) -> list[Sheet]:
         )
         for row in result["rows"]
     ]
-    sheets = [Sheet(f"training, {result['model']}; {result['batch']}; {result['precision']}", columns, tuple(lines))]
+    sheets = [
+        ResultTable(f"training, {result['model']}; {result['batch']}; {result['precision']}", columns, tuple(lines))
+    ]
     ratios = [
         (each["ours"], each["peer"], f"{each['ratio']:.2f} × ({each['low']:.2f} – {each['high']:.2f})")
         for each in result["ratios"]
     ]
-    return [*sheets, Sheet("our fastest against each peer's fastest", ("ours", "peer", "ratio"), tuple(ratios))][
+    return [*sheets, ResultTable("our fastest against each peer's fastest", ("ours", "peer", "ratio"), tuple(ratios))][
         : 2 if ratios else 1
     ]
 

@@ -29,7 +29,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv import config as configs
 from qkv.api import Translator
 from qkv.api.run_training import fit
 from qkv.assembly import Run, updates_for
@@ -45,16 +44,17 @@ from qkv.data.store import Prepared, prepare
 from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.build import build
 from qkv.models.rnn import Layer
+from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
 from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"
-SECONDS = "seconds.json"
-POINTS = 20  # validations in the course of a training
-COUNTED = 4  # updates in which floating-point operations are counted
-SMALL = 1024  # tokens in each of them
+TIMINGS = "seconds.json"
+VALIDATIONS = 20  # validations in the course of a training
+COUNTED_UPDATES = 4  # updates in which floating-point operations are counted
+COUNTED_TOKENS = 1024  # tokens in each of them
 
-Files = tuple[str, str]  # source and target
+FilePair = tuple[str, str]  # source and target
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Trial:
     """A config to be trained on a text and measured; trials of one name differ in train.seed."""
 
     name: str
-    config: configs.Config
+    config: Config
     text: Prepared
 
 
@@ -127,18 +127,18 @@ class Result:
 # ---- a trial's config ------------------------------------------------------------------------------------------------
 
 
-def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> configs.Config:
+def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> Config:
     """The text of a table: files, of which a part is held out unless validation files are given, or the demo corpus."""
     if not src:
         if tgt or valid_src or valid_tgt:
             raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file at all for the demo corpus")
         return demo().replace(data={"max_length": max_length})
-    valid = (configs.CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
-    data = configs.DataConfig(train=(configs.CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
-    return configs.Config(data=data)
+    valid = (CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
+    data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
+    return Config(data=data)
 
 
-def text_words(config: configs.Config, prepared: Prepared) -> str:
+def describe_text(config: Config, prepared: Prepared) -> str:
     """The text in words."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
@@ -147,7 +147,7 @@ def text_words(config: configs.Config, prepared: Prepared) -> str:
     )
 
 
-def prepare_text(config: configs.Config, folder: Path) -> Prepared:
+def prepare_text(config: Config, folder: Path) -> Prepared:
     """The tokenised text that all trials in the folder share, whatever their seeds."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
@@ -169,7 +169,7 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
         "clip": 1.0,
         "average": 0,
         "metric": "loss",
-        "validate_every": max(1, steps // POINTS),
+        "validate_every": max(1, steps // VALIDATIONS),
         "precision": "fp32",
         "tensorboard": False,
         "device": device,
@@ -177,7 +177,7 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
     }
 
 
-def scaled(model: configs.TransformerConfig, width: float, depth: float) -> configs.TransformerConfig:
+def scaled(model: TransformerConfig, width: float, depth: float) -> TransformerConfig:
     """The same model, smaller: d_model, d_ff, d_k and d_v times one factor, layers times another; heads stay."""
     widths = {name: round(width * getattr(model, name)) for name in ("d_model", "d_ff", "d_k", "d_v")}
     layers = {name: max(1, round(depth * getattr(model, name))) for name in ("encoder_layers", "decoder_layers")}
@@ -187,7 +187,7 @@ def scaled(model: configs.TransformerConfig, width: float, depth: float) -> conf
 # ---- many of them ----------------------------------------------------------------------------------------------------
 
 
-def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: Files | None = None) -> list[Result]:
+def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FilePair | None = None) -> list[Result]:
     """Train and measure what is not in the folder's results yet; all results, in the order of the trials.
 
     With `jobs` > 1 each trial is a process, so many at a time. One that fails is told of, and tried again next time.
@@ -202,7 +202,7 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: Files
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} of them done before")
     runs = (_open(trial, key, folder) for trial, key in waiting)
     begun = time.monotonic()
-    with closing(_side_by_side(runs, jobs, test) if jobs > 1 else _one_by_one(runs, test)) as results:
+    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as results:
         for number, result in enumerate(results, 1):
             known[result.key] = result
             _append(folder / RESULTS, result)
@@ -237,19 +237,19 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 def key_of(trial: Trial) -> str:
     """What decides a result: the text by its content, and every option but where the text lies."""
-    tree = configs.to_dict(trial.config)
+    tree = trial.config.to_dict()
     for place in ("train", "valid", "root", "store", "workers"):
         del tree["data"][place]
     whole = json.dumps([trial.name, trial.text.folder.name, tree], sort_keys=True)
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config, Prepared], float]) -> float:
+def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepared], float]) -> float:
     """How long a trial's training takes on this device, for a pass or an update.
 
     The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
     """
-    path = folder / SECONDS
+    path = folder / TIMINGS
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     place = describe(choose_device(trial.config.train.device))  # "auto" is another device on another machine
     key = f"{trial.name} on {place}, {key_of(trial)}"
@@ -259,10 +259,10 @@ def measured_once(trial: Trial, folder: Path, seconds: Callable[[configs.Config,
     return known[key]
 
 
-Named = tuple[str, str, Run]  # name and key of a trial, and its run folder
+OpenTrial = tuple[str, str, Run]  # name and key of a trial, and its run folder
 
 
-def _open(trial: Trial, key: str, folder: Path) -> Named:
+def _open(trial: Trial, key: str, folder: Path) -> OpenTrial:
     slug = re.sub(r"[^\w.]+", "_", trial.name)
     run = Run(folder / "runs" / f"{slug}-{trial.config.train.seed}-{key}")
     if not run.exists():
@@ -270,7 +270,7 @@ def _open(trial: Trial, key: str, folder: Path) -> Named:
     return trial.name, key, run
 
 
-def _one_by_one(runs: Iterator[Named], test: Files | None) -> Generator[Result, None, None]:
+def _run_sequential(runs: Iterator[OpenTrial], test: FilePair | None) -> Generator[Result, None, None]:
     for name, key, run in runs:
         try:
             yield _attempt(name, key, run, test)
@@ -278,14 +278,14 @@ def _one_by_one(runs: Iterator[Named], test: Files | None) -> Generator[Result, 
             raise Interrupted(stop.exit_code - 128, f"stopped in {name}: go on with the same command") from None
 
 
-def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Generator[Result, None, None]:
+def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -> Generator[Result, None, None]:
     context = multiprocessing.get_context("spawn")
     threads = max(1, cpu_count() // jobs)
-    running: dict[Any, tuple[Any, Named]] = {}
+    running: dict[Any, tuple[Any, OpenTrial]] = {}
     try:
         while True:
             for name, key, run in islice(runs, jobs - len(running)):
-                process = context.Process(target=_work, args=(name, key, str(run.path), test, threads))
+                process = context.Process(target=_run_in_process, args=(name, key, str(run.path), test, threads))
                 process.start()
                 running[process.sentinel] = process, (name, key, run)
             if not running:
@@ -303,7 +303,7 @@ def _side_by_side(runs: Iterator[Named], jobs: int, test: Files | None) -> Gener
             process.join()
 
 
-def _work(name: str, key: str, folder: str, test: Files | None, threads: int) -> None:
+def _run_in_process(name: str, key: str, folder: str, test: FilePair | None, threads: int) -> None:
     """A trial in its own process: the result is left in the run folder."""
     os.setsid()  # Ctrl-C is for the parent, which then asks each to stop, once
     exit_with_parent()
@@ -322,7 +322,7 @@ def _outcome(name: str, key: str, run: Run, code: int) -> Result:
     return Result(name, run.config.train.seed, key, error=f"its process ended with code {code}: look into {run.path}")
 
 
-def usual_jobs(device: str) -> int:
+def default_jobs(device: str) -> int:
     """How many trials at a time: one for each core, or as many small models as a GPU and two cores each can feed."""
     return cpu_count() if choose_device(device).type == "cpu" else min(8, max(1, cpu_count() // 2))
 
@@ -330,7 +330,7 @@ def usual_jobs(device: str) -> int:
 # ---- one of them -----------------------------------------------------------------------------------------------------
 
 
-def _attempt(name: str, key: str, run: Run, test: Files | None) -> Result:
+def _attempt(name: str, key: str, run: Run, test: FilePair | None) -> Result:
     """Train and measure; what training says goes to a file, and a failure becomes the result."""
     with (run.path / "output.txt").open("a", encoding="utf-8") as output, redirect_stderr(output):
         try:
@@ -343,13 +343,13 @@ def _attempt(name: str, key: str, run: Run, test: Files | None) -> Result:
             return Result(name, run.config.train.seed, key, error=reason)
 
 
-def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
+def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
     spec, prepared = run.config.train, Prepared.open(run.store)
     if run.scores.get("finished") != spec.steps:
         with run.lock():
             fit(run, prepared)
         shutil.rmtree(run.path / "state")  # the table needs the weights only
-    curve = _curve(run.log)
+    curve = _validation_curve(run.log)
     averaged = (run.path / "weights" / "average.safetensors").exists()
     translator = Translator(run, weights="average" if averaged else "last", device=spec.device)
 
@@ -373,7 +373,7 @@ def _measure(name: str, key: str, run: Run, test: Files | None) -> Result:
     )
 
 
-def _curve(log: Path) -> tuple[Point, ...]:
+def _validation_curve(log: Path) -> tuple[Point, ...]:
     """The validations of a run, with tokens and seconds of training, in which validations do not count."""
     with log.open(encoding="utf-8") as lines:
         valid = [entry for entry in map(json.loads, lines) if entry["event"] == "valid"]
@@ -383,13 +383,13 @@ def _curve(log: Path) -> tuple[Point, ...]:
     return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
-def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
+def flops_per_token(config: Config, prepared: Prepared) -> float:
     """Floating-point operations of forward and backward pass for each target token, counted on some real batches.
 
     Those of matrix products, that is, a multiplication and an addition as two. It is done on the CPU by written-out
     recurrence and attention, because fused kernels hide theirs from the counter.
     """
-    small = {"tokens_per_step": max(SMALL, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
+    small = {"tokens_per_step": max(COUNTED_TOKENS, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
     updates = updates_for(config.replace(train=small), prepared)
     tokenizers = prepared.tokenizers
     model = build(config.model, tokenizers.src.size, tokenizers.tgt.size)
@@ -402,7 +402,7 @@ def flops_per_token(config: configs.Config, prepared: Prepared) -> float:
         FlopCounterMode(display=False) as counter,
         sdpa_kernel(SDPBackend.MATH),
     ):
-        for update in islice(steps, COUNTED):
+        for update in islice(steps, COUNTED_UPDATES):
             for batch in update.micros:
                 hidden = model.hidden(*batch.inputs)
                 loss, _ = label_smoothed_loss(

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.core.errors import UsageError
 from qkv.models.layers import Embedding, LearnedPositions, SinusoidalPositions
+from qkv.options import AttentionModelConfig, TranslationConfig
 
 
 class Model(nn.Module):
@@ -50,7 +50,7 @@ class TranslationModel(Model):
 
     def add_embeddings(
         self,
-        spec: config.TranslationConfig,
+        spec: TranslationConfig,
         src_vocab: int,
         tgt_vocab: int,
         positions: str = "none",
@@ -61,13 +61,13 @@ class TranslationModel(Model):
                 f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
                 f'share the vocabulary, or set model.tie = "output"'
             )
-        unseen = spec.token_dropout if isinstance(spec, config.AttentionModelConfig) else 0.0
+        unseen = spec.token_dropout if isinstance(spec, AttentionModelConfig) else 0.0
         self.source, self.target = (
             Embedding(vocab, spec.d_model, make_positions(positions, spec.d_model, max_positions), spec.dropout, unseen)
             for vocab in (src_vocab, tgt_vocab)
         )
 
-    def tie(self, spec: config.TranslationConfig, tgt_vocab: int) -> None:
+    def tie(self, spec: TranslationConfig, tgt_vocab: int) -> None:
         self.add_output(tgt_vocab, spec.d_model, None if spec.tie == "none" else self.target)
         if spec.tie == "all":
             self.source.tokens.weight = self.target.tokens.weight

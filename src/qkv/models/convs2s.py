@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.models.attention import attend, attention_mask
 from qkv.models.base import TranslationModel
 from qkv.models.state import staying
+from qkv.options import ConvS2SConfig
 
 REACH = 1024  # positions that the dilations of a deep stack span before they begin anew
 SIZE = 0.1  # standard deviation of embeddings at first, the authors'; with larger ones, deep wide stacks diverged
@@ -52,7 +52,7 @@ class GatedConvolution(nn.Module):
     centred on it otherwise. If separable, each channel is convolved alone before a matrix mixes them: k·n·d + n·d².
     """
 
-    def __init__(self, spec: config.ConvS2SConfig, dilation: int, *, causal: bool) -> None:
+    def __init__(self, spec: ConvS2SConfig, dilation: int, *, causal: bool) -> None:
         super().__init__()
         d, k = spec.d_model, spec.kernel
         last = 0 if causal else -(k // 2)
@@ -85,7 +85,7 @@ def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
     return F.pad(x[:, start:end], (0, 0, start - first, first + n - end))
 
 
-def dilations(spec: config.ConvS2SConfig, layers: int) -> Iterator[int]:
+def dilations(spec: ConvS2SConfig, layers: int) -> Iterator[int]:
     """1, kernel, kernel² … so that what a stack sees grows exponentially; from 1 again where it would pass `REACH`."""
     dilation = 1
     for _ in range(layers):
@@ -126,7 +126,7 @@ class ConvState:
 class EncoderLayer(nn.Module):
     """A gated convolution, centred, inside a residual connection."""
 
-    def __init__(self, spec: config.ConvS2SConfig, dilation: int) -> None:
+    def __init__(self, spec: ConvS2SConfig, dilation: int) -> None:
         super().__init__()
         self.convolution = GatedConvolution(spec, dilation, causal=False)
         self.dropout = nn.Dropout(spec.dropout)
@@ -140,7 +140,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A gated convolution of the past and an attention to the source, inside a residual connection."""
 
-    def __init__(self, spec: config.ConvS2SConfig, dilation: int, name: str) -> None:
+    def __init__(self, spec: ConvS2SConfig, dilation: int, name: str) -> None:
         super().__init__()
         self.convolution = GatedConvolution(spec, dilation, causal=True)
         self.query = WeightNorm(spec.d_model, spec.d_model)
@@ -174,7 +174,7 @@ class DecoderLayer(nn.Module):
 class Convolutional(TranslationModel):
     """Encoder-decoder: source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab)."""
 
-    def __init__(self, spec: config.ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, spec: ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
         self.spec = spec
         self.add_embeddings(spec, src_vocab, tgt_vocab, spec.positions, spec.max_positions)

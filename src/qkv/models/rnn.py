@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.models.attention import attend, attention_mask
 from qkv.models.base import TranslationModel
 from qkv.models.state import Memory, staying
+from qkv.options import RnnConfig
 
 Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
 
@@ -108,7 +108,7 @@ class Layer(nn.Module):
 class EncoderLayer(nn.Module):
     """Reads x (batch, source, d_model) from the left or, with half of the width for each, from both ends."""
 
-    def __init__(self, spec: config.RnnConfig) -> None:
+    def __init__(self, spec: RnnConfig) -> None:
         super().__init__()
         width = spec.d_model // 2 if spec.bidirectional else spec.d_model
         self.ahead = Layer(spec.cell, spec.d_model, width)
@@ -171,7 +171,7 @@ class Recurrent(TranslationModel):
     at the last word and, of the half that reads backwards, at the first. An LSTM's cells begin so too.
     """
 
-    def __init__(self, spec: config.RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, spec: RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
         self.spec = spec
         d_model, additive = spec.d_model, spec.attention == "additive"

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.models.attention import MultiHeadAttention, attention_mask
 from qkv.models.base import Model, TranslationModel, make_positions
 from qkv.models.layers import Embedding, FeedForward, Residual, SinusoidalPositions, make_norm
 from qkv.models.rows import Rows
 from qkv.models.state import Cache, DecoderState, Memory, TransformerState
+from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 StateT = TypeVar("StateT", bound=DecoderState)
 
@@ -23,7 +23,7 @@ StateT = TypeVar("StateT", bound=DecoderState)
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward, each inside a residual connection."""
 
-    def __init__(self, spec: config.AttentionModelConfig, name: str) -> None:
+    def __init__(self, spec: AttentionModelConfig, name: str) -> None:
         super().__init__()
         self.window = spec.window
         self.attention = _attention(spec, f"{name}.self")
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
     A language model has no encoder, and its layers no attention to one.
     """
 
-    def __init__(self, spec: config.AttentionModelConfig, name: str, *, cross: bool = True) -> None:
+    def __init__(self, spec: AttentionModelConfig, name: str, *, cross: bool = True) -> None:
         super().__init__()
         self.window = spec.window
         self.attention = _attention(spec, f"{name}.self")
@@ -81,7 +81,7 @@ class DecoderLayer(nn.Module):
 class Transformer(TranslationModel):
     """Encoder-decoder: source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab)."""
 
-    def __init__(self, spec: config.TransformerConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, spec: TransformerConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
         self.spec = spec
         self.add_embeddings(spec, src_vocab, tgt_vocab, spec.positions, spec.max_positions)
@@ -141,7 +141,7 @@ class Transformer(TranslationModel):
 class DecoderOnly(Model):
     """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
 
-    def __init__(self, spec: config.DecoderOnlyConfig, vocab: int) -> None:
+    def __init__(self, spec: DecoderOnlyConfig, vocab: int) -> None:
         super().__init__()
         self.spec = spec
         positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
@@ -171,7 +171,7 @@ class DecoderOnly(Model):
 class EncoderOnly(Model):
     """Ids (batch, length), of which some may be hidden, to logits of the token at every position."""
 
-    def __init__(self, spec: config.EncoderOnlyConfig, vocab: int) -> None:
+    def __init__(self, spec: EncoderOnlyConfig, vocab: int) -> None:
         super().__init__()
         self.spec = spec
         positions = make_positions(spec.positions, spec.d_model, spec.max_positions)
@@ -201,7 +201,7 @@ def _newest(model: Transformer | DecoderOnly, tokens: Tensor, state: DecoderStat
     return normed
 
 
-def _attention(spec: config.AttentionModelConfig, name: str) -> MultiHeadAttention:
+def _attention(spec: AttentionModelConfig, name: str) -> MultiHeadAttention:
     rotary = spec.positions == "rotary" and not name.endswith("cross")  # source and target have no common distance
     return MultiHeadAttention(
         spec.d_model,
@@ -216,10 +216,10 @@ def _attention(spec: config.AttentionModelConfig, name: str) -> MultiHeadAttenti
     )
 
 
-def _residuals(spec: config.AttentionModelConfig, count: int) -> nn.ModuleList:
+def _residuals(spec: AttentionModelConfig, count: int) -> nn.ModuleList:
     return nn.ModuleList(Residual(spec.d_model, spec.norm, spec.dropout, spec.rms_norm) for _ in range(count))
 
 
-def _last_norm(spec: config.AttentionModelConfig) -> nn.Module:
+def _last_norm(spec: AttentionModelConfig) -> nn.Module:
     """Post-norm stacks end in a norm already; pre-norm ones need a last one."""
     return make_norm(spec.d_model, spec.rms_norm) if spec.norm == "pre" else nn.Identity()

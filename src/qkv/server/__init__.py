@@ -1,7 +1,8 @@
-"""A run folder as a service: `app` has the routes, `engine` the queue, `worker` the model in a process of its own.
+"""HTTP server for run folders: a web page, LibreTranslate's API, OpenAI's API, and native routes.
 
-The process that listens has no torch in it and computes nothing. It reads requests, cuts texts into sentences, lets
-them wait their turn and hands them in batches to model processes, which it watches and starts again when they die.
+The listening process loads no torch and computes nothing. `app` has the routes; `scheduler` queues sentences and sends
+batches to model processes; `worker_supervisor` starts those processes and restarts them when they die; `model_worker`
+is the code that runs in them.
 """
 
 from __future__ import annotations

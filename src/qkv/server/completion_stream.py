@@ -1,4 +1,4 @@
-"""Completions as they grow: one event for each token of each continuation, with what else could have come."""
+"""Streamed completions: events with the new token of each continuation and the most likely alternatives to it."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from qkv.models.transformer import DecoderOnly
 Event = dict[str, Any]
 
 
-class Overheard:
-    """A model whose last logits are kept, for those who ask how likely other tokens were."""
+class LogitsRecorder:
+    """A model that keeps its last logits, for the log-probabilities of alternative tokens."""
 
     def __init__(self, model: DecoderOnly) -> None:
         self.model, self.start = model, model.start
-        self.last: Tensor | None = None
+        self.logits: Tensor | None = None
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         logits, state = self.model.step(tokens, state)
-        self.last = logits[:, -1]  # (rows, vocab)
+        self.logits = logits[:, -1]  # (rows, vocab)
         return logits, state
 
 
-class Row:
-    """One continuation; its text comes out as soon as it cannot be the beginning of a stop text."""
+class Continuation:
+    """One continuation; holds back text that may be the beginning of a stop text."""
 
     def __init__(self, decoder: TextDecoder, stop: Sequence[str]) -> None:
-        self.decoder, self.stop = decoder, [word for word in stop if word]
-        self.held = ""
-        self.finish: str | None = None
+        self.decoder, self.stop = decoder, [text for text in stop if text]
+        self.held_back = ""
+        self.finish_reason: str | None = None
 
     def add(self, token: int, last: bool) -> str:
-        """The text that is certain with this token."""
-        text = self.held + self.decoder.feed(token)
-        found = [place for place in map(text.find, self.stop) if place >= 0]
-        if found:
-            self.finish = "stop"
-            return text[: min(found)]
+        """Add a token and return the text that is now final."""
+        text = self.held_back + self.decoder.feed(token)
+        places = [place for place in map(text.find, self.stop) if place >= 0]
+        if places:
+            self.finish_reason = "stop"
+            return text[: min(places)]
         if last:
-            self.finish = "length"
+            self.finish_reason = "length"
             return text + self.decoder.close()
-        kept = max((_overlap(text, word) for word in self.stop), default=0)
-        self.held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        held_back = max((_overlap(text, stop) for stop in self.stop), default=0)
+        self.held_back = text[len(text) - held_back :]
+        return text[: len(text) - held_back]
 
 
-def _overlap(text: str, word: str) -> int:
-    """How many characters at the end of a text are a beginning of the word."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if word.startswith(text[-n:])), 0)
+def _overlap(text: str, stop: str) -> int:
+    """Number of characters at the end of a text that are a beginning of the stop text."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 @torch.inference_mode()
-def continuations(
+def stream_completions(
     model: Completer,
     prompt: str,
     *,
@@ -66,48 +66,49 @@ def continuations(
     n: int = 1,
     stop: Sequence[str] = (),
     top: int = 0,
-    **draws: Any,
+    **sampling: Any,
 ) -> Iterator[Event]:
-    """The length of the prompt, then for each step the tokens of all continuations that have not ended."""
+    """Yield the length of the prompt, then for each step the new tokens of the unfinished continuations."""
     tokenizer = model.tokenizer
-    rows = [Row(TextDecoder(tokenizer, prompt), stop) for _ in range(n)]
+    continuations = [Continuation(TextDecoder(tokenizer, prompt), stop) for _ in range(n)]
     ids = [tokenizer.newline, *tokenizer.encode_text(prompt)]
     yield {"prompt_tokens": len(ids) - 1}
-    watched = Overheard(model.model)
-    never = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
-    drawn = generate(
-        cast("DecoderOnly", watched),
+    recorder = LogitsRecorder(model.model)
+    forbidden = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
+    steps = generate(
+        cast("DecoderOnly", recorder),
         ids,
-        Sampling(**draws),
+        Sampling(**sampling),
         context=model.context,
         rows=n,
-        forbidden=never,
+        forbidden=forbidden,
         device=model.device,
     )
-    for number, step in enumerate(drawn, 1):
-        likely = _likeliest(watched, top, never, tokenizer.bytes_of) if top else [[]] * n
+    for number, step in enumerate(steps, 1):
+        likeliest = _likeliest_tokens(recorder, top, forbidden, tokenizer.bytes_of) if top else [[]] * n
         events = []
-        for i, row in enumerate(rows):
-            if row.finish is None:
+        for i, continuation in enumerate(continuations):
+            if continuation.finish_reason is None:
                 token = step.tokens[i]
-                event = {"row": i, "text": row.add(token, number == max_tokens), "logprob": step.logprobs[i]}
-                events.append(
-                    {**event, "token": _text(tokenizer.bytes_of(token)), "top": likely[i], "finish": row.finish}
-                )
+                text = continuation.add(token, number == max_tokens)
+                event = {"row": i, "text": text, "logprob": step.logprobs[i], "token": _text(tokenizer.bytes_of(token))}
+                events.append(event | {"top": likeliest[i], "finish": continuation.finish_reason})
         yield {"tokens": events}
-        if all(row.finish for row in rows):
+        if all(continuation.finish_reason for continuation in continuations):
             return
 
 
-def _text(written: bytes) -> str:
-    return written.decode("utf-8", "replace")
+def _text(token_bytes: bytes) -> str:
+    return token_bytes.decode("utf-8", "replace")
 
 
-def _likeliest(watched: Overheard, top: int, never: Sequence[int], bytes_of: Any) -> list[list[tuple[str, float]]]:
-    """The likeliest tokens of each row, with their log-probabilities."""
-    assert watched.last is not None
-    logprobs = watched.last.float().log_softmax(-1)
-    allowed = logprobs.index_fill(-1, torch.tensor(never, device=logprobs.device), -torch.inf)
-    best = allowed.topk(min(top, allowed.shape[-1] - len(never)))
+def _likeliest_tokens(
+    recorder: LogitsRecorder, top: int, forbidden: Sequence[int], bytes_of: Any
+) -> list[list[tuple[str, float]]]:
+    """The most likely tokens of each row, with their log-probabilities."""
+    assert recorder.logits is not None
+    logprobs = recorder.logits.float().log_softmax(-1)
+    allowed = logprobs.index_fill(-1, torch.tensor(forbidden, device=logprobs.device), -torch.inf)
+    best = allowed.topk(min(top, allowed.shape[-1] - len(forbidden)))
     rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [[(_text(bytes_of(i)), value) for i, value in zip(ids, values, strict=True)] for ids, values in rows]

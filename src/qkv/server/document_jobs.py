@@ -1,6 +1,6 @@
-"""Documents on the desk: each is read, translated sentence by sentence behind those who ask for less, and kept a while.
+"""Document jobs: uploaded documents are translated in the background and kept in memory for some time.
 
-Everything is in memory, under names that nobody can guess. What a client calls its document is never a path here.
+Each job has a random identifier. The client's file name is never used as a path.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,147 +15,148 @@ from typing import Any
 from starlette.requests import Request
 
 from qkv.core.errors import QkvError
-from qkv.documents import Document
+from qkv.documents import Document, read_document
 from qkv.server.middleware import Refusal
-from qkv.server.served_models import Served
+from qkv.server.served_models import ServedModel
 from qkv.server.service import Service
 
-CHUNK = 64  # segments in the queue at once: those of others come between
-LONGEST = 255  # characters of a name
-TRIES = 3
+CHUNK = 64  # segments of a document in the queue at once, so that other requests get their turn
+MAX_NAME = 255  # characters
+ATTEMPTS = 3  # per chunk: a model process may die
 
 
 @dataclass(eq=False)
-class Paper:
+class DocumentJob:
     """One document, from upload to download."""
 
     id: str
-    client: Hashable
     name: str
-    total: int = 0
+    total: int = 0  # segments
     done: int = 0
     state: str = "running"  # running, done or failed
     error: str = ""
     result: bytes = b""
     media_type: str = "application/octet-stream"
-    fetched: bool = False
-    until: float = 0.0
+    downloaded: bool = False
+    expires: float = 0.0  # on the monotonic clock; 0 while running
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
-    def told(self) -> dict[str, Any]:
-        """Its state, for whoever asks."""
-        plain: dict[str, Any] = {"id": self.id, "state": self.state, "done": self.done, "total": self.total}
-        return plain | ({"error": self.error} if self.error else {"name": self.name})
+    def status(self) -> dict[str, Any]:
+        """The state of the job as JSON."""
+        status: dict[str, Any] = {"id": self.id, "state": self.state, "done": self.done, "total": self.total}
+        return status | ({"error": self.error} if self.error else {"name": self.name})
 
 
-class Desk:
-    """All documents at hand."""
+class JobStore:
+    """All document jobs of a server."""
 
-    def __init__(self, served: Service) -> None:
-        self.served = served
-        self.papers: dict[str, Paper] = {}
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.jobs: dict[str, DocumentJob] = {}
 
     @property
-    def busy(self) -> tuple[int, int]:
-        """How many documents are being translated, and how many are done and were never fetched."""
-        papers = self.every()
-        done = sum(paper.state == "done" and not paper.fetched for paper in papers)
-        return sum(paper.state == "running" for paper in papers), done
+    def unfinished(self) -> tuple[int, int]:
+        """Number of jobs in progress, and of finished documents that were never downloaded."""
+        jobs = self.current()
+        finished = sum(job.state == "done" and not job.downloaded for job in jobs)
+        return sum(job.state == "running" for job in jobs), finished
 
-    def every(self) -> list[Paper]:
-        """The documents that are still kept; those whose time is over are gone."""
+    def current(self) -> list[DocumentJob]:
+        """Delete expired jobs and return the others."""
         now = time.monotonic()
-        for paper in [paper for paper in self.papers.values() if paper.until and paper.until < now]:
-            del self.papers[paper.id]
-        return list(self.papers.values())
+        for job in [job for job in self.jobs.values() if job.expires and job.expires < now]:
+            del self.jobs[job.id]
+        return list(self.jobs.values())
 
-    async def accept(
-        self, client: Hashable, name: str, data: bytes, source: str, target: str, model: str | None = None
-    ) -> Paper:
-        """Read a document and begin to translate it."""
-        self.served.engine.check_open()
-        limits = self.served.limits
-        if len(self.every()) >= limits.documents:
-            raise Refusal(429, "too many documents are being kept: fetch or delete some, or come again", retry_after=30)
-        short = PurePosixPath(name.replace("\\", "/")).name[-LONGEST:]
-        paper = Paper(secrets.token_urlsafe(16), client, short)
-        self.papers[paper.id] = paper  # it has its place while it is read
+    async def submit(
+        self, name: str, data: bytes, source: str, target: str, model_name: str | None = None
+    ) -> DocumentJob:
+        """Parse a document and start its translation."""
+        self.service.scheduler.check_accepting()
+        limits = self.service.limits
+        if len(self.current()) >= limits.documents:
+            raise Refusal(
+                429, "too many documents in memory: download or delete one, or try again later", retry_after=30
+            )
+        base_name = PurePosixPath(name.replace("\\", "/")).name[-MAX_NAME:]
+        job = DocumentJob(secrets.token_urlsafe(16), base_name)
+        self.jobs[job.id] = job  # counts towards the limit while it is parsed
         try:
-            document = await asyncio.to_thread(Document.parse, short, data)
-            chosen, _ = self.served.models.choose(source, target, document.segments, model)
+            document = await asyncio.to_thread(read_document, base_name, data)
+            model, _ = self.service.models.choose(source, target, document.segments, model_name)
         except QkvError as error:
-            del self.papers[paper.id]
+            del self.jobs[job.id]
             raise Refusal(422, str(error), pointer="/file") from None
         except BaseException:
-            del self.papers[paper.id]
+            del self.jobs[job.id]
             raise
-        paper.total, paper.name, paper.media_type = len(document.segments), document.name, document.media_type
-        work = self._translate(paper, document, chosen, target or chosen.targets[0])
-        paper.task = asyncio.get_running_loop().create_task(work)
-        return paper
+        job.total, job.name, job.media_type = len(document.segments), document.name, document.media_type
+        work = self._translate(job, document, model, target or model.targets[0])
+        job.task = asyncio.get_running_loop().create_task(work)
+        return job
 
-    async def _translate(self, paper: Paper, document: Document, model: Served, target: str) -> None:
+    async def _translate(self, job: DocumentJob, document: Document, model: ServedModel, target: str) -> None:
+        """Translate a document chunk by chunk, and record the result or the error in its job."""
         try:
-            segments, marked = document.segments, document.marked
-            translated, links = [""] * paper.total, [None] * paper.total
-            for begin in range(0, paper.total, CHUNK):
-                some = range(begin, min(begin + CHUNK, paper.total))
-                for tagged in (False, True):
-                    numbers = [i for i in some if marked[i] == tagged]
-                    found = await self._patiently(paper, model, target, [segments[i] for i in numbers], tagged)
-                    for i, (text, link) in zip(numbers, found, strict=True):
+            segments, has_markup = document.segments, document.has_markup
+            translated, links = [""] * job.total, [None] * job.total
+            for begin in range(0, job.total, CHUNK):
+                chunk = range(begin, min(begin + CHUNK, job.total))
+                for markup in (False, True):
+                    numbers = [i for i in chunk if has_markup[i] == markup]
+                    results = await self._translate_texts(job, model, target, [segments[i] for i in numbers], markup)
+                    for i, (text, link) in zip(numbers, results, strict=True):
                         translated[i], links[i] = text, link
-                    paper.done += len(numbers)
-            paper.result = await asyncio.to_thread(document.build, translated, links)
-            paper.state = "done"
+                    job.done += len(numbers)
+            job.result = await asyncio.to_thread(document.build, translated, links)
+            job.state = "done"
         except (QkvError, Refusal) as error:
-            paper.state, paper.error = "failed", str(getattr(error, "detail", error))
+            job.state, job.error = "failed", str(getattr(error, "detail", error))
         except Exception as error:
-            paper.state, paper.error = "failed", f"the document could not be put together ({type(error).__name__})"
+            job.state, job.error = "failed", f"the translated document could not be written ({type(error).__name__})"
         finally:
-            paper.until = time.monotonic() + self.served.limits.kept
+            job.expires = time.monotonic() + self.service.limits.retention
 
-    async def _patiently(
-        self, paper: Paper, model: Served, target: str, texts: list[str], tagged: bool
+    async def _translate_texts(
+        self, job: DocumentJob, model: ServedModel, target: str, texts: list[str], markup: bool
     ) -> list[tuple[str, Any]]:
-        """The translations, with alignments for those with markup; asked for again if a model process dies."""
-        client = f"document {paper.id}"  # of its own: whoever sent it is not kept waiting by it
-        for left in reversed(range(TRIES)):
+        """Return translations, aligned if they have markup; repeats the request if the model process dies."""
+        client = f"document {job.id}"  # its own place in the fair queue, so that the uploader's other requests pass it
+        for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                if tagged:
-                    return [*await self.served.translate_aligned(client, model, target, texts)]
-                found = await self.served.translate(client, model, target, texts, patient=True)
-                return [(each.texts[0], None) for each in found]
+                if markup:
+                    return [*await self.service.translate_aligned(client, model, target, texts)]
+                results = await self.service.translate(client, model, target, texts, wait_for_room=True)
+                return [(result.texts[0], None) for result in results]
             except Refusal as error:
-                if error.status_code != 503 or not left:
+                if error.status_code != 503 or not attempts_left:
                     raise
         raise AssertionError
 
-    async def wait(self, paper: Paper) -> None:
-        """Until it is translated; whoever leaves before that takes it along."""
-        assert paper.task is not None
+    async def wait(self, job: DocumentJob) -> None:
+        """Wait until a job has finished; a client that disconnects deletes it."""
+        assert job.task is not None
         try:
-            await paper.task
+            await job.task
         except asyncio.CancelledError:
-            self.drop(paper.id)
+            self.delete(job.id)
             raise
 
-    def find(self, id: str) -> Paper:
-        """The document of this name."""
-        self.every()
-        if id not in self.papers:
-            raise Refusal(404, "there is no such document: it was deleted, or kept for long enough: send it again")
-        return self.papers[id]
+    def get(self, id: str) -> DocumentJob:
+        self.current()
+        if id not in self.jobs:
+            raise Refusal(404, "no such document: it was deleted or has expired: send it again")
+        return self.jobs[id]
 
-    def drop(self, id: str) -> None:
-        """Forget a document, and stop translating it."""
-        paper = self.find(id)
-        if paper.task is not None:
-            paper.task.cancel()
-        del self.papers[id]
+    def delete(self, id: str) -> None:
+        """Delete a job and stop its translation."""
+        job = self.get(id)
+        if job.task is not None:
+            job.task.cancel()
+        del self.jobs[id]
 
 
-def desk(request: Request) -> Desk:
-    """The desk of the server that a request is for."""
-    found: Desk = request.app.state.desk
-    return found
+def job_store(request: Request) -> JobStore:
+    """The job store of the server that received a request."""
+    store: JobStore = request.app.state.job_store
+    return store

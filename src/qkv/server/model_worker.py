@@ -1,8 +1,8 @@
-"""The model process: it opens runs once, then answers jobs that come as lines of JSON, until nobody listens any more.
+"""The model process: loads the runs, then answers jobs sent as lines of JSON, until its input is closed.
 
-A job is a generator: it yields events, which go back one line each. Completions take turns, event by event, so a long
-one lets translations pass between two of its tokens, and several grow side by side; every other job is done when its
-turn comes. A signal to stop is for the parent, which lets accepted work finish and then hangs up.
+A job is a generator; each event it yields is sent back as one line. Completions take turns event by event, so several
+grow at once and a translation waits for one token at most; every other job runs to its end. The process ignores stop
+signals: the listening process lets accepted work finish and then closes the input.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import qkv
-from qkv.config import DecoderOnlyConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.documents.html_text import swap, swap_back
+from qkv.documents.html_text import escape_markup, unescape_markup
+from qkv.options import DecoderOnlyConfig
 from qkv.worker_pool import freeze_garbage_collector
 
 Event = dict[str, Any]
-CHUNK = 1 << 16
+READ_SIZE = 1 << 16
 
 
 def main() -> None:
-    """The life of the process; its parent starts it with this and nothing else."""
+    """Entry point of the process (see `worker_supervisor.START`)."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    line = Line(0, answers)
-    for first in line.read():
-        serve(line, first)
+    output = os.dup(1)
+    os.dup2(2, 1)  # prints of a library go to standard error
+    channel = JsonLines(0, output)
+    for settings in channel.read():
+        run_jobs(channel, settings)
 
 
-class Line:
-    """Messages in and out, each a line of JSON."""
+class JsonLines:
+    """Messages as lines of JSON over two file descriptors."""
 
-    def __init__(self, reading: int, writing: int) -> None:
-        self.reading, self.writing = reading, writing
+    def __init__(self, input: int, output: int) -> None:
+        self.input, self.output = input, output
         self.rest = b""
 
     def read(self, wait: bool = True) -> list[Event]:
-        """What has come; if nothing has, nothing, or what comes next. Nothing after waiting is the end."""
-        while wait or select.select([self.reading], [], [], 0)[0]:
-            data = os.read(self.reading, CHUNK)
+        """Return the messages that have arrived; with `wait`, at least one. Raises EOFError at the end."""
+        while wait or select.select([self.input], [], [], 0)[0]:
+            data = os.read(self.input, READ_SIZE)
             if not data:
                 raise EOFError
             *lines, self.rest = (self.rest + data).split(b"\n")
@@ -57,36 +57,36 @@ class Line:
     def write(self, message: Event) -> None:
         data = json.dumps(message, ensure_ascii=False).encode() + b"\n"
         while data:
-            data = data[os.write(self.writing, data) :]
+            data = data[os.write(self.output, data) :]
 
 
-def serve(line: Line, told: Event) -> None:
-    """Open the runs that were told, say so, and answer until the line ends."""
+def run_jobs(channel: JsonLines, settings: Event) -> None:
+    """Load the runs, report that they are ready, and run jobs until the channel is closed."""
     import torch
 
-    torch.set_num_threads(told["threads"])
+    torch.set_num_threads(settings["threads"])
     try:
-        models = {name: _open(path, told["device"], told["dtype"]) for name, path in told["runs"].items()}
+        models = {name: _load(path, settings["device"], settings["dtype"]) for name, path in settings["runs"].items()}
     except QkvError as error:
-        line.write({"failed": str(error)})
+        channel.write({"failed": str(error)})
         return
     device = str(next(iter(models.values())).device)
-    line.write({"ready": {name: card(name, model) for name, model in models.items()}, "device": device})
+    channel.write({"ready": {name: model_card(name, model) for name, model in models.items()}, "device": device})
     freeze_garbage_collector()
     jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
         while True:
-            for message in line.read(wait=not jobs):
+            for message in channel.read(wait=not jobs):
                 if "cancel" in message:
                     jobs.pop(message["cancel"], None)
                 else:
                     kind, model = message["kind"], models[message["model"]]
-                    jobs[message["job"]] = kind, KINDS[kind](model, **message["asked"])
+                    jobs[message["job"]] = kind, JOBS[kind](model, **message["arguments"])
             for number, (kind, events) in list(jobs.items()):
                 event: Event = {"event": None}
                 while "event" in event:
-                    event = _next(events)
-                    line.write({"job": number, **event})
+                    event = _next_event(events)
+                    channel.write({"job": number, **event})
                     if kind == "complete":
                         break
                 if "event" not in event:
@@ -95,36 +95,36 @@ def serve(line: Line, told: Event) -> None:
         return
 
 
-def _next(events: Iterator[Event]) -> Event:
-    """The next event of a job, its end, or why there is none."""
+def _next_event(events: Iterator[Event]) -> Event:
+    """The next event of a job, its end, or its error."""
     try:
         return {"event": next(events)}
     except StopIteration:
         return {"done": True}
     except UsageError as error:
-        return {"wrong": str(error)}
+        return {"invalid": str(error)}
     except QkvError as error:
         return {"failed": str(error)}
-    except Exception as error:  # of whatever kind: the others are still to be answered
+    except Exception as error:  # a bug must not end the process: it has other jobs
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
-def _open(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
+def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
     run = qkv.Run.open(path)
     if isinstance(run.config.model, DecoderOnlyConfig):
         return qkv.Completer(run, device=device)
     model = qkv.Translator(run, device=device, dtype=dtype)
-    model.translate("warm")  # packs the weights, and on a GPU captures the first graphs
+    model.translate("warm")  # packs the weights, and on a GPU captures the first CUDA graphs
     return model
 
 
-def card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
-    """What people may want to know about a model."""
+def model_card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
+    """The entry of a model in `GET /models`."""
     from qkv.decoding.search_request import without_spaces
     from qkv.explain.model_card import shape, vocabulary
     from qkv.models.base import parameter_count
 
-    config, scores, written = model.config, model.run.scores, model.run.path / "card.md"
+    config, scores, card = model.config, model.run.scores, model.run.path / "card.md"
     return {
         "name": name,
         "kind": config.model.kind,
@@ -139,113 +139,113 @@ def card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
         "longest": config.data.max_length,
         "made": {name: model.run.about.get(name, "") for name in ("begun", "qkv", "torch")},
         "scores": scores.get(scores.get("chosen", "best"), {}),
-        "card": written.read_text(encoding="utf-8") if written.exists() else "",
+        "card": card.read_text(encoding="utf-8") if card.exists() else "",
     }
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def translate(model: qkv.Translator, texts: list[str], how: Event) -> Iterator[Event]:
-    """Translations of sentences, all asked for alike."""
-    yield {"results": _each(texts, lambda some: _translated(model, some, how))}
+def translate(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
+    """Translate sentences with equal options."""
+    yield {"results": _isolate_errors(texts, lambda some: _translate(model, some, options))}
 
 
-def markup(model: qkv.Translator, texts: list[str], how: Event) -> Iterator[Event]:
-    """The same for sentences with inline tags, which go to the words that their words are aligned with."""
-    yield {"results": _each(texts, lambda some: [_marked(model, text, how) for text in some])}
-
-
-def _marked(model: qkv.Translator, text: str, how: Event) -> Event:
+def translate_markup(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
+    """Translate sentences with inline tags, and place the tags by alignment."""
     from qkv.documents.inline_markup import place_markup, strip_markup
 
-    plain = swap_back(strip_markup(text))
-    (found,) = _translated(model, [plain], how)
-    links = model.align([plain] * len(found["texts"]), found["texts"], tag=how.get("tag", ""))
-    placed = [place_markup(text, swap(each), link) for each, link in zip(found["texts"], links, strict=True)]
-    return {**found, "texts": placed}
+    def translate_one(texts: list[str]) -> list[Event]:
+        (text,) = texts
+        plain = unescape_markup(strip_markup(text))
+        (result,) = _translate(model, [plain], options)
+        links = model.align([plain] * len(result["texts"]), result["texts"], tag=options.get("tag", ""))
+        ranks = zip(result["texts"], links, strict=True)
+        return [{**result, "texts": [place_markup(text, escape_markup(each), link) for each, link in ranks]}]
+
+    yield {"results": [result for text in texts for result in _isolate_errors([text], translate_one)]}
 
 
-def aligned(model: qkv.Translator, texts: list[str], how: Event) -> Iterator[Event]:
-    """Translations, and which words of them come from which, for those who set the markup themselves."""
+def translate_aligned(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
+    """Translate sentences, and return the links between source and target words."""
 
-    def both(some: list[str]) -> list[Event]:
-        found = _translated(model, some, how)
+    def translate_some(some: list[str]) -> list[Event]:
+        results = _translate(model, some, options)
         try:
-            links = model.align(some, [each["texts"][0] for each in found], tag=how.get("tag", ""))
+            links = model.align(some, [result["texts"][0] for result in results], tag=options.get("tag", ""))
         except QkvError:
             if len(some) > 1:
                 raise
-            return [{**found[0], "links": None}]  # too long to align: its translation is worth having all the same
-        return [{**each, "links": sorted(link)} for each, link in zip(found, links, strict=True)]
+            return [{**results[0], "links": None}]  # too long to align: return the translation without links
+        return [{**result, "links": sorted(link)} for result, link in zip(results, links, strict=True)]
 
-    yield {"results": _each(texts, both)}
+    yield {"results": _isolate_errors(texts, translate_some)}
 
 
-def _each(texts: list[str], work: Callable[[list[str]], list[Event]]) -> list[Event]:
-    """What the work gives for every text; where it fails, for each alone, so that one does not spoil the others."""
+def _isolate_errors(texts: list[str], work: Callable[[list[str]], list[Event]]) -> list[Event]:
+    """Run the work on all texts, or after an error on each alone, so that one bad text does not fail the others."""
     try:
         return work(texts)
     except QkvError as error:
         if len(texts) > 1:
-            return [found for text in texts for found in _each([text], work)]
-        return [{"wrong" if isinstance(error, UsageError) else "failed": str(error)}]
+            return [result for text in texts for result in _isolate_errors([text], work)]
+        return [{"invalid" if isinstance(error, UsageError) else "failed": str(error)}]
 
 
-def _translated(model: qkv.Translator, texts: list[str], how: Event) -> list[Event]:
+def _translate(model: qkv.Translator, texts: list[str], options: Event) -> list[Event]:
     return [
         {
-            "texts": [found.text, *(other.text for other in found.alternatives)],
-            "score": found.score,
-            "logprob": found.logprob,
-            "read": len(model.tokenizers.src.encode(text)),
-            "written": len(found.tokens),
-            "truncated": found.truncated,
-            "looped": found.looped,
+            "texts": [result.text, *(other.text for other in result.alternatives)],
+            "score": result.score,
+            "logprob": result.logprob,
+            "source_tokens": len(model.tokenizers.src.encode(text)),
+            "target_tokens": len(result.tokens),
+            "truncated": result.truncated,
+            "looped": result.looped,
         }
-        for text, found in zip(texts, model.translate(texts, **how), strict=True)
+        for text, result in zip(texts, model.translate(texts, **options), strict=True)
     ]
 
 
 def score(model: qkv.Translator, source: str, target: str, tag: str = "") -> Iterator[Event]:
-    found = model.score(source, target, tag=tag)
-    yield {**dataclasses.asdict(found), "perplexity": found.perplexity}
+    result = model.score(source, target, tag=tag)
+    yield {**dataclasses.asdict(result), "perplexity": result.perplexity}
 
 
 def alternatives(
     model: qkv.Translator, source: str, translation: str, position: int, n: int, tag: str = ""
 ) -> Iterator[Event]:
-    found = model.alternatives(source, translation, position, n, tag=tag)
-    yield {"words": [dataclasses.asdict(each) for each in found]}
+    words = model.alternatives(source, translation, position, n, tag=tag)
+    yield {"words": [dataclasses.asdict(word) for word in words]}
 
 
 def attention(
     model: qkv.Translator, text: str, target: str | None, changes: Event | None, tag: str = ""
 ) -> Iterator[Event]:
-    """What the explorer draws, and what a change would make of the translation."""
-    found = model.attention(text, target, tag=tag).drawn()
-    changed = None if changes is None else model.what_if(text, tag=tag, **_changes(changes)).to_dict()
-    yield found | {"what_if": changed}
+    """The data of the attention explorer, and the effect of changes on the translation."""
+    drawing = model.attention(text, target, tag=tag).drawn()
+    effect = None
+    if changes is not None:
+        # JSON has no tuples and no integer keys.
+        force = changes.get("force")
+        effect = model.what_if(
+            text,
+            tag=tag,
+            heads_off=[h if isinstance(h, str) else (h[0], h[1]) for h in changes.get("without", [])],
+            force=None if force is None else (force[0], force[1]),
+            drop=changes.get("drop", []),
+            replace={int(number): word for number, word in changes.get("replace", {}).items()},
+        ).to_dict()
+    yield drawing | {"what_if": effect}
 
 
-def _changes(plain: Event) -> Any:
-    """JSON has no tuples, and its keys are text."""
-    heads = [head if isinstance(head, str) else (head[0], head[1]) for head in plain.get("without", [])]
-    force = plain.get("force")
-    return {
-        "heads_off": heads,
-        "force": None if force is None else (force[0], force[1]),
-        "drop": plain.get("drop", []),
-        "replace": {int(number): word for number, word in plain.get("replace", {}).items()},
-    }
+def complete(model: qkv.Completer, prompt: str, **options: Any) -> Iterator[Event]:
+    from qkv.server.completion_stream import stream_completions
+
+    return stream_completions(model, prompt, **options)
 
 
-def complete(model: qkv.Completer, prompt: str, **how: Any) -> Iterator[Event]:
-    from qkv.server.completion_stream import continuations
-
-    return continuations(model, prompt, **how)
-
-
-KINDS: dict[str, Callable[..., Iterator[Event]]] = {
-    each.__name__: each for each in (translate, markup, aligned, score, alternatives, attention, complete)
+JOBS: dict[str, Callable[..., Iterator[Event]]] = {
+    job.__name__: job
+    for job in (translate, translate_markup, translate_aligned, score, alternatives, attention, complete)
 }

@@ -1,4 +1,4 @@
-"""Routes of our own: scores, attention, other words, documents, model cards, health and metrics."""
+"""Native routes: scores, attention, alternatives, document jobs, model cards, health and metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from qkv import __version__
-from qkv.server.document_jobs import desk
+from qkv.server.document_jobs import job_store
 from qkv.server.libretranslate_routes import ERRORS, Code, Text
 from qkv.server.middleware import Refusal
-from qkv.server.served_models import Served, card_of
-from qkv.server.service import Service, service
+from qkv.server.service import service_of
 
 router = APIRouter(tags=["qkv"])
 
@@ -22,7 +21,7 @@ Head = str | Annotated[tuple[str, int], Field()]
 
 
 class Score(BaseModel):
-    """A pair to score."""
+    """A source text and a translation to score."""
 
     source: Text
     target: Text
@@ -30,7 +29,7 @@ class Score(BaseModel):
 
 
 class Words(BaseModel):
-    """A place of a translation where another word is wanted; words are counted from 0, punctuation apart."""
+    """A word of a translation to replace; words are counted from 0, punctuation marks separately."""
 
     source: Text
     target: Text
@@ -40,7 +39,7 @@ class Words(BaseModel):
 
 
 class Attention(BaseModel):
-    """A sentence to look into, and what to change about its translation."""
+    """A sentence to explain, and optional changes for a what-if."""
 
     text: Text
     target: Text | None = None
@@ -54,62 +53,47 @@ class Attention(BaseModel):
 
 
 class Failed(BaseModel):
-    """Why a request was refused, and which part of it is at fault."""
+    """The reason why a request was refused, and a JSON pointer to the invalid part."""
 
     error: str
     pointer: str = ""
 
 
-def _sentence(served: Service, texts: list[str], pointer: str) -> None:
-    served.check_size(texts, pointer)
-    served.engine.check_open()
-
-
-def _cost(model: Served, *texts: str) -> int:
-    return sum(1 + len(text) // 3 for text in texts)
+async def _submit_job(
+    request: Request, kind: str, model_name: str | None, texts: list[str], pointer: str, weight: int, **job: Any
+) -> dict[str, Any]:
+    """Run one job of a translation model; its cost in the queue is the estimated tokens of the texts times `weight`."""
+    service = service_of(request)
+    client, model = service.authorize(request), service.models.by_name(model_name, translates=True)
+    service.check_size(texts, pointer)
+    service.scheduler.check_accepting()
+    cost = weight * sum(1 + len(text) // 3 for text in texts)
+    work = service.scheduler.submit_one(client, kind, model.name, {**job, "tag": model.tag("")}, cost)
+    return await service.run(request, work) | {"model": model.name}
 
 
 @router.post("/score", responses=ERRORS)
-async def score(request: Request, asked: Score) -> dict[str, Any]:
-    """How likely a model finds a translation: the log-probability of the whole and of every token, </s> last."""
-    served = service(request)
-    client, model = served.admit(request), served.models.named(asked.model, translates=True)
-    _sentence(served, [asked.source, asked.target], "/source")
-    job = {"source": asked.source, "target": asked.target, "tag": model.tag("")}
-    cost = _cost(model, asked.source, asked.target)
-    found = await served.answered(request, served.engine.one(client, "score", model.name, job, cost))
-    return found | {"model": model.name}
+async def score(request: Request, body: Score) -> dict[str, Any]:
+    """Score a translation: its log-probability, in total and for every token, </s> last."""
+    texts = [body.source, body.target]
+    return await _submit_job(request, "score", body.model, texts, "/source", 1, source=body.source, target=body.target)
 
 
 @router.post("/alternatives", responses=ERRORS)
-async def alternatives(request: Request, asked: Words) -> dict[str, Any]:
-    """The likeliest other words at a place of a translation, each with the best way to go on from there."""
-    served = service(request)
-    client, model = served.admit(request), served.models.named(asked.model, translates=True)
-    _sentence(served, [asked.source, asked.target], "/source")
-    job = {
-        "source": asked.source,
-        "translation": asked.target,
-        "position": asked.position,
-        "n": asked.n,
-        "tag": model.tag(""),
-    }
-    cost = _cost(model, asked.source, asked.target) * asked.n
-    found = await served.answered(request, served.engine.one(client, "alternatives", model.name, job, cost))
-    return found | {"model": model.name}
+async def alternatives(request: Request, body: Words) -> dict[str, Any]:
+    """Return the most likely other words at a position, each with the best continuation of the translation."""
+    texts, job = [body.source, body.target], body.model_dump(include={"source", "position", "n"})
+    return await _submit_job(
+        request, "alternatives", body.model, texts, "/source", body.n, translation=body.target, **job
+    )
 
 
 @router.post("/attention", responses=ERRORS)
-async def attention(request: Request, asked: Attention) -> dict[str, Any]:
-    """What the attention explorer draws of a sentence: weights, roles of heads, steps, the beam; and a what-if."""
-    served = service(request)
-    client, model = served.admit(request), served.models.named(asked.model, translates=True)
-    _sentence(served, [asked.text, asked.target or ""], "/text")
-    changes = asked.model_dump(include={"without", "force", "drop", "replace"}, exclude_defaults=True)
-    job = {"text": asked.text, "target": asked.target, "changes": changes or None, "tag": model.tag("")}
-    cost = 4 * _cost(model, asked.text)
-    found = await served.answered(request, served.engine.one(client, "attention", model.name, job, cost))
-    return found | {"model": model.name}
+async def attention(request: Request, body: Attention) -> dict[str, Any]:
+    """Return the data of the attention explorer: weights, roles of heads, steps, the beam; and a what-if."""
+    changes = body.model_dump(include={"without", "force", "drop", "replace"}, exclude_defaults=True)
+    texts, job = [body.text, body.target or ""], body.model_dump(include={"text", "target"})
+    return await _submit_job(request, "attention", body.model, texts, "/text", 4, **job, changes=changes or None)
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -125,39 +109,39 @@ DOCUMENT: dict[str, Any] = {
 @router.post("/documents", status_code=202, openapi_extra=DOCUMENT, responses=ERRORS)
 async def upload(
     request: Request,
-    name: Annotated[str, Query(min_length=1, max_length=255, description="Its name: the ending says what it is.")],
+    name: Annotated[str, Query(min_length=1, max_length=255, description="File name; its suffix gives the format.")],
     source: Code = "auto",
     target: Annotated[str, Query(max_length=32)] = "",
     model: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """Begin to translate a document, which is the body."""
-    client = service(request).admit(request)
-    paper = await desk(request).accept(client, name, await request.body(), source, target, model)
-    return paper.told()
+    """Start the translation of a document, sent as the body."""
+    service_of(request).authorize(request)
+    job = await job_store(request).submit(name, await request.body(), source, target, model)
+    return job.status()
 
 
 @router.get("/documents/{id}", responses=ERRORS)
 async def progress(request: Request, id: str) -> dict[str, Any]:
-    """How far it is: running, done or failed, and how many segments of how many."""
-    return desk(request).find(id).told()
+    """Return the state of a document (running, done or failed) and its progress in segments."""
+    return job_store(request).get(id).status()
 
 
 @router.get("/documents/{id}/file", responses=ERRORS)
 @router.get("/download_file/{id}", responses=ERRORS, tags=["LibreTranslate"])
 async def download(request: Request, id: str) -> Response:
-    """The translated document."""
-    paper = desk(request).find(id)
-    if paper.state != "done":
-        raise Refusal(409, paper.error or "the document is still being translated: ask again", pointer="/id")
-    paper.fetched = True
-    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(paper.name, safe='')}"}
-    return Response(paper.result, media_type=paper.media_type, headers=headers)
+    """Return the translated document."""
+    job = job_store(request).get(id)
+    if job.state != "done":
+        raise Refusal(409, job.error or "the document is still being translated: try again later", pointer="/id")
+    job.downloaded = True
+    headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(job.name, safe='')}"}
+    return Response(job.result, media_type=job.media_type, headers=headers)
 
 
 @router.delete("/documents/{id}", status_code=204, responses=ERRORS)
 async def delete(request: Request, id: str) -> Response:
-    """Forget a document."""
-    desk(request).drop(id)
+    """Delete a document."""
+    job_store(request).delete(id)
     return Response(status_code=204)
 
 
@@ -166,45 +150,55 @@ async def delete(request: Request, id: str) -> Response:
 
 @router.get("/models", responses=ERRORS)
 async def models(request: Request) -> dict[str, list[dict[str, Any]]]:
-    """What each model is: languages, kind, parameters, scores, and its card as Markdown."""
-    served = service(request)
-    served.admit(request)
-    cards = served.engine.cards
-    return {"models": [card_of(model, cards.get(name, {})) for name, model in served.models.items()]}
+    """Describe each model: languages, kind, parameters, scores, and its model card as Markdown."""
+    service = service_of(request)
+    service.authorize(request)
+    cards = service.scheduler.model_cards  # empty while the models are loaded
+    entries = [
+        {
+            **cards.get(name, {}),
+            "name": model.name,
+            "does": "translate" if model.translates else "complete",
+            "targets": model.targets,
+            "source": model.source if model.translates else "",
+        }
+        for name, model in service.models.items()
+    ]
+    return {"models": entries}
 
 
 @router.get("/health/live")
 async def live() -> dict[str, Any]:
-    """Whether the server runs: if this is not answered, start it again."""
+    """Liveness: without a response the server should be restarted."""
     return {"status": "ok"}
 
 
 @router.get("/health/ready", responses={503: ERRORS[503]})
 async def ready(request: Request) -> dict[str, Any]:
-    """Whether it takes requests now."""
-    service(request).engine.check_open()
+    """Readiness: whether requests are accepted now."""
+    service_of(request).scheduler.check_accepting()
     return {"status": "ok"}
 
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    """The state of the server in figures."""
-    engine = service(request).engine
-    loaded = "ok" if engine.ready else "loading"
+    """Return the state of the server in numbers."""
+    scheduler = service_of(request).scheduler
+    loaded = "ok" if scheduler.ready else "loading"
     return {
-        "status": "draining" if engine.draining else loaded,
+        "status": "draining" if scheduler.draining else loaded,
         "version": __version__,
-        "workers": sum(worker.ready.is_set() for worker in engine.workers),
-        "waiting": engine.waiting,
-        "running": engine.running,
+        "workers": sum(worker.ready.is_set() for worker in scheduler.workers),
+        "waiting": scheduler.waiting,
+        "running": scheduler.running,
     }
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Counters for Prometheus."""
-    served = service(request)
-    served.metrics.waiting.set(served.engine.waiting)
-    served.metrics.waiting_tokens.set(served.engine.sentences.cost)
-    served.metrics.ready.set(sum(worker.ready.is_set() for worker in served.engine.workers))
-    return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    """Return metrics in Prometheus format."""
+    service = service_of(request)
+    service.metrics.waiting.set(service.scheduler.waiting)
+    service.metrics.waiting_tokens.set(service.scheduler.queue.cost)
+    service.metrics.ready.set(sum(worker.ready.is_set() for worker in service.scheduler.workers))
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,6 +1,6 @@
-"""OpenAI's API: completions of language models, and translation as a chat, as its clients speak it.
+"""OpenAI's API, for its existing clients: completions by language models, and translation as chat completions.
 
-What the models cannot do is refused by name, never passed over: a client that asks for it would wait for it in vain.
+Options without an implementation are refused by name instead of being ignored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from qkv.server.libretranslate_routes import ERRORS, Text
-from qkv.server.middleware import Limits, Refusal, too_many
-from qkv.server.served_models import Served
-from qkv.server.service import leaving, service
+from qkv.server.middleware import Refusal, RequestLimits, check_limit
+from qkv.server.served_models import ServedModel
+from qkv.server.service import disconnect_of, service_of
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -33,13 +33,13 @@ Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
 
 
 class StreamOptions(BaseModel):
-    """What else comes with a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = False
 
 
 class Completion(BaseModel):
-    """A prompt to go on with."""
+    """One prompt to continue, or several."""
 
     model: Name
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=16)] = ""
@@ -62,21 +62,21 @@ class Completion(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """One part of a message's content."""
 
     type: Name
     text: Text = ""
 
 
 class ChatMessage(BaseModel):
-    """One message; the last is what is translated."""
+    """One message of a chat."""
 
     role: Name
     content: Text | Annotated[list[TextPart], Field(max_length=100)] | None = None
 
 
 class Chat(BaseModel):
-    """Messages, of which the last is translated: by a beam, or drawn where a temperature is given."""
+    """Messages; the last one is translated, by beam search, or by sampling if the temperature is above 0."""
 
     model: Name
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
@@ -97,121 +97,122 @@ class Chat(BaseModel):
     user: Annotated[str | None, Field(max_length=256)] = None
 
 
-def _refuse(asked: BaseModel, *names: str) -> None:
-    """Refuse options that are given and that no model here has."""
+def _refuse_options(body: BaseModel, *names: str) -> None:
+    """Refuse options that are set but not supported."""
     for name in names:
-        if getattr(asked, name):
-            raise Refusal(400, f"{name}: the models here do not have it: leave it out", pointer=f"/{name}")
+        if getattr(body, name):
+            raise Refusal(400, f"{name}: not supported by this server: leave it out", pointer=f"/{name}")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def _card(model: Served) -> dict[str, Any]:
+def _model_entry(model: ServedModel) -> dict[str, Any]:
     created = 0
     with suppress(ValueError):
-        created = int(datetime.fromisoformat(model.begun).timestamp())
+        created = int(datetime.fromisoformat(model.created).timestamp())
     return {"id": model.name, "object": "model", "created": created, "owned_by": "qkv"}
 
 
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The models served."""
-    served = service(request)
-    served.admit(request)
-    return {"object": "list", "data": [_card(model) for model in served.models.values()]}
+    """List the models."""
+    service = service_of(request)
+    service.authorize(request)
+    return {"object": "list", "data": [_model_entry(model) for model in service.models.values()]}
 
 
 @router.get("/models/{name}", responses=ERRORS)
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """One of them."""
-    served = service(request)
-    served.admit(request)
-    return _card(served.models.named(name))
+    """Describe one model."""
+    service = service_of(request)
+    service.authorize(request)
+    return _model_entry(service.models.by_name(name))
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------
 
 
 @router.post("/completions", responses=ERRORS)
-async def completions(request: Request, asked: Completion) -> Response:
-    """Go on with a prompt, or with several; all of it at once, or as it is written."""
-    served = service(request)
-    client = served.admit(request)
-    _refuse(asked, "echo", "suffix", "frequency_penalty", "presence_penalty", "logit_bias")
-    if asked.best_of not in (None, 1, asked.n):
-        _refuse(asked, "best_of")
-    model = served.models.named(asked.model, translates=False)
-    prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-    served.check_size(prompts, "/prompt")
-    too_many("tokens", asked.max_tokens or 16, served.limits.tokens, "/max_tokens")
-    served.engine.check_open()
-    job = _job(asked)
-    sources = [served.engine.stream(client, "complete", model.name, {"prompt": prompt, **job}) for prompt in prompts]
+async def completions(request: Request, body: Completion) -> Response:
+    """Continue one prompt or several, as one response or as a stream."""
+    service = service_of(request)
+    client = service.authorize(request)
+    _refuse_options(body, "echo", "suffix", "frequency_penalty", "presence_penalty", "logit_bias")
+    if body.best_of not in (None, 1, body.n):
+        _refuse_options(body, "best_of")
+    model = service.models.by_name(body.model, translates=False)
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    service.check_size(prompts, "/prompt")
+    check_limit("tokens", body.max_tokens or 16, service.limits.tokens, "/max_tokens")
+    service.scheduler.check_accepting()
+    n = body.n or 1
+    options = {
+        "max_tokens": body.max_tokens or 16,
+        "n": n,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        "top": body.logprobs or 0,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "seed": body.seed,
+    }
+    streams = [
+        service.scheduler.stream(client, "complete", model.name, {"prompt": prompt, **options}) for prompt in prompts
+    ]
     head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
     head["model"] = model.name
-    written = _written(sources, job["n"], served.limits)
-    if asked.stream:
-        first = await anext(written)  # so that a refusal has its own status
-        usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        return EventStream(_completion_events(first, written, head, asked, usage), written)
-    return _json(await served.answered(request, _whole(written, head, asked)))
+    events = _merge_streams(streams, n, service.limits)
+    if body.stream:
+        first = await anext(events)  # before the response starts, so that a refusal has its own status
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return EventStream(_completion_chunks(first, events, head, body, usage), events)
+    return _json_response(await service.run(request, _complete_response(events, head, body)))
 
 
-def _job(asked: Completion) -> dict[str, Any]:
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return {
-        "max_tokens": asked.max_tokens or 16,
-        "n": asked.n or 1,
-        "stop": stop,
-        "top": asked.logprobs or 0,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "seed": asked.seed,
-    }
+async def _merge_streams(
+    streams: list[AsyncIterator[Any]], n: int, limits: RequestLimits
+) -> AsyncIterator[dict[str, Any]]:
+    """Merge the events of several prompts, which grow concurrently; rows are numbered over all prompts."""
+    queue = asyncio.Queue[Any]()
 
-
-async def _written(sources: list[AsyncIterator[Any]], n: int, limits: Limits) -> AsyncIterator[dict[str, Any]]:
-    """The events of several prompts as one stream, in which every row has its own number: the prompts grow together."""
-    events = asyncio.Queue[Any]()
-
-    async def pump(number: int, source: AsyncIterator[Any]) -> None:
+    async def forward(number: int, stream: AsyncIterator[Any]) -> None:
         try:
-            async for event in source:
-                events.put_nowait((number, event))
-            events.put_nowait((number, None))
+            async for event in stream:
+                queue.put_nowait((number, event))
+            queue.put_nowait((number, None))
         except Refusal as error:
-            events.put_nowait((number, error))
+            queue.put_nowait((number, error))
 
-    pumps = [asyncio.create_task(pump(number, source)) for number, source in enumerate(sources)]
-    left = len(pumps)
+    tasks = [asyncio.create_task(forward(number, stream)) for number, stream in enumerate(streams)]
+    unfinished = len(tasks)
     try:
-        async with asyncio.timeout(limits.seconds):
-            while left:
-                number, event = await events.get()
+        async with asyncio.timeout(limits.timeout):
+            while unfinished:
+                number, event = await queue.get()
                 if isinstance(event, Refusal):
                     raise event
                 if event is None:
-                    left -= 1
+                    unfinished -= 1
                     continue
                 if "prompt_tokens" in event:
                     yield event
-                for each in event.get("tokens", ()):
-                    yield {**each, "row": number * n + each["row"]}
+                for token in event.get("tokens", ()):
+                    yield {**token, "row": number * n + token["row"]}
     except TimeoutError:
-        raise Refusal(504, f"not done within {limits.seconds:g} s: ask for fewer tokens") from None
+        raise Refusal(504, f"not done within {limits.timeout:g} s: ask for fewer tokens") from None
     finally:
-        for task in pumps:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(read: int, written: int) -> dict[str, int]:
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+def _usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + new_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
 def _logprobs(tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Of some tokens in a row, as the completions API writes them."""
+    """The `logprobs` object of consecutive tokens; `offset`: of the first one in the text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -224,13 +225,15 @@ def _logprobs(tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
     }
 
 
-async def _whole(written: AsyncIterator[dict[str, Any]], head: dict[str, Any], asked: Completion) -> dict[str, Any]:
-    """All continuations, when they are finished."""
+async def _complete_response(
+    events: AsyncIterator[dict[str, Any]], head: dict[str, Any], body: Completion
+) -> dict[str, Any]:
+    """Collect all continuations into one response."""
     rows: dict[int, list[dict[str, Any]]] = {}
-    read = 0
-    async with aclosing(written) as events:  # type: ignore[type-var]
-        async for event in events:
-            read += event.get("prompt_tokens", 0)
+    prompt_tokens = 0
+    async with aclosing(events) as open_events:  # type: ignore[type-var]
+        async for event in open_events:
+            prompt_tokens += event.get("prompt_tokens", 0)
             if "row" in event:
                 rows.setdefault(event["row"], []).append(event)
     choices = [
@@ -238,58 +241,68 @@ async def _whole(written: AsyncIterator[dict[str, Any]], head: dict[str, Any], a
             "index": number,
             "text": "".join(token["text"] for token in tokens),
             "finish_reason": tokens[-1]["finish"],
-            "logprobs": None if asked.logprobs is None else _logprobs(tokens, 0),
+            "logprobs": None if body.logprobs is None else _logprobs(tokens, 0),
         }
         for number, tokens in sorted(rows.items())
     ]
-    return {**head, "choices": choices, "usage": _usage(read, sum(map(len, rows.values())))}
+    return {**head, "choices": choices, "usage": _usage(prompt_tokens, sum(map(len, rows.values())))}
 
 
-async def _completion_events(
-    first: dict[str, Any], written: AsyncIterator[dict[str, Any]], head: dict[str, Any], asked: Completion, usage: bool
+async def _completion_chunks(
+    first: dict[str, Any], events: AsyncIterator[dict[str, Any]], head: dict[str, Any], body: Completion, usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    read, tokens = first["prompt_tokens"], 0
+    """Yield one chunk for each token, and the usage at the end if it was requested."""
+    prompt_tokens, new_tokens = first["prompt_tokens"], 0
     offsets: dict[int, int] = {}
-    async for event in written:
-        read += event.get("prompt_tokens", 0)
+    async for event in events:
+        prompt_tokens += event.get("prompt_tokens", 0)
         if "row" not in event:
             continue
-        tokens += 1
+        new_tokens += 1
         offset = offsets.get(event["row"], 0)
         offsets[event["row"]] = offset + len(event["token"])
         choice = {
             "index": event["row"],
             "text": event["text"],
             "finish_reason": event["finish"],
-            "logprobs": None if asked.logprobs is None else _logprobs([event], offset),
+            "logprobs": None if body.logprobs is None else _logprobs([event], offset),
         }
         yield {**head, "choices": [choice]}
     if usage:
-        yield {**head, "choices": [], "usage": _usage(read, tokens)}
+        yield {**head, "choices": [], "usage": _usage(prompt_tokens, new_tokens)}
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
 
 
 @router.post("/chat/completions", responses=ERRORS)
-async def chat(request: Request, asked: Chat) -> Response:
+async def chat(request: Request, body: Chat) -> Response:
     """Translate the last message."""
-    served = service(request)
-    client = served.admit(request)
-    _refuse(asked, "stop", "logprobs", "tools", "response_format", "frequency_penalty", "presence_penalty")
-    model = served.models.named(asked.model, translates=True)
-    text, n = _message(asked), asked.n or 1
-    served.check_size([text], "/messages")
-    too_many("choices", n, served.limits.alternatives + 1, "/n")
-    served.engine.check_open()
-    how = _how(asked, served.limits)
-    lines = text.splitlines(keepends=True) if asked.stream and n == 1 else [text]
-    found = served.translate(client, model, "", [line.rstrip("\r\n") for line in lines], n_best=n, **how)
+    service = service_of(request)
+    client = service.authorize(request)
+    _refuse_options(body, "stop", "logprobs", "tools", "response_format", "frequency_penalty", "presence_penalty")
+    model = service.models.by_name(body.model, translates=True)
+    content = body.messages[-1].content
+    if isinstance(content, list):
+        if any(part.type != "text" for part in content):
+            raise Refusal(422, "messages: only text can be translated", pointer="/messages")
+        content = "".join(part.text for part in content)
+    text, n = content or "", body.n or 1
+    service.check_size([text], "/messages")
+    check_limit("choices", n, service.limits.alternatives + 1, "/n")
+    service.scheduler.check_accepting()
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    check_limit("tokens", max_tokens or 0, service.limits.tokens, "/max_tokens")
+    options: dict[str, Any] = {"max_length": max_tokens}
+    if body.temperature:
+        options |= {"sample": True, "temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
+    lines = text.splitlines(keepends=True) if body.stream and n == 1 else [text]
+    work = service.translate(client, model, "", [line.rstrip("\r\n") for line in lines], n_best=n, **options)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-    results = await served.answered(request, found)
-    usage = _usage(sum(each.read for each in results), sum(each.written for each in results))
+    results = await service.run(request, work)
+    usage = _usage(sum(each.source_tokens for each in results), sum(each.target_tokens for each in results))
     reason = "length" if any(each.truncated for each in results) else "stop"
-    if not asked.stream:
+    if not body.stream:
         choices = [
             {
                 "index": number,
@@ -299,38 +312,19 @@ async def chat(request: Request, asked: Chat) -> Response:
             }
             for number, each in enumerate(results[0].texts)
         ]
-        return _json({**head, "object": "chat.completion", "choices": choices, "usage": usage})
+        return _json_response({**head, "object": "chat.completion", "choices": choices, "usage": usage})
     head["object"] = "chat.completion.chunk"
-    wanted = bool(asked.stream_options and asked.stream_options.include_usage)
-    ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
-    pieces = [[each.texts[0] + end for each, end in zip(results, ends, strict=True)]] if n == 1 else []
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    line_ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
+    pieces = [[each.texts[0] + end for each, end in zip(results, line_ends, strict=True)]] if n == 1 else []
     pieces = pieces or [[text] for text in results[0].texts]
-    return EventStream(_chat_events(head, pieces, reason, usage if wanted else None))
+    return EventStream(_chat_chunks(head, pieces, reason, usage if with_usage else None))
 
 
-def _message(asked: Chat) -> str:
-    """The text of the last message."""
-    content = asked.messages[-1].content
-    if isinstance(content, list):
-        if any(part.type != "text" for part in content):
-            raise Refusal(422, "messages: only text can be translated", pointer="/messages")
-        content = "".join(part.text for part in content)
-    return content or ""
-
-
-def _how(asked: Chat, limits: Limits) -> dict[str, Any]:
-    """Options of the search; a temperature above 0 asks for a drawn translation."""
-    longest = asked.max_completion_tokens or asked.max_tokens
-    too_many("tokens", longest or 0, limits.tokens, "/max_tokens")
-    how: dict[str, Any] = {"max_length": longest}
-    if asked.temperature:
-        return {**how, "sample": True, "temperature": asked.temperature, "top_p": asked.top_p, "seed": asked.seed}
-    return how
-
-
-async def _chat_events(
+async def _chat_chunks(
     head: dict[str, Any], pieces: list[list[str]], reason: str, usage: dict[str, int] | None
 ) -> AsyncIterator[dict[str, Any]]:
+    """Yield one chunk for each line of each choice."""
     for number, texts in enumerate(pieces):
         for i, text in enumerate(texts):
             delta = {"content": text} | ({"role": "assistant"} if i == 0 else {})
@@ -340,15 +334,15 @@ async def _chat_events(
         yield {**head, "choices": [], "usage": usage}
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
+# ---- responses -------------------------------------------------------------------------------------------------------
 
 
-def _json(plain: Any) -> Response:
-    return Response(json.dumps(plain, ensure_ascii=False), media_type="application/json")
+def _json_response(body: Any) -> Response:
+    return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
 
 class EventStream(Response):
-    """Server-sent events, until there are no more or the client leaves; what goes wrong on the way is the last one."""
+    """Server-sent events, until the last one or a disconnect; an error is sent as the last event."""
 
     def __init__(self, events: AsyncIterator[dict[str, Any]], *inner: AsyncIterator[Any]) -> None:
         self.events, self.inner = events, inner
@@ -360,22 +354,21 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         writing = asyncio.ensure_future(self._write(send))
         try:
-            await asyncio.wait({writing, leaving(scope)}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, disconnect_of(scope)}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
-            for each in (self.events, *self.inner):
-                await each.aclose()  # type: ignore[attr-defined]
+            for events in (self.events, *self.inner):
+                await events.aclose()  # type: ignore[attr-defined]
 
     async def _write(self, send: Send) -> None:
-        async def tell(text: str, more: bool = True) -> None:
+        async def send_event(text: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
 
         try:
             async for event in self.events:
-                await tell(json.dumps(event, ensure_ascii=False))
-        except Refusal as error:
-            await tell(
-                json.dumps({"error": {"message": error.detail, "type": "server_error", "code": error.status_code}})
-            )
-        await tell("[DONE]", more=False)
+                await send_event(json.dumps(event, ensure_ascii=False))
+        except Refusal as refusal:
+            error = {"message": refusal.detail, "type": "server_error", "code": refusal.status_code}
+            await send_event(json.dumps({"error": error}))
+        await send_event("[DONE]", more=False)

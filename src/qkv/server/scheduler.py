@@ -1,8 +1,8 @@
-"""The engine: sentences wait in a bounded, fair queue and go to the model processes in batches of so many tokens.
+"""The scheduler: a bounded, fair queue of sentences, sent to model processes in batches with a token budget.
 
-A batch is taken when a process is free: at once if many wait, else a few milliseconds after the last of its sentences
-came, so that others may join. Where none is free, each gets its next batch while it is at one. What is refused is
-refused before it waits; what was accepted is answered, also when the server is told to stop.
+An idle process gets a batch at once if enough sentences wait; otherwise the scheduler waits a few milliseconds for more
+sentences. If every process is busy, each gets one more batch in advance. A full queue refuses a request at once; an
+accepted request is answered, also while the server stops.
 """
 
 from __future__ import annotations
@@ -19,410 +19,416 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.core.errors import QkvError
-from qkv.server.middleware import Limits, Metrics, Refusal
-from qkv.server.worker_supervisor import Worker, check, threads
+from qkv.server.middleware import Metrics, Refusal, RequestLimits
+from qkv.server.worker_supervisor import ModelWorker, raise_error, threads_per_worker
 from qkv.worker_pool import cpu_count, freeze_garbage_collector
 
 LOG = logging.getLogger("uvicorn.error")
 Event = dict[str, Any]
-STREAMS = 4  # completions that grow side by side in one process
-CPU_TOKENS, GPU_TOKENS = 2048, 32_768  # of a batch, where nothing else is said
-AT_HAND = 2  # batches that a process has: one that it is at, and the next, so that it does not wait for us
-AHEAD = 4  # batches that are planned at once
-ROUNDS = 5  # times that a batch waits for company which keeps coming
-SHARE, PAUSE = 0.1, 0.025  # each time this part of what a batch takes, and at most so many seconds
-BATCHED = ("translate", "markup", "aligned")  # kinds of jobs that take many at once
-EMPTY = object()  # ends a stream
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 2048, 32_768  # defaults of a batch
+BATCHES_PER_WORKER = 2  # one in progress and the next, so that a process never waits for the scheduler
+STREAMS_PER_WORKER = 4  # completions that one process interleaves
+PLANNED_BATCHES = 4  # batches formed from the queue at once
+# While more sentences arrive, a batch waits up to this many times, each time for this share of the time that a batch
+# usually takes, at most so many seconds.
+MAX_WAITS, WAIT_SHARE, MAX_WAIT_SECONDS = 5, 0.1, 0.025
+BATCHED_JOBS = ("translate", "translate_markup", "translate_aligned")  # kinds of jobs that take several texts
+END = object()  # last item of a stream's queue
+STOPPED = "the server stopped before this was done: use another server, or try again later"
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What the processes are told, and how they are used."""
+class SchedulerOptions:
+    """Which runs the model processes load, and how many processes there are."""
 
     runs: Mapping[str, str]  # name → folder
     device: str = "auto"
     dtype: str = "auto"
-    workers: int = 0  # 0: one for each core on a CPU, one in all on a GPU
-    batch_tokens: int = 0  # 0: as the device likes it
-    wait: float = 0.003  # seconds that a sentence waits for company
+    workers: int = 0  # 0: one per core on a CPU, one in all on a GPU
+    batch_tokens: int = 0  # 0: the device's default
+    batching_delay: float = 0.003  # seconds
 
 
-class Engine:
-    """The queue and the processes behind it."""
+class Scheduler:
+    """The queue and its model processes."""
 
-    def __init__(self, setup: Setup, limits: Limits, metrics: Metrics) -> None:
-        self.setup, self.limits, self.metrics = setup, limits, metrics
-        self.sentences, self.streams = FairQueue(), FairQueue()
-        self.planned: deque[list[Unit]] = deque()
-        self.workers: list[Worker] = []
-        self.running = 0  # units that a process is at
-        self.busy: list[Worker] = []  # the process of each batch that is not answered yet
-        self.open: set[Unit] = set()  # whatever was accepted and is not answered yet
-        self.draining = False
-        self.over = False
-        self.failed: QkvError | None = None
-        self.speed = 1000.0  # tokens a second, as lately seen
-        self.took = 0.0  # seconds of a batch, as lately seen
-        self.usual = math.inf  # tokens of a batch, as lately seen
+    def __init__(self, options: SchedulerOptions, limits: RequestLimits, metrics: Metrics) -> None:
+        self.options, self.limits, self.metrics = options, limits, metrics
+        self.queue, self.stream_queue = FairQueue(), FairQueue()
+        self.planned: deque[list[QueueItem]] = deque()
+        self.workers: list[ModelWorker] = []
+        self.running = 0  # items that a process works on
+        self.busy: list[ModelWorker] = []  # the process of each batch in progress
+        self.pending: set[QueueItem] = set()  # accepted and without a result
+        self.draining = False  # new requests are refused
+        self.stopped = False  # pending ones too
+        self.failure: QkvError | None = None  # a run could not be loaded
+        self.tokens_per_second = 1000.0  # this and the next two are moving averages
+        self.batch_seconds = 0.0
+        self.usual_batch_tokens = math.inf
         self.tasks: set[asyncio.Task[None]] = set()
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the processes; they are ready when their models are."""
-        self._spawn(self._open())
+        """Start the model processes; `ready` becomes true once the first has loaded its models."""
+        self._spawn(self._start_workers())
 
-    async def _open(self) -> None:
-        first = self._hire()
+    async def _start_workers(self) -> None:
+        first = self._start_worker()
         await first.ready.wait()
         freeze_garbage_collector()
-        gc.set_threshold(20_000)  # the many requests that wait are no garbage either
-        on_cpu = first.about["device"] == "cpu"
-        for _ in range((self.setup.workers or (cpu_count() if on_cpu else 1)) - 1):
-            self._hire()
+        gc.set_threshold(20_000)  # many queued requests are not garbage: collect less often
+        on_cpu = first.info["device"] == "cpu"
+        for _ in range((self.options.workers or (cpu_count() if on_cpu else 1)) - 1):
+            self._start_worker()
 
-    def _hire(self) -> Worker:
-        many = self.setup.workers or cpu_count()
-        told = {
-            "runs": dict(self.setup.runs),
-            "device": self.setup.device,
-            "dtype": self.setup.dtype,
-            "threads": threads(many),
+    def _start_worker(self) -> ModelWorker:
+        settings = {
+            "runs": dict(self.options.runs),
+            "device": self.options.device,
+            "dtype": self.options.dtype,
+            "threads": threads_per_worker(self.options.workers or cpu_count()),
         }
-        worker = Worker(told, restarted=self.metrics.restarts.inc)
+        worker = ModelWorker(settings, on_restart=self.metrics.restarts.inc)
         self.workers.append(worker)
-        self._spawn(self._live(worker))
-        for _ in range(AT_HAND):
-            self._spawn(self._lane(worker, self.sentences))
-        for _ in range(STREAMS):
-            self._spawn(self._lane(worker, self.streams))
+        self._spawn(self._supervise(worker))
+        for _ in range(BATCHES_PER_WORKER):
+            self._spawn(self._dispatch(worker, self.queue))
+        for _ in range(STREAMS_PER_WORKER):
+            self._spawn(self._dispatch(worker, self.stream_queue))
         return worker
 
-    async def _live(self, worker: Worker) -> None:
+    async def _supervise(self, worker: ModelWorker) -> None:
         try:
-            await worker.live()
+            await worker.supervise()
         except QkvError as error:
-            self.failed = error
+            self.failure = error
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def give_up(self) -> None:
-        """Refuse all that was accepted and is not answered yet, and whatever may still come."""
-        self.over = True
-        _fail(self.open, _stopped())
+    def stop(self) -> None:
+        """Refuse all pending items and all later ones."""
+        self.stopped = True
+        _refuse_items(self.pending, Refusal(503, STOPPED, retry_after=5))
 
     async def close(self) -> None:
-        """End the processes, and whatever they are at."""
+        """End the model processes and every task."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
+    # ---- state -------------------------------------------------------------------------------------------------------
+
     @property
     def ready(self) -> bool:
-        """Whether a process can answer."""
+        """Whether a model process accepts jobs."""
         return any(worker.ready.is_set() for worker in self.workers)
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was accepted has its answer."""
-        return not (self.running or self.waiting or self.streams.count)
+        """Whether every accepted request has its result."""
+        return not (self.running or self.waiting or self.stream_queue.count)
 
     @property
     def waiting(self) -> int:
-        """How many sentences are accepted and not yet begun."""
-        return self.sentences.count + sum(unit.wanted for batch in self.planned for unit in batch)
+        """Number of accepted sentences that no process works on yet."""
+        return self.queue.count + sum(item.wanted for batch in self.planned for item in batch)
 
     @property
-    def cards(self) -> dict[str, Event]:
-        """What is known of each model, once one process has opened them."""
-        about = next((worker.about for worker in self.workers if worker.about), {})
-        cards: dict[str, Event] = about.get("ready", {})
+    def model_cards(self) -> dict[str, Event]:
+        """Description of each model by name; empty until a process has loaded them."""
+        info = next((worker.info for worker in self.workers if worker.info), {})
+        cards: dict[str, Event] = info.get("ready", {})
         return cards
 
     @property
-    def budget(self) -> int:
-        """Source tokens of a batch."""
-        on_gpu = bool(self.workers) and self.workers[0].about.get("device", "cpu") != "cpu"
-        return self.setup.batch_tokens or (GPU_TOKENS if on_gpu else CPU_TOKENS)
+    def batch_tokens(self) -> int:
+        """Token budget of a batch, counted in source tokens."""
+        on_gpu = bool(self.workers) and self.workers[0].info.get("device", "cpu") != "cpu"
+        return self.options.batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- submitting --------------------------------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        """Refuse while nothing can be accepted."""
+    def check_accepting(self) -> None:
+        """Refuse with 503 while the server loads or stops."""
         if self.draining:
-            raise Refusal(503, "the server is stopping: ask another, or again later", retry_after=5)
+            raise Refusal(503, "the server is stopping: use another server, or try again later", retry_after=5)
         if not self.ready:
-            raise Refusal(503, "the model is still being loaded: ask again in a moment", retry_after=2)
+            raise Refusal(503, "the model is still being loaded: try again in a moment", retry_after=2)
 
-    async def batch(
-        self, client: Hashable, group: Group, asked: Sequence[Any], costs: Sequence[int], *, patient: bool = False
+    async def submit(
+        self,
+        client: Hashable,
+        group: Group,
+        payloads: Sequence[Any],
+        costs: Sequence[int],
+        *,
+        wait_for_room: bool = False,
     ) -> list[Event]:
-        """The results of several units of one group, in their order; `patient` waits for room instead of refusal."""
+        """Return the results of several items of one group, in order.
+
+        With `wait_for_room` the call waits while the queue is more than half full, instead of being refused when it is
+        full; such work also continues while the server drains.
+        """
         limit = self.limits.queue
-        if len(asked) > limit:
-            raise Refusal(413, f"{len(asked):,} sentences, and at most {limit:,} wait at once: send less")
-        while patient and self.sentences.count > limit // 2:
+        if len(payloads) > limit:
+            raise Refusal(413, f"{len(payloads):,} sentences, but the queue holds {limit:,}: send less at once")
+        while wait_for_room and self.queue.count > limit // 2:
             await asyncio.sleep(0.05)
-        if self.over:
-            raise _stopped()
-        if not patient:
-            self.check_open()
-            self._check_room(self.sentences, len(asked), limit)
-        units = [Unit(client, group, each, cost) for each, cost in zip(asked, costs, strict=True)]
-        self.open.update(units)
-        for unit in units:
-            self.sentences.add(unit)
+        if self.stopped:
+            raise Refusal(503, STOPPED, retry_after=5)
+        if not wait_for_room:
+            self.check_accepting()
+            self._check_room(self.queue, len(payloads), limit)
+        items = [QueueItem(client, group, payload, cost) for payload, cost in zip(payloads, costs, strict=True)]
+        self.pending.update(items)
+        for item in items:
+            self.queue.add(item)
         try:
-            return [await unit.answer for unit in units]
+            return [await item.result for item in items]
         except asyncio.CancelledError:
             self.metrics.cancelled.inc()
             raise
-        finally:  # left early, nobody waits for the others, nor hears why they failed
-            self.open.difference_update(units)
-            for unit in units:
-                if not unit.answer.cancel() and not unit.answer.cancelled():
-                    unit.answer.exception()
+        finally:  # after an error or a cancellation, the other results are not needed
+            self.pending.difference_update(items)
+            for item in items:
+                if not item.result.cancel() and not item.result.cancelled():
+                    item.result.exception()  # marks the exception as retrieved
 
-    def _check_room(self, queue: FairQueue, more: int, limit: int) -> None:
-        if queue.count + more > limit:
+    def _check_room(self, queue: FairQueue, added: int, limit: int) -> None:
+        if queue.count + added > limit:
             self.metrics.refused.labels("full").inc()
-            seconds = min(60, math.ceil(queue.cost / self.speed) or 1)
-            raise Refusal(429, f"too much is waiting already: ask again in {seconds} s", retry_after=seconds)
+            seconds = min(60, math.ceil(queue.cost / self.tokens_per_second) or 1)
+            raise Refusal(429, f"the queue is full: try again in {seconds} s", retry_after=seconds)
 
-    async def one(self, client: Hashable, kind: str, model: str, asked: Event, cost: int) -> Event:
-        """The result of one job of its own."""
-        (found,) = await self.batch(client, (kind, model, ""), [asked], [cost])
-        return found
+    async def submit_one(self, client: Hashable, kind: str, model: str, payload: Event, cost: int) -> Event:
+        """Return the result of a single job."""
+        (result,) = await self.submit(client, (kind, model, ""), [payload], [cost])
+        return result
 
-    async def stream(self, client: Hashable, kind: str, model: str, asked: Event) -> AsyncIterator[Event]:
-        """The events of a job as they come."""
-        self.check_open()
-        self._check_room(self.streams, 1, self.limits.streams)
+    async def stream(self, client: Hashable, kind: str, model: str, payload: Event) -> AsyncIterator[Event]:
+        """Yield the events of a job as they arrive."""
+        self.check_accepting()
+        self._check_room(self.stream_queue, 1, self.limits.streams)
         events = asyncio.Queue[Any]()
-        unit = Unit(client, (kind, model, ""), (asked, events), 1)
-        unit.answer.add_done_callback(lambda _: events.put_nowait(EMPTY))
-        self.open.add(unit)
-        self.streams.add(unit)
+        item = QueueItem(client, (kind, model, ""), (payload, events), 1)
+        item.result.add_done_callback(lambda _: events.put_nowait(END))
+        self.pending.add(item)
+        self.stream_queue.add(item)
         try:
-            while (event := await events.get()) is not EMPTY:
+            while (event := await events.get()) is not END:
                 yield event
-            await unit.answer
+            await item.result
         finally:
-            self.open.discard(unit)
-            if not unit.answer.done():
+            self.pending.discard(item)
+            if not item.result.done():
                 self.metrics.cancelled.inc()
-                unit.answer.cancel()
+                item.result.cancel()
 
-    # ---- answering ---------------------------------------------------------------------------------------------------
+    # ---- dispatching -------------------------------------------------------------------------------------------------
 
-    async def _lane(self, worker: Worker, queue: FairQueue) -> None:
-        """Hand what waits in a queue to one process, batch after batch."""
-        single = queue is self.streams
+    async def _dispatch(self, worker: ModelWorker, queue: FairQueue) -> None:
+        """Send batch after batch from a queue to one process."""
+        single = queue is self.stream_queue
         while True:
             await worker.ready.wait()
             await queue.filled.wait()
             if not single and not self.planned:
-                await self._company()
+                await self._wait_for_batch()
             if not worker.ready.is_set():
                 continue
-            if not single and worker in self.busy and self._free():  # that one has nothing to do
-                await asyncio.sleep(self.setup.wait)
+            if not single and worker in self.busy and self._idle_workers():  # an idle process takes the batch
+                await asyncio.sleep(self.options.batching_delay)
                 continue
-            units = queue.take(1, 1) if single else self._batch()
-            if not units:
+            items = queue.take(1, 1) if single else self._next_batch()
+            if not items:
                 queue.filled.clear()
                 continue
-            self.running += len(units)
+            self.running += len(items)
             try:
-                await (self._stream_one(worker, units[0]) if single else self._answer(worker, units))
+                await (self._run_stream(worker, items[0]) if single else self._run_batch(worker, items))
             except Refusal as error:
-                _fail(units, error)
-            except Exception:  # a fault of ours: it is told, and the lane goes on
+                _refuse_items(items, error)
+            except Exception:  # a bug: report it, and continue with the next batch
                 LOG.exception("a batch failed")
-                _fail(units, Refusal(500, "something went wrong here, and was written to the log"))
+                _refuse_items(items, Refusal(500, "internal error: the server's log has the traceback"))
             finally:
-                self.running -= len(units)
+                self.running -= len(items)
 
-    def _free(self) -> int:
-        """How many processes have nothing to do."""
+    def _idle_workers(self) -> int:
         return sum(worker.ready.is_set() and worker not in self.busy for worker in self.workers)
 
-    async def _company(self) -> None:
-        """Wait for others to join, as long as somebody comes: their answers set many clients free at once.
+    async def _wait_for_batch(self) -> None:
+        """Wait for more sentences while they keep arriving: the last batch's clients send their next requests together.
 
-        Where half of a usual batch waits already, the next process will be free before many more have come.
+        With half of a usual batch in the queue there is no wait: the next process will be idle before many more arrive.
         """
-        for _ in range(ROUNDS):
-            there = self.sentences.count
-            if self.sentences.cost < min(self.budget, self.usual / 2):
-                await asyncio.sleep(max(self.setup.wait, min(PAUSE, SHARE * self.took)))
-            if self.sentences.count <= there:
+        for _ in range(MAX_WAITS):
+            count = self.queue.count
+            if self.queue.cost < min(self.batch_tokens, self.usual_batch_tokens / 2):
+                seconds = min(MAX_WAIT_SECONDS, WAIT_SHARE * self.batch_seconds)
+                await asyncio.sleep(max(self.options.batching_delay, seconds))
+            if self.queue.count <= count:
                 return
 
-    def _batch(self) -> list[Unit]:
-        """The next batch of sentences that somebody still waits for."""
-        units: list[Unit] = []
-        while not units and (self.planned or self._plan()):
-            units = [unit for unit in self.planned.popleft() if unit.wanted]
+    def _next_batch(self) -> list[QueueItem]:
+        """Return the next batch, without items that were cancelled."""
+        items: list[QueueItem] = []
+        while not items and (self.planned or self._plan_batches()):
+            items = [item for item in self.planned.popleft() if item.wanted]
         if self.planned:
-            self.sentences.filled.set()  # for other processes
-        return units
+            self.queue.filled.set()  # for the other processes
+        return items
 
-    def _plan(self) -> bool:
-        """Cut the next sentences into batches, several at once, because those of like length go best together."""
-        units = sorted(self.sentences.take(AHEAD * self.budget, self.limits.queue), key=lambda unit: unit.cost)
-        if not units:
+    def _plan_batches(self) -> bool:
+        """Form several batches at once, so that sentences of similar length share one; False if the queue is empty."""
+        taken = self.queue.take(PLANNED_BATCHES * self.batch_tokens, self.limits.queue)
+        items = sorted(taken, key=lambda item: item.cost)
+        if not items:
             return False
-        total = sum(unit.cost for unit in units)
-        share = total / max(math.ceil(total / self.budget), min(self._free(), len(units)), 1)
-        begun = 0.0
-        batch: list[Unit] = []
-        for unit in units:
-            if batch and begun + unit.cost / 2 > share:
+        total = sum(item.cost for item in items)
+        share = total / max(math.ceil(total / self.batch_tokens), min(self._idle_workers(), len(items)), 1)
+        cost = 0.0
+        batch: list[QueueItem] = []
+        for item in items:
+            if batch and cost + item.cost / 2 > share:
                 self.planned.append(batch)
-                batch, begun = [], 0.0
-            batch.append(unit)
-            begun += unit.cost
+                batch, cost = [], 0.0
+            batch.append(item)
+            cost += item.cost
         self.planned.append(batch)
         return True
 
-    async def _answer(self, worker: Worker, units: list[Unit]) -> None:
-        kind, model, how = units[0].group
-        began, cost = asyncio.get_running_loop().time(), sum(unit.cost for unit in units)
+    async def _run_batch(self, worker: ModelWorker, items: list[QueueItem]) -> None:
+        kind, model, options = items[0].group
+        began, cost = asyncio.get_running_loop().time(), sum(item.cost for item in items)
         self.busy.append(worker)
         try:
-            if kind not in BATCHED:
-                results = await self._alone(worker, kind, model, units)
+            if kind in BATCHED_JOBS:
+                search: Event = json.loads(options) if options else {}
+                search.pop("batch_id", None)  # it only kept these items in a batch of their own
+                payload = {"texts": [item.payload for item in items], "options": search}
+                results = (await worker.call(kind, model, payload))["results"]
             else:
-                asked = {"texts": [unit.asked for unit in units], "how": _options(how)}
-                results = (await worker.result(kind, model, asked))["results"]
+                results = await self._run_one_by_one(worker, kind, model, items)
         finally:
             self.busy.remove(worker)
         now = asyncio.get_running_loop().time()
-        seconds = max(1e-4, now - max(began, worker.answered))  # not what it waited behind another
-        worker.answered = now
-        self.speed += 0.1 * (cost / seconds * len(self.workers) - self.speed)
-        self.took += 0.5 * (seconds - self.took)
-        self.usual = cost if self.usual == math.inf else self.usual + 0.2 * (cost - self.usual)
-        self.metrics.batch(model, len(units), cost, seconds)
-        # Told after the process has its next batch: what hangs on the answers takes a while.
-        self.running += len(units)
-        asyncio.get_running_loop().call_soon(self._tell, units, results)
+        seconds = max(1e-4, now - max(began, worker.last_result))  # without the time behind the previous batch
+        worker.last_result = now
+        self.tokens_per_second += 0.1 * (cost / seconds * len(self.workers) - self.tokens_per_second)
+        self.batch_seconds += 0.5 * (seconds - self.batch_seconds)
+        usual = self.usual_batch_tokens
+        self.usual_batch_tokens = cost if usual == math.inf else usual + 0.2 * (cost - usual)
+        self.metrics.batch(model, len(items), cost, seconds)
+        # Set the results after the process has its next batch: the responses take a while to write.
+        self.running += len(items)
+        asyncio.get_running_loop().call_soon(self._set_results, items, results)
 
-    def _tell(self, units: Sequence[Unit], results: Sequence[Event]) -> None:
-        self.running -= len(units)
-        for unit, result in zip(units, results, strict=True):
-            if unit.wanted:
+    def _set_results(self, items: Sequence[QueueItem], results: Sequence[Event]) -> None:
+        self.running -= len(items)
+        for item, result in zip(items, results, strict=True):
+            if item.wanted:
                 try:
-                    check(result)
-                    unit.answer.set_result(result)
+                    raise_error(result)
+                    item.result.set_result(result)
                 except Refusal as error:
-                    unit.answer.set_exception(error)
+                    item.result.set_exception(error)
 
-    async def _alone(self, worker: Worker, kind: str, model: str, units: list[Unit]) -> list[Event]:
-        """Jobs of which a process does one at a time."""
+    async def _run_one_by_one(self, worker: ModelWorker, kind: str, model: str, items: list[QueueItem]) -> list[Event]:
+        """Run jobs that take a single input; an invalid one does not fail the others."""
         results: list[Event] = []
-        for unit in units:
+        for item in items:
             try:
-                results.append(await worker.result(kind, model, unit.asked) if unit.wanted else {})
+                results.append(await worker.call(kind, model, item.payload) if item.wanted else {})
             except Refusal as error:
                 if error.status_code == 503:
                     raise
-                results.append({"wrong" if error.status_code == 422 else "failed": error.detail})
+                results.append({"invalid" if error.status_code == 422 else "failed": error.detail})
         return results
 
-    async def _stream_one(self, worker: Worker, unit: Unit) -> None:
-        kind, model, _ = unit.group
-        asked, events = unit.asked
+    async def _run_stream(self, worker: ModelWorker, item: QueueItem) -> None:
+        kind, model, _ = item.group
+        payload, queue = item.payload
         try:
-            async with aclosing(worker.ask(kind, model, asked)) as told:
-                async for event in told:
-                    if not unit.wanted:
+            async with aclosing(worker.stream(kind, model, payload)) as events:
+                async for event in events:
+                    if not item.wanted:
                         break
-                    events.put_nowait(event)
+                    queue.put_nowait(event)
                     self.metrics.tokens.labels(model).inc(len(event.get("tokens", ())))
-            if unit.wanted:
-                unit.answer.set_result(None)
+            if item.wanted:
+                item.result.set_result(None)
         except Refusal as error:
             with suppress(asyncio.InvalidStateError):
-                unit.answer.set_exception(error)
+                item.result.set_exception(error)
 
 
-def _stopped() -> Refusal:
-    return Refusal(503, "the server stopped before this was done: ask another, or again later", retry_after=5)
+def _refuse_items(items: Iterable[QueueItem], error: Refusal) -> None:
+    for item in items:
+        if item.wanted:
+            item.result.set_exception(error)
 
 
-def _fail(units: Iterable[Unit], error: Refusal) -> None:
-    for unit in units:
-        if unit.wanted:
-            unit.answer.set_exception(error)
+# ---- the queue -------------------------------------------------------------------------------------------------------
 
-
-def _options(how: str) -> Event:
-    found: Event = json.loads(how) if how else {}
-    found.pop("own", None)  # which only keeps a job from sharing its batch
-    return found
-
-
-# ---- What waits for a model: bounded, and fair between clients, however much one of them brings ----------------------
-
-
-Group = tuple[str, str, str]  # kind of job, model, how: what may share a batch
+Group = tuple[str, str, str]  # kind of job, model, options as JSON: only equal groups share a batch
 
 
 @dataclass(eq=False)
-class Unit:
-    """One sentence, or one job that cannot be divided; `answer` is what its sender waits for."""
+class QueueItem:
+    """One sentence, or one job that cannot be divided."""
 
     client: Hashable
     group: Group
-    asked: Any
+    payload: Any
     cost: int  # in tokens
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    waits: bool = True
+    result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    queued: bool = True
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody still waits for the answer."""
-        return not self.answer.done()
+        """Whether the request still waits for the result."""
+        return not self.result.done()
 
 
 class FairQueue:
-    """A queue for each client, served in turns; what nobody waits for any more does not count."""
+    """A queue for each client, served round-robin; cancelled items are not counted."""
 
     def __init__(self) -> None:
-        self.clients: OrderedDict[Hashable, deque[Unit]] = OrderedDict()
+        self.clients: OrderedDict[Hashable, deque[QueueItem]] = OrderedDict()
         self.count = 0
         self.cost = 0
-        self.filled = asyncio.Event()  # set by what comes, cleared by whoever finds nothing
+        self.filled = asyncio.Event()  # set by `add`, cleared by a dispatcher that gets no item
 
-    def add(self, unit: Unit) -> None:
-        self.clients.setdefault(unit.client, deque()).append(unit)
+    def add(self, item: QueueItem) -> None:
+        self.clients.setdefault(item.client, deque()).append(item)
         self.count += 1
-        self.cost += unit.cost
+        self.cost += item.cost
         self.filled.set()
-        unit.answer.add_done_callback(lambda _: self._leaves(unit))
+        item.result.add_done_callback(lambda _: self._uncount(item))
 
-    def _leaves(self, unit: Unit) -> None:
-        """A unit no longer waits: it was taken, or given up."""
-        if unit.waits:
-            unit.waits = False
+    def _uncount(self, item: QueueItem) -> None:
+        """Subtract an item that was taken or cancelled from the totals, once."""
+        if item.queued:
+            item.queued = False
             self.count -= 1
-            self.cost -= unit.cost
+            self.cost -= item.cost
             if not self.count:
                 self.clients.clear()
 
-    def take(self, budget: int, most: int) -> list[Unit]:
-        """The next units of one group, one of each client in turn, as many as the budget allows but at least one."""
-        taken: list[Unit] = []
+    def take(self, max_cost: int, max_items: int) -> list[QueueItem]:
+        """Take items of one group, one per client in turn, within the maximum cost but at least one."""
+        taken: list[QueueItem] = []
         group: Group | None = None
         cost = 0
-        passed: list[Hashable] = []  # clients who had nothing for this batch, and are the first of the next
-        while len(passed) < len(self.clients) and len(taken) < most:
+        skipped: list[Hashable] = []  # clients without an item for this batch; they come first in the next one
+        while len(skipped) < len(self.clients) and len(taken) < max_items:
             client, waiting = next(iter(self.clients.items()))
             while waiting and not waiting[0].wanted:
                 waiting.popleft()
@@ -430,14 +436,14 @@ class FairQueue:
                 del self.clients[client]
                 continue
             self.clients.move_to_end(client)
-            unit = waiting[0]
-            if group is not None and (unit.group != group or cost + unit.cost > budget):
-                passed.append(client)
+            item = waiting[0]
+            if group is not None and (item.group != group or cost + item.cost > max_cost):
+                skipped.append(client)
                 continue
             waiting.popleft()
-            taken.append(unit)
-            group, cost = unit.group, cost + unit.cost
-            self._leaves(unit)
-        for client in reversed(passed):
+            taken.append(item)
+            group, cost = item.group, cost + item.cost
+            self._uncount(item)
+        for client in reversed(skipped):
             self.clients.move_to_end(client, last=False)
         return taken

@@ -1,4 +1,4 @@
-"""The runs that are served, as the listening process knows them: what they are called, and which texts they take."""
+"""The served runs as the listening process needs them: names, languages and sentence splitting, without the weights."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qkv import config as configs
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
+from qkv.options import DecoderOnlyConfig, TranslationConfig
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
-from qkv.text import Tokenizers
 
-NAME = re.compile(r"[\w.-]{1,64}")
-SOURCE, TARGET = "source", "target"  # of a run that does not know its languages
+MODEL_NAME = re.compile(r"[\w.-]{1,64}")
+SOURCE, TARGET = "source", "target"  # language codes of a run without configured languages
 
 
 @dataclass(frozen=True)
-class Served:
-    """One run: a pair of languages, several with tags, or a language model."""
+class ServedModel:
+    """One run: a translation model for a pair of languages or (with tags) several targets, or a language model."""
 
     name: str
     path: str
@@ -30,148 +30,146 @@ class Served:
     source: str
     targets: tuple[str, ...]
     tags: tuple[str, ...]
-    longest: int
-    tokenizers: Tokenizers
-    begun: str
+    max_length: int
+    tokenizers: TokenizerPair
+    created: str
 
     @classmethod
-    def open(cls, name: str, path: str | Path) -> Served:
+    def open(cls, name: str, path: str | Path) -> ServedModel:
         run = Run.open(path)
         data, model = run.config.data, run.config.model
-        if not isinstance(model, configs.TranslationConfig | configs.DecoderOnlyConfig):
-            raise UsageError(f"{path}: an encoder fills gaps, and nobody asks a server for that: leave it out")
-        run.weights()  # which says what is missing
-        # Where some of the text had none, a tag marks where a pair came from (qkv augment), not a language.
-        tagged = isinstance(model, configs.TranslationConfig) and all(corpus.tag for corpus in data.train)
+        if not isinstance(model, TranslationConfig | DecoderOnlyConfig):
+            raise UsageError(f"{path}: an encoder-only model has no route on the server: remove it from the command")
+        run.weights()  # raises if the weights are missing
+        # Tags are target languages only if all text has them; otherwise they mark synthetic pairs (qkv augment).
+        tagged = isinstance(model, TranslationConfig) and all(corpus.tag for corpus in data.train)
         tags = tuple(run.tokenizers.src.tags) if tagged else ()
         return cls(
             name=name,
             path=str(run.path),
-            translates=isinstance(model, configs.TranslationConfig),
+            translates=isinstance(model, TranslationConfig),
             source=data.src_lang or SOURCE,
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
-            longest=data.max_length,
+            max_length=data.max_length,
             tokenizers=run.tokenizers,
-            begun=str(run.about.get("begun", "")),
+            created=str(run.about.get("begun", "")),
         )
 
     @property
-    def knows_languages(self) -> bool:
-        """Whether its languages have names; a language model needs none."""
+    def has_languages(self) -> bool:
+        """Whether the languages are configured; a language model needs none."""
         return not self.translates or (self.source != SOURCE and TARGET not in self.targets)
 
-    def writes(self, target: str) -> bool:
-        """Whether it translates into this language; if none is said, it does."""
+    def supports_target(self, target: str) -> bool:
+        """Whether the model translates into a language; an empty code means any."""
         return not target or target in self.targets
 
     def tag(self, target: str) -> str:
-        """The tag that asks for a language, of a model that has tags."""
+        """The tag for a target language, or an empty string if the model has no tags."""
         return (target or self.tags[0]) if self.tags else ""
 
-    def pieces(self, text: str) -> tuple[Pieces, list[int]]:
-        """The text in parts that the model can read as a whole, as `Translator` cuts it, and how long each is."""
-        encode, room = self.tokenizers.src.encode, self.longest - (1 if self.tags else 0)
+    def split(self, text: str) -> tuple[Pieces, list[int]]:
+        """Split a text into pieces within the length limit, as `Translator` does, and return their costs."""
+        encode, limit = self.tokenizers.src.encode, self.max_length - (1 if self.tags else 0)
         lengths: dict[str, int] = {}
 
         def fits(piece: str) -> bool:
             lengths[piece] = len(encode(piece))
-            return lengths[piece] <= room
+            return lengths[piece] <= limit
 
         pieces = split(text, fits)
         return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
 
     def join(self, pieces: Pieces, texts: list[str], spaces: bool) -> str:
-        """The translations of all parts as one text, as `Translator` joins them; `spaces`: between words."""
+        """Join the translations of all pieces, as `Translator` does; `spaces`: the target language separates words."""
         if not spaces:
             pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
         return pieces.join(texts, " " if spaces else "").strip()
 
 
-class Models(dict[str, Served]):
-    """All runs by name, and the right one for what is asked."""
+class ServedModels(dict[str, ServedModel]):
+    """All served runs by name, and the selection of one for a request."""
 
     @classmethod
-    def open(cls, paths: Iterable[str | Path]) -> Models:
-        """Open runs; the name is the folder's, or what stands before = in NAME=RUN."""
+    def open(cls, paths: Iterable[str | Path]) -> ServedModels:
+        """Open runs given as FOLDER or NAME=FOLDER."""
         models = cls()
         for given in map(str, paths):
             name, _, path = given.partition("=") if "=" in given and not Path(given).exists() else ("", "", given)
             name = name or Path(path).resolve().name
-            if not NAME.fullmatch(name) or name in models:
-                raise UsageError(f"{given}: a second model called {name}, or no name for one: call it NAME={path}")
-            models[name] = Served.open(name, path)
+            if not MODEL_NAME.fullmatch(name) or name in models:
+                problem = f"a second model called {name}" if name in models else f"{name!r} is not a valid model name"
+                raise UsageError(f"{given}: {problem}: choose a name with NAME={path}")
+            models[name] = ServedModel.open(name, path)
         if not models:
             raise UsageError("no run folder given: name at least one")
         return models
 
-    def choose(self, source: str, target: str, texts: Iterable[str], name: str | None = None) -> tuple[Served, float]:
-        """The model for a text, and how sure its language is, in per cent, where that is to be recognised (`auto`)."""
+    def choose(
+        self, source: str, target: str, texts: Iterable[str], name: str | None = None
+    ) -> tuple[ServedModel, float]:
+        """Return the model for some texts, and the confidence in the detected language (`auto`) in per cent."""
         if source != "auto":
-            return self.pair(source, target, name), 0.0
-        fitting = self.translating(name)
-        known = [model.source for model in fitting if model.writes(target)]
-        if not known:
-            there = ", ".join(dict.fromkeys(each for model in fitting for each in model.targets)) or "none"
-            why = f"{_quoted(target)} is not available as a target language: there is {there}"
-            raise Refusal(400, why, pointer="/target")
-        guesses = detect(" ".join(texts), among=known, most=1)
-        source, sure = guesses[0] if guesses else (known[0], 0.0)
-        return self.pair(source, target, name), sure
+            return self.for_languages(source, target, name), 0.0
+        candidates = self.translation_models(name)
+        sources = [model.source for model in candidates if model.supports_target(target)]
+        if not sources:
+            available = ", ".join(dict.fromkeys(each for model in candidates for each in model.targets)) or "none"
+            reason = f"{_quote(target)} is not available as a target language: available: {available}"
+            raise Refusal(400, reason, pointer="/target")
+        guesses = detect_languages(" ".join(texts), among=sources, limit=1)
+        source, confidence = guesses[0] if guesses else (sources[0], 0.0)
+        return self.for_languages(source, target, name), confidence
 
-    def pair(self, source: str, target: str, name: str | None = None) -> Served:
-        """The model that translates between two languages, or the named one if it does; no target is any."""
-        fitting = self.translating(name)
-        known = [model for model in fitting if model.source == source]
-        if not known:
-            there = ", ".join(dict.fromkeys(model.source for model in fitting)) or "none"
-            why = f"{_quoted(source)} is not supported as a source language: there is {there}"
-            raise Refusal(400, why, pointer="/source")
-        for model in known:
-            if model.writes(target):
+    def for_languages(self, source: str, target: str, name: str | None = None) -> ServedModel:
+        """Return the first (or the named) model for a pair of languages; an empty target means any."""
+        candidates = self.translation_models(name)
+        with_source = [model for model in candidates if model.source == source]
+        if not with_source:
+            available = ", ".join(dict.fromkeys(model.source for model in candidates)) or "none"
+            reason = f"{_quote(source)} is not supported as a source language: available: {available}"
+            raise Refusal(400, reason, pointer="/source")
+        for model in with_source:
+            if model.supports_target(target):
                 return model
-        there = ", ".join(dict.fromkeys(each for model in known for each in model.targets))
-        why = f"{_quoted(target)} is not available as a target language from {source}: there is {there}"
-        raise Refusal(400, why, pointer="/target")
+        available = ", ".join(dict.fromkeys(each for model in with_source for each in model.targets))
+        reason = f"{_quote(target)} is not available as a target language from {source}: available: {available}"
+        raise Refusal(400, reason, pointer="/target")
 
-    def translating(self, name: str | None = None) -> list[Served]:
-        """The models that translate, or the named one of them."""
-        return [self.named(name, translates=True)] if name else [each for each in self.values() if each.translates]
+    def translation_models(self, name: str | None = None) -> list[ServedModel]:
+        """All translation models, or only the named one."""
+        return [self.by_name(name, translates=True)] if name else [each for each in self.values() if each.translates]
 
-    def named(self, name: str | None, *, translates: bool | None = None) -> Served:
-        """The named model, or the first that does what is wanted."""
-        fitting = [model for model in self.values() if translates in (None, model.translates)]
-        what = {None: "model", True: "translation model", False: "language model"}[translates]
-        if name is None and fitting:
-            return fitting[0]
-        for model in fitting:
+    def by_name(self, name: str | None, *, translates: bool | None = None) -> ServedModel:
+        """Return the named model, or the first; `translates` restricts the kind."""
+        candidates = [model for model in self.values() if translates in (None, model.translates)]
+        kind = {None: "model", True: "translation model", False: "language model"}[translates]
+        if name is None and candidates:
+            return candidates[0]
+        for model in candidates:
             if model.name == name:
                 return model
-        known = ", ".join(model.name for model in fitting) or "none, until qkv serve is started with one"
-        raise Refusal(404, f"there is no {what} {_quoted(name or '')} here: there is {known}", pointer="/model")
+        available = ", ".join(model.name for model in candidates) or "none"
+        given = f" {_quote(name)}" if name else ""
+        raise Refusal(404, f"no {kind}{given} on this server: available: {available}", pointer="/model")
 
     def languages(self) -> Mapping[str, list[str]]:
-        """Every language, and those that it is translated into."""
-        found: dict[str, list[str]] = {}
-        for model in self.translating():
-            found.setdefault(model.source, []).extend(t for t in model.targets if t not in found[model.source])
+        """Every language with its target languages."""
+        targets: dict[str, list[str]] = {}
+        for model in self.translation_models():
+            known = targets.setdefault(model.source, [])
+            known.extend(target for target in model.targets if target not in known)
             for target in model.targets:
-                found.setdefault(target, [])
-        return found
+                targets.setdefault(target, [])
+        return targets
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return repr(text[:40])
 
 
-def card_of(model: Served, card: Mapping[str, Any]) -> dict[str, Any]:
-    """A model for people: what its process said of it, or as much as is known while that is loading."""
-    known = {"name": model.name, "does": "translate" if model.translates else "complete", "targets": model.targets}
-    return {**card, **known, "source": model.source if model.translates else ""}
-
-
-# ---- Languages by name, and which one a text is in -------------------------------------------------------------------
-
+# ---- names and detection of languages --------------------------------------------------------------------------------
 
 NAMES = dict(
     pair.split(":")
@@ -187,11 +185,11 @@ NAMES = dict(
         xh:Xhosa zh:Chinese zu:Zulu
     """.split()
 )
-LONGEST = 4000  # characters that are looked at: more do not make it surer
+MAX_DETECTED = 4000  # characters of a text that the detector reads; more do not improve the result
 
 
-def name(code: str) -> str:
-    """What a language is called, as far as known."""
+def language_name(code: str) -> str:
+    """The English name of a language, or its code if the name is unknown."""
     return NAMES.get(code.split("-")[0].split("_")[0].lower(), code)
 
 
@@ -202,10 +200,11 @@ def _identifier() -> Any:
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def detect(text: str, among: Collection[str] = (), most: int = 3) -> list[tuple[str, float]]:
-    """The likeliest languages of a text, with their probabilities in per cent; `among` leaves only these."""
+def detect_languages(text: str, among: Collection[str] = (), limit: int = 3) -> list[tuple[str, float]]:
+    """The most likely languages of a text with probabilities in per cent; `among` restricts the candidates."""
     if not text.strip():
         return []
-    ranked = [(code, 100 * float(likely)) for code, likely in _identifier().rank(text[:LONGEST])]
-    known = [(code, likely) for code, likely in ranked if not among or code in among]
-    return [(code, round(likely, 2)) for code, likely in known[:most] if among or likely >= 1 or code == ranked[0][0]]
+    ranked = [(code, 100 * float(probability)) for code, probability in _identifier().rank(text[:MAX_DETECTED])]
+    known = [(code, percent) for code, percent in ranked if not among or code in among]
+    likely = [(code, percent) for code, percent in known[:limit] if among or percent >= 1 or code == ranked[0][0]]
+    return [(code, round(percent, 2)) for code, percent in likely]

@@ -1,4 +1,4 @@
-"""What all routes share: who asks, which model answers, and a text on its way through the engine and back."""
+"""The service behind all routes: authorisation, limits, and texts translated sentence by sentence."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
-from qkv.documents import html_text
-from qkv.documents.html_text import swap, swap_back
-from qkv.server.auth import Key, Rates, find_key
-from qkv.server.middleware import Limits, Metrics, Refusal, Wait, too_many
-from qkv.server.scheduler import Engine, Group
-from qkv.server.served_models import Models, Served
+from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
+from qkv.server.auth import ApiKey, RateLimiter, find_key
+from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
+from qkv.server.scheduler import Scheduler
+from qkv.server.served_models import ServedModel, ServedModels
 
 R = TypeVar("R")
-FACTS = ("score", "logprob", "read", "written", "truncated", "looped")
-SLICE = 64  # sentences of somebody patient in the queue at once
-LONG = 4000  # characters above which a text is cut in a thread, so that nobody else waits for it
+RESULT_FIELDS = ("score", "logprob", "source_tokens", "target_tokens", "truncated", "looped")
+SLICE = 64  # sentences in the queue at once of a call that waits for room
+LONG = 4000  # characters above which a thread splits the texts, so that the event loop is not blocked
 
 
 @dataclass(frozen=True)
-class Found:
-    """A translation and its alternatives, best first, and what is known of the best, in all its parts together."""
+class TranslationResult:
+    """A translation and its alternatives, best first; the other fields describe the best, over all its sentences."""
 
     texts: list[str]
     score: float
     logprob: float
-    read: int  # tokens
-    written: int
+    source_tokens: int
+    target_tokens: int
     truncated: bool
     looped: bool
     blank: bool = False
 
     @classmethod
-    def together(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> Found:
-        """A text put together of parts that were translated one by one."""
+    def combine(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> TranslationResult:
+        """Describe texts that were joined from separately translated parts."""
         if len(parts) == 1:
             (only,) = parts
-            return cls(texts, *[only[name] for name in FACTS])
-        added = {name: sum(part[name] for part in parts) for name in ("score", "logprob", "read", "written")}
-        either = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
-        return cls(texts, **added, **either, blank=not parts)
+            return cls(texts, *[only[name] for name in RESULT_FIELDS])
+        summed = ("score", "logprob", "source_tokens", "target_tokens")
+        sums = {name: sum(part[name] for part in parts) for name in summed}
+        flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
+        return cls(texts, **sums, **flags, blank=not parts)
 
     @property
     def finish_reason(self) -> str:
-        """stop: the model ended; length: the limit did; blank: there was nothing to translate."""
+        """stop: the model ended the sentence; length: the limit did; blank: there was no text."""
         return "blank" if self.blank else "length" if self.truncated else "stop"
 
     @property
     def details(self) -> dict[str, Any]:
-        """The same as of a `Translation`, for clients."""
+        """The fields of a `Translation`, for clients."""
         return {
             "score": self.score,
             "logprob": self.logprob,
             "finish_reason": self.finish_reason,
             "truncated": self.truncated,
             "looped": self.looped,
-            "length_ratio": self.written / max(1, self.read),
+            "length_ratio": self.target_tokens / max(1, self.source_tokens),
         }
 
 
 @dataclass
 class Service:
-    """The models and the rules of one server; routes find it in `request.app.state`."""
+    """The models, scheduler, limits and keys of one server; routes get it from `request.app.state`."""
 
-    models: Models
-    engine: Engine
-    limits: Limits
+    models: ServedModels
+    scheduler: Scheduler
+    limits: RequestLimits
     metrics: Metrics
-    keys: Mapping[str, Key] = field(default_factory=dict)  # by hash; none: everybody may ask
-    rate: int = 0  # requests a minute, 0 as many as wanted
-    rates: Rates = field(default_factory=Rates)
+    keys: Mapping[str, ApiKey] = field(default_factory=dict)  # by hash; empty: no key is required
+    rate: int = 0  # requests per minute and client; 0: no limit
+    rate_limiter: RateLimiter = field(default_factory=RateLimiter)
 
-    # ---- who ---------------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, given: str = "") -> str:
-        """The client that asks, if it may: by its key, in the body or a header, or else by its address."""
+    def authorize(self, request: Request, given: str = "") -> str:
+        """Check key and rate limit, and return the client's name: its key (body or header) or its address."""
         host, port = request.client or ("", 0)
-        client, who, rate = f"{host}:{port}", host, self.rate
+        client, rate_client, rate = f"{host}:{port}", host, self.rate
         if self.keys:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             bearer = token.strip() if scheme.lower() == "bearer" else ""
@@ -92,155 +92,154 @@ class Service:
             key = find_key(self.keys, given)
             if key is None:
                 self.metrics.refused.labels("key").inc()
-                raise Refusal(
-                    401 if is_openai(request) else 403, "Invalid API key" if given else "An API key is required"
-                )
-            client = who = f"key {key.name}"
+                reason = "Invalid API key" if given else "An API key is required"
+                raise Refusal(401 if is_openai(request) else 403, reason)
+            client = rate_client = f"key {key.name}"
             rate = self.rate if key.rate is None else key.rate
-        if rate and (seconds := self.rates.wait(who, rate)):
+        if rate and (seconds := self.rate_limiter.take(rate_client, rate)):
             self.metrics.refused.labels("rate").inc()
             raise Refusal(429, f"Slowdown: {rate:,} requests a minute are allowed", retry_after=seconds + 0.5)
         return client
 
-    async def answered(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
-        """The result of the work, which ends when the client leaves or its time is up."""
-        left = leaving(request.scope)
-        with Wait(self.limits.seconds, 504, "not done within {:g} s: send less at once, or again later") as wait:
+    async def run(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
+        """Return the result of a coroutine, which is cancelled on a disconnect or after the time limit."""
+        disconnected = disconnect_of(request.scope)
+        reason = "not done within {:g} s: send less at once, or try again later"
+        with Deadline(self.limits.timeout, 504, reason) as deadline:
 
-            def gone(_: object) -> None:
-                wait.end(499, "the client has left")
+            def cancel(_: object) -> None:
+                deadline.end(499, "the client disconnected")
 
-            left.add_done_callback(gone)
+            disconnected.add_done_callback(cancel)
             try:
                 return await work
             finally:
-                left.remove_done_callback(gone)
-
-    # ---- what --------------------------------------------------------------------------------------------------------
+                disconnected.remove_done_callback(cancel)
 
     def check_size(self, texts: Sequence[str], pointer: str) -> None:
-        """Refuse more text than a request may have."""
-        too_many("texts", len(texts), self.limits.texts, pointer)
-        too_many("characters", sum(map(len, texts)), self.limits.characters, pointer)
+        """Refuse more text than the limits allow."""
+        check_limit("texts", len(texts), self.limits.texts, pointer)
+        check_limit("characters", sum(map(len, texts)), self.limits.characters, pointer)
+
+    # ---- translation -------------------------------------------------------------------------------------------------
 
     async def translate(
         self,
         client: Hashable,
-        model: Served,
+        model: ServedModel,
         target: str,
         texts: Sequence[str],
         *,
-        patient: bool = False,
-        **how: Any,
-    ) -> list[Found]:
-        """Translate texts, in parts where they are long; the same as `Translator.translate` gives."""
-        how = {name: value for name, value in how.items() if value is not None}
+        wait_for_room: bool = False,
+        **options: Any,
+    ) -> list[TranslationResult]:
+        """Translate texts sentence by sentence, with the same results as `Translator.translate`."""
+        options = {name: value for name, value in options.items() if value is not None}
         if tag := model.tag(target):
-            how["tag"] = tag
-        if how.get("sample"):
-            how["own"] = secrets.token_hex(8)  # draws are numbered within a batch: it must not be shared
+            options["tag"] = tag
+        if options.get("sample"):
+            options["batch_id"] = secrets.token_hex(8)  # a draw depends on its batch: share it with no other request
         if sum(map(len, texts)) > LONG:
-            cut = await asyncio.to_thread(lambda: [model.pieces(text) for text in texts])
+            split_texts = await asyncio.to_thread(lambda: [model.split(text) for text in texts])
         else:
-            cut = [model.pieces(text) for text in texts]
-        flat = [piece for pieces, _ in cut for piece in pieces]
-        costs = [cost for _, lengths in cut for cost in lengths]
-        group = ("translate", model.name, _written(tuple(how.items())))
-        results = iter(await self._results(client, group, flat, costs, patient))
-        spaces = self.engine.cards[model.name]["spaces"] if flat else True
-        found = []
-        for pieces, _ in cut:
-            own = [next(results) for _ in pieces]
-            every = [each["texts"] for each in own]
-            ranks = [model.join(pieces, list(rank), spaces) for rank in zip(*every, strict=False)]
-            found.append(Found.together(ranks or [""], own))
-        return found
-
-    async def _results(
-        self, client: Hashable, group: Group, texts: list[str], costs: list[int], patient: bool
-    ) -> list[dict[str, Any]]:
-        """What the engine gives; who is patient sends a little at a time, however much there is."""
-        if not patient:
-            return await self.engine.batch(client, group, texts, costs)
-        found: list[dict[str, Any]] = []
-        for begin in range(0, len(texts), SLICE):
-            some = slice(begin, begin + SLICE)
-            found += await self.engine.batch(client, group, texts[some], costs[some], patient=True)
-        return found
+            split_texts = [model.split(text) for text in texts]
+        sentences = [piece for pieces, _ in split_texts for piece in pieces]
+        costs = [cost for _, lengths in split_texts for cost in lengths]
+        group = ("translate", model.name, _options_json(tuple(options.items())))
+        if wait_for_room:
+            translated: list[dict[str, Any]] = []
+            for begin in range(0, len(sentences), SLICE):
+                some = slice(begin, begin + SLICE)
+                translated += await self.scheduler.submit(
+                    client, group, sentences[some], costs[some], wait_for_room=True
+                )
+        else:
+            translated = await self.scheduler.submit(client, group, sentences, costs)
+        remaining = iter(translated)
+        spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True
+        results = []
+        for pieces, _ in split_texts:
+            parts = [next(remaining) for _ in pieces]
+            ranks = zip(*(part["texts"] for part in parts), strict=False)
+            joined = [model.join(pieces, list(rank), spaces) for rank in ranks]
+            results.append(TranslationResult.combine(joined or [""], parts))
+        return results
 
     async def translate_aligned(
-        self, client: Hashable, model: Served, target: str, texts: Sequence[str]
+        self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str]
     ) -> list[tuple[str, list[tuple[int, int]] | None]]:
-        """Translations, each with its links from source words to target words, for whoever can wait."""
-        how = {"tag": model.tag(target)} if model.tags else {}
+        """Return each translation with its links from source words to target words; waits for room in the queue."""
+        options = {"tag": model.tag(target)} if model.tags else {}
         costs = [1 + len(text) // 3 for text in texts]
-        group = ("aligned", model.name, json.dumps(how))
-        found = await self.engine.batch(client, group, list(texts), costs, patient=True)
-        return [(each["texts"][0], each["links"] and [(i, j) for i, j in each["links"]]) for each in found]
+        group = ("translate_aligned", model.name, json.dumps(options))
+        results = await self.scheduler.submit(client, group, list(texts), costs, wait_for_room=True)
+        return [(each["texts"][0], each["links"] and [(i, j) for i, j in each["links"]]) for each in results]
 
     async def translate_html(
-        self, client: Hashable, model: Served, target: str, texts: Sequence[str], n_best: int = 1
-    ) -> list[Found]:
-        """Translate HTML: tags between sentences stay, those inside go to the words that their words became."""
-        cut = [self._parts(model, text) for text in texts]
-        every = [part for parts in cut for part in parts if not part.kept]
-        plain = [part for part in every if not part.tagged]
-        tagged = [part for part in every if part.tagged]
-        how: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
-        group = ("markup", model.name, json.dumps(how, sort_keys=True))
+        self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
+    ) -> list[TranslationResult]:
+        """Translate HTML: tags between sentences stay, inline tags enclose the words aligned with theirs."""
+        documents = [self._html_parts(model, text) for text in texts]
+        to_translate = [part for parts in documents for part in parts if not part.kept]
+        plain = [part for part in to_translate if not part.has_tags]
+        tagged = [part for part in to_translate if part.has_tags]
+        options: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
+        group = ("translate_markup", model.name, json.dumps(options, sort_keys=True))
         costs = [1 + len(part.text) // 3 for part in tagged]
-        waiting = asyncio.gather(
-            self.translate(client, model, target, [swap_back(part.text) for part in plain], n_best=n_best),
-            self.engine.batch(client, group, [part.text for part in tagged], costs),
+        plain_results, tagged_results = await asyncio.gather(
+            self.translate(client, model, target, [unescape_markup(part.text) for part in plain], n_best=n_best),
+            self.scheduler.submit(client, group, [part.text for part in tagged], costs),
         )
-        free, bound = await waiting
-        found = {
-            id(part): vars(each) | {"texts": [swap(text) for text in each.texts]}
-            for part, each in zip(plain, free, strict=True)
+        result_of: dict[int, Mapping[str, Any]] = {
+            id(part): vars(result) | {"texts": [escape_markup(text) for text in result.texts]}
+            for part, result in zip(plain, plain_results, strict=True)
         }
-        found |= {id(part): each for part, each in zip(tagged, bound, strict=True)}
-        return [
-            Found.together(_assembled(parts, found), [found[id(part)] for part in parts if not part.kept])
-            for parts in cut
-        ]
+        result_of |= {id(part): result for part, result in zip(tagged, tagged_results, strict=True)}
 
-    def _parts(self, model: Served, text: str) -> list[html_text.Part]:
-        """The parts of a text; a run whose tags cannot be set, because they do not match or it is long, is torn."""
-        found: list[html_text.Part] = []
-        for part in html_text.parts(text):
-            whole = part.kept or not part.tagged or (part.matched and sum(model.pieces(part.text)[1]) < model.longest)
-            found += [part] if whole else part.torn()
-        return found
+        def write(part: HtmlPart, rank: int) -> str:
+            if part.kept:
+                return part.text
+            return f"{part.before}{to_html(result_of[id(part)]['texts'][rank])}{part.after}"
+
+        combined = []
+        for parts in documents:
+            results = [result_of[id(part)] for part in parts if not part.kept]
+            ranks = min((len(result["texts"]) for result in results), default=1)
+            joined = ["".join(write(part, rank) for part in parts) for rank in range(ranks)]
+            combined.append(TranslationResult.combine(joined, results))
+        return combined
+
+    def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
+        """Split HTML; a run is split at its tags too if they are unbalanced or the run is too long for the model."""
+        parts: list[HtmlPart] = []
+        for part in split_html(text):
+            if (
+                part.kept
+                or not part.has_tags
+                or (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length)
+            ):
+                parts.append(part)
+            else:
+                parts += part.split_at_tags()
+        return parts
 
 
 @lru_cache(64)
-def _written(how: tuple[tuple[str, Any], ...]) -> str:
-    return json.dumps(dict(how), sort_keys=True)
+def _options_json(options: tuple[tuple[str, Any], ...]) -> str:
+    return json.dumps(dict(options), sort_keys=True)
 
 
-def _assembled(parts: Sequence[html_text.Part], found: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """The text put together again, once for each rank that all its parts have."""
-    ranks = min((len(found[id(part)]["texts"]) for part in parts if not part.kept), default=1)
-
-    def piece(part: html_text.Part, rank: int) -> str:
-        return (
-            part.text if part.kept else f"{part.before}{html_text.written(found[id(part)]['texts'][rank])}{part.after}"
-        )
-
-    return ["".join(piece(part, rank) for part in parts) for rank in range(ranks)]
-
-
-def service(request: Request) -> Service:
-    """The service that a request is for."""
-    found: Service = request.app.state.service
-    return found
+def service_of(request: Request) -> Service:
+    """The service of the server that received a request."""
+    service: Service = request.app.state.service
+    return service
 
 
 def is_openai(request: Request) -> bool:
     return request.url.path.startswith("/v1/")
 
 
-def leaving(scope: Scope) -> asyncio.Future[None]:
-    """What is done when the client has left."""
-    left: asyncio.Future[None] = scope["state"]["left"]
-    return left
+def disconnect_of(scope: Scope) -> asyncio.Future[None]:
+    """A future that is done when the client has disconnected (set by `listener.HttpProtocol`)."""
+    future: asyncio.Future[None] = scope["state"]["disconnected"]
+    return future

@@ -1,4 +1,4 @@
-"""The model processes as seen from the one that listens: started, asked, watched, and started again when they die."""
+"""Model processes from the listening process's side: started, supervised, and restarted when they die."""
 
 from __future__ import annotations
 
@@ -17,55 +17,61 @@ from qkv.server.middleware import Refusal
 from qkv.worker_pool import ALLOCATOR_ENVIRONMENT, cpu_count
 
 Event = dict[str, Any]
-START = "from qkv.server.model_worker import main; main()"
-LONGEST = 1 << 28  # bytes of a line: an attention map of a long sentence is large
-AGAIN = (0.0, 0.5, 1, 2, 5, 10)  # seconds before a process that died is started again, the last from then on
+START = "from qkv.server.model_worker import main; main()"  # the Python code of a model process
+MAX_LINE = 1 << 28  # bytes of a message: the attention map of a long sentence is large
+RESTART_DELAYS = (0.0, 0.5, 1, 2, 5, 10)  # seconds before the first, second, … restart in a row
+STABLE = 60  # seconds after which a process counts as healthy
 
 
-def threads(workers: int) -> int:
-    """Threads of each of so many processes: their share of the processors, unless the environment says otherwise."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else max(1, cpu_count() // workers)
+def threads_per_worker(workers: int) -> int:
+    """Threads of each model process: an equal share of the processors, unless OMP_NUM_THREADS is set."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // workers)
 
 
-class Worker:
-    """A place for one model process; whoever is in it answers, and `ready` says whether somebody is."""
+class ModelWorker:
+    """One model process and its replacements; `ready` is set while a process accepts jobs.
 
-    def __init__(self, told: Mapping[str, Any], *, restarted: Callable[[], None] = lambda: None) -> None:
-        self.told, self.restarted = dict(told), restarted
+    Messages in both directions are lines of JSON. The first one has the settings, and the process answers
+    {"ready": model cards} or {"failed": reason}. A job {"job", "kind", "model", "arguments"} is answered by messages
+    with its number: {"event": …} repeatedly, then "done", "invalid" (the request's fault) or "failed".
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *, on_restart: Callable[[], None] = lambda: None) -> None:
+        self.settings, self.on_restart = dict(settings), on_restart
         self.ready = asyncio.Event()
-        self.about: Event = {}
-        self.trouble = ""
+        self.info: Event = {}  # the process's first message: model cards, device
+        self.failure = ""  # why the models could not be loaded
         self.process: asyncio.subprocess.Process | None = None
-        self.open: dict[int, asyncio.Queue[Event]] = {}
+        self.jobs: dict[int, asyncio.Queue[Event]] = {}
         self.numbers = count()
-        self.answered = 0.0  # when it last was done with a batch
+        self.last_result = 0.0  # loop time of the last finished batch
         self.closing = False
 
-    async def live(self) -> None:
-        """Start a process and, whenever it dies, the next; a run that cannot be opened at the start is an error."""
+    async def supervise(self) -> None:
+        """Start a process and restart it whenever it dies; raises if the models cannot be loaded the first time."""
         deaths = 0
         while True:
             began = asyncio.get_running_loop().time()
             await self._start()
             try:
-                await self._listen()
+                await self._read_messages()
             finally:
                 self.ready.clear()
-                await self._bury()
+                await self._fail_pending()
             if self.closing:
                 return
-            if not self.about:
-                raise QkvError(self.trouble)
-            self.restarted()
-            deaths = 0 if asyncio.get_running_loop().time() - began > 60 else deaths + 1
-            await asyncio.sleep(AGAIN[min(deaths, len(AGAIN) - 1)])
+            if not self.info:
+                raise QkvError(self.failure)
+            self.on_restart()
+            deaths = 0 if asyncio.get_running_loop().time() - began > STABLE else deaths + 1
+            await asyncio.sleep(RESTART_DELAYS[min(deaths, len(RESTART_DELAYS) - 1)])
 
     async def _start(self) -> None:
-        self.trouble = ""
-        own = str(self.told["threads"])
+        self.failure = ""
+        threads = str(self.settings["threads"])
         paths = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        environment = {**ALLOCATOR_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": own, "MKL_NUM_THREADS": own}
+        environment = {**ALLOCATOR_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
@@ -73,70 +79,70 @@ class Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment | {"PYTHONPATH": paths},
-            limit=LONGEST,
-            start_new_session=True,  # Ctrl-C is for the parent
+            limit=MAX_LINE,
+            start_new_session=True,  # Ctrl-C signals the listening process only
         )
-        await self._send(self.told)
+        await self._send(self.settings)
 
     async def _send(self, message: Event) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
-        with suppress(ConnectionError):  # that it died is noticed where it is listened to
+        with suppress(ConnectionError):  # `_read_messages` notices the death of the process
             self.process.stdin.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
             await self.process.stdin.drain()
 
-    async def _listen(self) -> None:
-        """Hand every answer to whoever asked, until the process is gone."""
+    async def _read_messages(self) -> None:
+        """Pass each message to its job, until the process ends."""
         assert self.process is not None
         assert self.process.stdout is not None
         async for line in self.process.stdout:
             message = json.loads(line)
             if "job" in message:
-                if waiting := self.open.get(message["job"]):
-                    waiting.put_nowait(message)
+                if messages := self.jobs.get(message["job"]):
+                    messages.put_nowait(message)
             elif "ready" in message:
-                self.about = message
+                self.info = message
                 self.ready.set()
             else:
-                self.trouble = message["failed"]
+                self.failure = message["failed"]
 
-    async def _bury(self) -> None:
-        """Tell everybody who waits for an answer that none will come."""
+    async def _fail_pending(self) -> None:
+        """End the process and fail its jobs."""
         assert self.process is not None
         with suppress(ProcessLookupError):
             self.process.kill()
         code = await self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.trouble = self.trouble or f"the model process {how} before its models were loaded"
-        for waiting in self.open.values():
-            waiting.put_nowait({"died": f"the model process {how} while it was at this: send it again"})
+        self.failure = self.failure or f"the model process {how} before its models were loaded"
+        for messages in self.jobs.values():
+            messages.put_nowait({"died": f"the model process {how} during this request: send it again"})
 
-    async def ask(self, kind: str, model: str, asked: Event) -> AsyncGenerator[Event, None]:
-        """The events of a job; a caller who leaves early ends it."""
-        number, answers = next(self.numbers), asyncio.Queue[Event]()
-        self.open[number] = answers
+    async def stream(self, kind: str, model: str, arguments: Event) -> AsyncGenerator[Event, None]:
+        """Yield the events of a job; closing the generator early cancels the job."""
+        number, messages = next(self.numbers), asyncio.Queue[Event]()
+        self.jobs[number] = messages
         ended = False
         try:
-            await self._send({"job": number, "kind": kind, "model": model, "asked": asked})
+            await self._send({"job": number, "kind": kind, "model": model, "arguments": arguments})
             while not ended:
-                message = await answers.get()
+                message = await messages.get()
                 if "event" in message:
                     yield message["event"]
                 else:
                     ended = True
-                    check(message)
+                    raise_error(message)
         finally:
-            del self.open[number]
+            del self.jobs[number]
             if not ended and self.ready.is_set():
                 await self._send({"cancel": number})
 
-    async def result(self, kind: str, model: str, asked: Event) -> Event:
-        """What a job gives that has one event."""
-        (found,) = [event async for event in self.ask(kind, model, asked)]
-        return found
+    async def call(self, kind: str, model: str, arguments: Event) -> Event:
+        """Return the event of a job that has exactly one."""
+        (event,) = [event async for event in self.stream(kind, model, arguments)]
+        return event
 
     async def close(self) -> None:
-        """Hang up, which ends the process; one that is stuck is ended."""
+        """Close the process's input, which ends it; kill it after two seconds."""
         self.closing = True
         if self.process is not None and self.process.returncode is None:
             assert self.process.stdin is not None
@@ -148,10 +154,10 @@ class Worker:
                 self.process.kill()
 
 
-def check(message: Mapping[str, Any]) -> None:
-    """Raise what a message says went wrong, if it says so."""
-    if "wrong" in message:
-        raise Refusal(422, message["wrong"])
+def raise_error(message: Mapping[str, Any]) -> None:
+    """Raise the error in a model process's message, if it has one."""
+    if "invalid" in message:
+        raise Refusal(422, message["invalid"])
     if "failed" in message:
         raise Refusal(500, message["failed"])
     if "died" in message:

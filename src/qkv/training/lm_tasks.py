@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qkv.config import Config, EncoderOnlyConfig
+from qkv.core.config import Config
 from qkv.core.device import World
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import TOKENS, Validation, rows_within, total_loss, update_options
 from qkv.data import batches
 from qkv.data.loader import Batch, Updates
@@ -19,7 +20,7 @@ from qkv.data.store import Prepared
 from qkv.decode.complete import generate
 from qkv.decode.sampling import Sampling
 from qkv.evaluation.metrics import TextLoss
-from qkv.text import Tokenizer
+from qkv.options import EncoderOnlyConfig
 
 SAMPLE_TOKENS = 48  # written by a language model at each validation, for people
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv.console import say
 from qkv.core.errors import QkvError
+from qkv.core.tokenizer import PAD
 from qkv.core.trainer import PlainTrainStep
 from qkv.data import batches
 from qkv.data.loader import Batch, Pairs, Position, Step, Updates
-from qkv.text.tokenizer import PAD
 
 # ---- micro-batches that do not fit -----------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv import config
 from qkv.decode.board import Hypothesis, Ids
 from qkv.decode.search import begin
 from qkv.decode.step import Choice, Search, Special
@@ -31,6 +30,7 @@ from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, tr
 from qkv.models.attention import MultiHeadAttention, is_watched
 from qkv.models.state import Memory, StepModel
 from qkv.models.transformer import Transformer
+from qkv.options import DecodeConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Pool:
         sources: Sequence[Ids],
         longest: Sequence[int],
         prefixes: Sequence[Ids],
-        spec: config.DecodeConfig,
+        spec: DecodeConfig,
         special: Special,
         choice: Choice,
         *,
@@ -126,7 +126,7 @@ class Slots:
     def __init__(
         self,
         model: Any,
-        spec: config.DecodeConfig,
+        spec: DecodeConfig,
         special: Special,
         *,
         slots: int,

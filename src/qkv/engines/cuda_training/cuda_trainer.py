@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import config as configs
 from qkv.console import say
 from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
@@ -28,6 +27,7 @@ from qkv.data.store import Prepared
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
 from qkv.models.transformer import Transformer
+from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap
 from qkv.training.memory_limits import MemoryLimitedStep
 from qkv.training.regularization import Ema
@@ -39,7 +39,7 @@ PADDED_TOGETHER = 256  # rows of a packed batch that are padded together
 LENGTH_GROUPS = 16  # an update is cut into so many parts of like lengths: similar sizes need few graphs
 
 
-def supports(config: configs.Config, device: torch.device, world: World = ALONE) -> str | None:
+def supports(config: Config, device: torch.device, world: World = ALONE) -> str | None:
     """Return None if `CudaTrainStep` can train this config on the device, else the reason why not."""
     options = config.train
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
@@ -57,10 +57,10 @@ def supports(config: configs.Config, device: torch.device, world: World = ALONE)
     return None
 
 
-def packed_updates(config: configs.Config, text: Prepared, device: torch.device, world: World = ALONE) -> Pairs:
+def packed_updates(config: Config, text: Prepared, device: torch.device, world: World = ALONE) -> Pairs:
     """Return the stream of updates whose sentences are packed without padding, where their length allows it."""
     options, longest = config.train, LONGEST
-    if isinstance(config.model, configs.TransformerConfig) and config.model.positions == "learned":
+    if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
         # Rows that BPE-dropout makes longer are refused with a message on the plain path.
         longest = min(longest, config.model.max_positions)
     return Pairs(
@@ -175,7 +175,7 @@ class CudaGraphs:
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
-        spec: configs.TrainConfig,
+        spec: TrainConfig,
         *,
         pad: int,
         dtype: torch.dtype,

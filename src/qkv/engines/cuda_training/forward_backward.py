@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv import config
 from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
@@ -44,6 +43,7 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
 from qkv.models.transformer import Transformer
+from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -127,10 +127,10 @@ class Sublayer(NamedTuple):
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-def can_pass(spec: config.ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
+def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
     return (
-        isinstance(spec, config.TransformerConfig)
+        isinstance(spec, TransformerConfig)
         and spec.attention in ("scaled", "dot")
         and not spec.window
         and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too

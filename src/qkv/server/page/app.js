@@ -1,4 +1,4 @@
-// The page: its tabs, the key, and what each tab needs before it can work.
+// The page: tabs, API key, and start of each tab once the models are loaded.
 
 import { onKeyWanted, useKey } from "./ask.js";
 import * as attention from "./attention.js";
@@ -10,8 +10,8 @@ import * as translate from "./translate.js";
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 const panelOf = tab => find(tab.getAttribute("aria-controls"));
-let began = false;  // once the models are known
-const opened = { attention, complete, model };  // those who want to know when they are looked at
+let began = false;  // true once the models are loaded
+const opened = { attention, complete, model };  // tabs with an open() function, called when they are shown
 
 function show(tab, focus = false) {
   for (const other of tabs) {

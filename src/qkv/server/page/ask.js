@@ -1,7 +1,7 @@
-// Questions to the server, and its refusals in words.
+// Requests to the server, and its errors in words.
 
 let key = "";  // in memory only
-const refused = new EventTarget();  // says so when a key is wanted
+const refused = new EventTarget();  // fires "key" when the server requires a key
 
 export const useKey = given => { key = given.trim(); };
 export const onKeyWanted = listener => refused.addEventListener("key", listener);
@@ -14,7 +14,7 @@ export class Refusal extends Error {
 }
 
 function words(status, said, wait) {
-  const later = wait ? `Trying again in ${wait} s is worth it.` : "Try again in a moment.";
+  const later = wait ? `Try again in ${wait} s.` : "Try again in a moment.";
   const full = text => text ? `${text.replace(/\.$/, "")}. ` : "";
   switch (status) {
     case 0: return "The server does not answer. Is it still running?";
@@ -27,7 +27,7 @@ function words(status, said, wait) {
   }
 }
 
-// The answer to a request, once its status is good; the signal calls it off.
+// Send a request and return its response, or throw a Refusal; the signal aborts it.
 export async function send(path, { method = "GET", json, body, signal } = {}) {
   const headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -48,7 +48,7 @@ export async function send(path, { method = "GET", json, body, signal } = {}) {
 
 export const ask = async (path, options) => (await send(path, options)).json();
 
-// One question at a time: a newer one calls off the older, which then says nothing.
+// One request at a time: a newer one aborts the older, whose result becomes null.
 export class Latest {
   constructor() { this.call = null; }
 
@@ -68,7 +68,7 @@ export class Latest {
   }
 }
 
-// The parts of a stream of server-sent events, as they come.
+// Yield the data of server-sent events as they arrive.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -85,6 +85,6 @@ export async function* events(answer) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {});  // whoever stops listening hangs up
+    reader.cancel().catch(() => {});  // the reader closes the connection
   }
 }

@@ -1,4 +1,4 @@
-// The explorer on one sentence, asked anew for each.
+// The attention explorer for one sentence.
 
 import { ask, Latest } from "./ask.js";
 import { onPair, pairOf } from "./models.js";
@@ -17,19 +17,19 @@ export function begin() {
   onPair(() => { if (!find("panel-attention").hidden) look(); });
 }
 
-// The sentence that stands in the translation, unless another was typed here.
+// Show the first line of the Translate tab, unless a sentence was typed here.
 export function open() {
   const current = text().trim().split("\n")[0];
   if (current && !(typed && find("look-text").value.trim())) find("look-text").value = current;
   if (find("look-text").value.trim() && asked() !== shown) look();
-  else if (!find("look-text").value.trim()) find("attention-said").textContent = "Write a sentence to see what the model looks at while it translates.";
+  else if (!find("look-text").value.trim()) find("attention-said").textContent = "Write a sentence to see the model's attention while it translates.";
   else explorer?.redraw();  // the width may have changed
 }
 
 async function look() {
   if (!find("look-text").value.trim()) return;
   const now = asked();
-  find("attention-said").textContent = "Asking …";
+  find("attention-said").textContent = "Loading …";
   find("attention-error").textContent = "";
   try {
     const answer = await latest.run(signal => ask("/attention", { json: question(), signal }));

@@ -1,4 +1,4 @@
-// A language model goes on with a text: as it is written, and with what else could have come at each place.
+// Complete a text with a language model, streamed, with the most likely tokens at each position.
 
 import { ask, events, Latest, send } from "./ask.js";
 import { served } from "./models.js";
@@ -42,14 +42,14 @@ function clear() {
   find("complete-error").textContent = find("complete-said").textContent = find("next-about").textContent = "";
 }
 
-// What could come next, before anything is written.
+// Show the most likely next tokens for the prompt.
 async function peek() {
   try {
     const answer = await latest.run(signal => ask("/v1/completions", { json: { ...question(), max_tokens: 1, temperature: 0 }, signal }));
     if (!answer) return;
     clear();
     const [top] = answer.choices[0].logprobs.top_logprobs;
-    find("next-about").textContent = find("prompt").value ? "What could come after this beginning:" : "What could come first:";
+    find("next-about").textContent = find("prompt").value ? "Most likely next tokens:" : "Most likely first tokens:";
     bars(top, null);
   } catch (error) {
     find("complete-error").textContent = error.message;
@@ -81,7 +81,7 @@ async function goOn() {
   }
   find("stop").disabled = true;
   const count = `${tokens.length} token${tokens.length === 1 ? "" : "s"}`;
-  if (mine) find("complete-said").textContent = ended === null ? `Stopped after ${count}.` : ended === "length" ? `${count}: as many as asked for.` : `Ended after ${count}.`;
+  if (mine) find("complete-said").textContent = ended === null ? `Stopped after ${count}.` : ended === "length" ? `${count}: the limit.` : `Ended after ${count}.`;
 }
 
 function add({ text = "", logprobs }) {
@@ -104,7 +104,7 @@ function look(at) {
   find("token-number").textContent = `${at + 1} of ${tokens.length}`;
   find("written").querySelector(".here")?.classList.remove("here");
   find("written").querySelector(`[data-at="${at}"]`)?.classList.add("here");
-  if (!running()) find("next-about").textContent = `${shownToken(token)} came, with probability ${percent(probability)}.`;
+  if (!running()) find("next-about").textContent = `${shownToken(token)} was chosen, with probability ${percent(probability)}.`;
   bars(top, token);
 }
 

@@ -1,9 +1,9 @@
-// Documents: sent by button or drop, watched while they are translated, fetched when done.
+// Documents: uploaded by button or drop, polled while they are translated, then downloaded.
 
 import { ask, send } from "./ask.js";
 import { pairOf, served } from "./models.js";
 
-const EVERY = 500;  // milliseconds between two looks at a document
+const EVERY = 500;  // milliseconds between two requests for the progress of a document
 const KNOWN = ["txt", "md", "html", "srt", "docx"];
 
 export function begin() {
@@ -11,7 +11,7 @@ export function begin() {
   find("formats").textContent = `${formats.map(name => `.${name}`).join(", ")}; the layout stays, the words change.`;
   find("files").accept = formats.map(name => `.${name}`).join(",");
   find("files").addEventListener("change", () => { [...find("files").files].forEach(translate); find("files").value = ""; });
-  for (const name of ["dragover", "drop"]) document.addEventListener(name, event => event.preventDefault());  // or the browser opens what misses
+  for (const name of ["dragover", "drop"]) document.addEventListener(name, event => event.preventDefault());  // otherwise the browser opens a file dropped elsewhere
   const drop = find("drop"), over = is => event => { event.preventDefault(); drop.classList.toggle("over-it", is); };
   drop.addEventListener("dragover", over(true));
   drop.addEventListener("dragleave", over(false));
@@ -36,12 +36,12 @@ async function translate(file) {
   } catch (error) {
     bar.remove();
     about.className = "error";
-    about.textContent = error.message.replace(`${file.name}: `, "");  // it stands beside its name
+    about.textContent = error.message.replace(`${file.name}: `, "");  // the name is shown beside it
     say(`${file.name}: ${about.textContent}`);
   }
 }
 
-// A busy server is asked again when it said it would have room.
+// Repeat a request that a busy server refused, after the time it gave.
 async function patiently(work, about) {
   for (;;) {
     try {
@@ -67,7 +67,7 @@ async function watch(id, bar, about) {
 
 const translated = (name, target) => name.replace(/(\.[^.]*)?$/, suffix => `${target ? `.${target}` : ".translated"}${suffix}`);
 
-// A link of its own could not carry a key, so the file is fetched and then saved.
+// A plain link cannot send the API key, so the file is fetched and then saved.
 function download(id, name) {
   const button = element("button", { type: "button", class: "button", "aria-label": `Download ${name}` }, "Download");
   button.addEventListener("click", async () => {

@@ -1,4 +1,4 @@
-// The card of a model, which is Markdown of a few kinds: headings, lists, tables, code. Text stays text.
+// Render a model card: headings, lists, tables and code of Markdown. HTML in it is shown as text.
 
 const inline = text => text.split(/(`[^`]+`|\*\*[^*]+\*\*)/).filter(Boolean).map(part =>
   part.startsWith("`") && part.length > 2 ? element("code", {}, part.slice(1, -1)) : part.startsWith("**") && part.length > 4 ? element("strong", {}, part.slice(2, -2)) : part);

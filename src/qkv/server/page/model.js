@@ -1,4 +1,4 @@
-// The models that are served: what they are, how good, and how to call them.
+// The Model tab: facts and scores of each model, and examples of requests.
 
 import { markdown } from "./markdown.js";
 import { languageName, load, served, translates } from "./models.js";
@@ -6,7 +6,7 @@ import { languageName, load, served, translates } from "./models.js";
 const NAMES = { bleu: "BLEU", chrf: "chrF", ter: "TER" };
 const count = number => typeof number === "number" ? number.toLocaleString("en") : number;
 
-// While a server loads, it does not know its models well yet: then they are asked for again.
+// A server that was still loading sent no details: request the models again.
 export async function open() {
   if (served.models.every(model => model.parameters)) return;
   try {
@@ -24,12 +24,12 @@ export function draw() {
 function card(model) {
   const is = translates(model), { parameters, longest, scores } = model;
   const facts = {
-    does: is ? `translates from ${languageName(model.source)} into ${model.targets.map(languageName).join(", ")}` : "goes on with a text",
+    does: is ? `translates from ${languageName(model.source)} into ${model.targets.map(languageName).join(", ")}` : "completes text",
     kind: [model.kind, model.shape].filter(Boolean).join(", "),
     size: parameters ? `${count(parameters)} parameters` : "",
     vocabulary: model.vocabulary ?? "",
     engine: model.engine ?? "",
-    longest: longest ? `${count(longest)} tokens; ${is ? "longer text is cut at sentence ends and put together again" : "what slides out of them is forgotten"}` : "",
+    longest: longest ? `${count(longest)} tokens; ${is ? "longer text is split at sentence ends and joined again" : "earlier text is forgotten"}` : "",
     scores: Object.entries(scores ?? {}).filter(([name, value]) => typeof value === "number" && name !== "step").map(([name, value]) =>
       `${NAMES[name] ?? name.replaceAll("_", " ")} ${+value.toPrecision(4)}`).join(" · "),
     made: model.made ? [model.made.begun?.slice(0, 10), model.made.qkv && `qkv ${model.made.qkv}`, model.made.torch && `torch ${model.made.torch}`].filter(Boolean).join(", ") : "",
@@ -46,7 +46,7 @@ function calls() {
   const examples = [
     pair && ["Translate, as LibreTranslate does", post("/translate", { q: "Your cat is a lovely cat.", source: pair.source, target: pair.target, alternatives: 2 })],
     pair && ["Translate a document", `curl '${location.origin}/documents?name=letter.md'${key} --data-binary @letter.md`],
-    completer && ["Go on with a text, as OpenAI does", post("/v1/completions", { model: completer.name, prompt: "It was", max_tokens: 50, stream: true })],
+    completer && ["Complete a text, as OpenAI does", post("/v1/completions", { model: completer.name, prompt: "It was", max_tokens: 50, stream: true })],
     ["Everything else", `curl ${location.origin}/openapi.json`],
   ].filter(Boolean);
   const limit = charLimit > 0 ? [element("p", { class: "hint" }, `At most ${count(charLimit)} characters in a request.`)] : [];

@@ -1,4 +1,4 @@
-// What is served: the pairs of languages, the language models, and the limits.
+// The served models: language pairs, language models and limits.
 
 import { ask } from "./ask.js";
 
@@ -8,7 +8,7 @@ export function languageName(code) {
   try {
     return names.of(code.replace("_", "-")) ?? code;
   } catch {
-    return code;  // what is no language has its own name
+    return code;  // not a language code: show it unchanged
   }
 }
 
@@ -32,7 +32,7 @@ export function pairName({ model, source, target }, all = served.pairs) {
   return alone ? pair : `${pair} (${model})`;
 }
 
-// All choices of languages are one choice: change one, and the others follow.
+// The language choices of all tabs are kept equal.
 export function fillPairs(...selects) {
   for (const select of selects) {
     select.replaceChildren(...served.pairs.map((pair, i) => new Option(pairName(pair), i)));

@@ -1,12 +1,12 @@
-// Translate as you type: a pause in the typing asks, a newer text calls off the question before.
+// Translate while typing: a pause sends a request, newer text aborts the previous one.
 
 import { ask, Latest } from "./ask.js";
 import { languageName, onPair, pairOf, served } from "./models.js";
 
 const PAUSE = 300;  // milliseconds
-const OTHERS = 4;  // alternatives asked for
+const OTHERS = 4;  // number of alternatives
 const latest = new Latest(), othersLatest = new Latest();
-let timer = 0, shown = null;  // what was asked and answered
+let timer = 0, shown = null;  // the request of the displayed translation
 
 export function begin() {
   find("source-text").addEventListener("input", () => { count(); soon(); });
@@ -59,7 +59,7 @@ export async function now() {
   const asked = question();
   try {
     const answer = await latest.run(signal => ask("/translate", { json: asked, signal }));
-    if (!answer) return;  // a newer question is on its way
+    if (!answer) return;  // a newer request is in progress
     shown = asked;
     find("translate-error").textContent = "";
     display(answer.translatedText, answer.details);
@@ -80,7 +80,7 @@ function display(translated, details) {
   find("flags").replaceChildren(...(translated ? flags(details) : []).map(flag => element("li", {}, flag)));
 }
 
-// What to be wary of, in words.
+// Warnings about a translation.
 function flags({ truncated, looped, length_ratio: ratio }) {
   return [
     truncated && "The translation was cut off at the greatest length allowed.",
@@ -96,7 +96,7 @@ async function copy() {
     await navigator.clipboard.writeText(find("target-text").textContent);
     button.textContent = "Copied";
   } catch {
-    getSelection().selectAllChildren(find("target-text"));  // where the clipboard is not to be had: ready for the keyboard
+    getSelection().selectAllChildren(find("target-text"));  // no access to the clipboard: select the text for Ctrl-C
     button.textContent = "Selected";
   }
   setTimeout(() => { button.textContent = "Copy"; }, 1500);
@@ -104,11 +104,11 @@ async function copy() {
 
 // ---- alternatives ---------------------------------------------------------------------------------------------------
 
-// Words as the server counts them: punctuation marks by themselves, an apostrophe with the word before it.
+// Words as the server counts them: punctuation marks separately, an apostrophe with the word before it.
 const WORD = /o'clock|'s(?![\p{L}\p{N}\p{M}_])|[\p{L}\p{N}\p{M}_]+(?:-[\p{L}\p{N}\p{M}_]+)*(?:'(?!s(?![\p{L}\p{N}\p{M}_])))?|[^\p{L}\p{N}\p{M}_\s]\p{M}*/gu;
-const WHOLE = "whole";  // instead of a word's place, which is its line and its number there
+const WHOLE = "whole";  // the value of a word is "line number"
 
-// The translation, each word of it to be clicked; the choice of words beside the alternatives does the same by keyboard.
+// Show the translation with clickable words; the select beside the alternatives does the same by keyboard.
 function put(translated) {
   const parts = [];
   translated.split("\n").forEach((line, row) => {
@@ -141,12 +141,12 @@ function openOthers(at) {
 
 async function askOthers() {
   const at = find("other-word").value, list = find("others").querySelector("ol");
-  find("others-hint").textContent = "Asking …";
+  find("others-hint").textContent = "Loading …";
   list.replaceChildren();
   try {
     const found = await othersLatest.run(signal => at === WHOLE ? wholes(signal) : words(at, signal));
     if (!found) return;
-    find("others-hint").textContent = found.length ? "Choose one to put it in the translation's place." : "The model has nothing else to offer.";
+    find("others-hint").textContent = found.length ? "Choose one to replace the translation." : "The model has no other suggestion.";
     list.replaceChildren(...found.map(other => element("li", {}, choice(other))));
   } catch (error) {
     find("others-hint").textContent = error.message;
@@ -158,7 +158,7 @@ async function wholes(signal) {
   return [...new Set(alternatives)].filter(text => text !== find("target-text").textContent).map(text => ({ text }));
 }
 
-// Other words at a place; each comes with the best way to go on with its line, and the other lines stay.
+// Other words at a position, each with the best continuation of its line; the other lines stay.
 async function words(place, signal) {
   const [row, position] = place.split(" ").map(Number), lines = find("target-text").textContent.split("\n"), sources = shown.q.split("\n");
   if (lines.length !== sources.length) throw new Error("The lines of the text and of its translation do not correspond here.");

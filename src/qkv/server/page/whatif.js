@@ -1,4 +1,4 @@
-// What if: heads switched off, another word forced, source words dropped; the outcome beside the translation as it is.
+// What-if: switch heads off, force a word, drop source words; the result is shown beside the original translation.
 
 import { ask, Latest } from "./ask.js";
 
@@ -7,7 +7,7 @@ const change = (after, before) => `${after - before >= 0 ? "+" : ""}${number(aft
 const MARK = /^<2.*>$|^<\/?s>$/;
 
 export class WhatIf {
-  // `question` gives what was asked for the explorer; the changes go with it.
+  // `question` returns the request of the explorer; the changes are added to it.
   constructor(question) {
     this.question = question;
     this.explorer = null;
@@ -22,7 +22,7 @@ export class WhatIf {
     });
   }
 
-  // Another sentence: nothing is changed yet.
+  // Start with a new sentence and no changes.
   begin(explorer) {
     const { data } = explorer;
     Object.assign(this, { explorer, data, chosen: [...explorer.state.chosen] });
@@ -62,7 +62,7 @@ export class WhatIf {
     this.changed();
   }
 
-  // A whole layer by its name, single heads by name and number.
+  // Whole layers by name, single heads by [name, number].
   without() {
     const names = new Map();
     for (const head of this.explorer.heads) names.set(head.name, [...names.get(head.name) ?? [], head]);
@@ -82,7 +82,7 @@ export class WhatIf {
     find("outcome").scrollIntoView({ block: "nearest" });
   }
 
-  // The words of the source as they are numbered: without a language tag before them and the end behind them.
+  // The numbered source words: without the language tag and the end token.
   words() {
     const { source, words } = this.data;
     const spans = words.source.filter(([begin]) => !MARK.test(source[begin]));
@@ -99,7 +99,7 @@ export class WhatIf {
     }));
   }
 
-  // ---- asking -------------------------------------------------------------------------------------------------------
+  // ---- requests -----------------------------------------------------------------------------------------------------
 
   list() {
     const heads = this.without().map(head => typeof head === "string" ? `without ${head}` : `without ${head[0]} head ${head[1]}`);
@@ -121,7 +121,7 @@ export class WhatIf {
       return;
     }
     find("outcome").hidden = false;
-    find("outcome").replaceChildren(element("p", { class: "hint" }, "Asking …"));
+    find("outcome").replaceChildren(element("p", { class: "hint" }, "Loading …"));
     const json = { ...this.question(), without: this.without(), drop: [...this.dropped] };
     if (this.forced) json.force = [this.forced.step, this.forced.id ?? this.forced.token];
     try {
@@ -140,18 +140,18 @@ export class WhatIf {
     const head = element("tr", {}, element("td"), ...["Translation", "Score", "Log-probability"].map(name => element("th", { scope: "col" }, name)));
     const deltas = ["score", "logprob"].map(name => `(${change(after[name], before[name])})`);
     const table = element("table", {}, element("thead", {}, head), element("tbody", {},
-      row("as it is", before, marked(after.translation, before.translation)),
+      row("original", before, marked(after.translation, before.translation)),
       row("changed", after, marked(before.translation, after.translation), deltas)));
-    const told = [before.translation === after.translation ? "The translation stays the same." : "Another translation comes out."];
+    const told = [before.translation === after.translation ? "The translation stays the same." : "The translation changes."];
     if (Math.abs(likelier) > 0.005) {
-      told.push(` The first one became ${number(Math.abs(likelier))} nats ${likelier > 0 ? "likelier" : "less likely"}.`);
+      told.push(` The original became ${number(Math.abs(likelier))} nats ${likelier > 0 ? "likelier" : "less likely"}.`);
     }
     find("outcome").hidden = false;
     find("outcome").replaceChildren(element("div", { class: "scroll" }, table), element("p", { class: "hint" }, ...told));
   }
 }
 
-// The words of the second text, those marked that the first has not in the same order.
+// The words of the second text; words outside the longest common subsequence with the first are marked.
 function marked(first, second) {
   if (!second) return ["(empty)"];
   const cut = text => [...text.matchAll(/(\s*)([\p{L}\p{N}\p{M}_]+|\S)/gu)].map(([, space, word]) => ({ space, word }));

@@ -1,4 +1,4 @@
-"""What goes wrong around a server: each case is answered as specified, and afterwards the server still serves."""
+"""Faults: bad bodies, slow clients, dead processes, full queues; afterwards the server still works."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _running(tiny: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(_running: Server, expected: dict[str, str]) -> Iterator[Server]:
-    """The server, which has to be as good after the test as before."""
+    """The server, checked to work after each test."""
     yield _running
     _running.until(lambda: _running.ask("/health/ready").status == 200)
     assert _running.translate(LINES[:5]) == [expected[line] for line in LINES[:5]]
@@ -57,11 +57,11 @@ def text(answer: Answer) -> str:
 
 
 def test_ten_megabytes_are_refused(server: Server) -> None:
-    found = server.ask("/translate", {"q": "a" * 10_000_000, **PAIR})
-    assert found.status == 413
-    assert "1,048,576 bytes" in text(found)
-    found = server.ask("/documents?name=a.txt", b"a" * 11_000_000)
-    assert found.status == 413
+    response = server.ask("/translate", {"q": "a" * 10_000_000, **PAIR})
+    assert response.status == 413
+    assert "1,048,576 bytes" in text(response)
+    response = server.ask("/documents?name=a.txt", b"a" * 11_000_000)
+    assert response.status == 413
 
 
 def test_ten_megabytes_without_a_length_are_refused(server: Server) -> None:
@@ -74,10 +74,10 @@ def test_ten_megabytes_without_a_length_are_refused(server: Server) -> None:
 
 
 def test_a_sentence_of_100_000_characters_is_refused_with_the_limit(server: Server) -> None:
-    found = server.ask("/translate", {"q": "cat " * 25_000, **PAIR})
-    assert found.status == 413
-    assert "at most 50,000" in text(found)
-    assert found.json["pointer"] == "/q"
+    response = server.ask("/translate", {"q": "cat " * 25_000, **PAIR})
+    assert response.status == 413
+    assert "at most 50,000" in text(response)
+    assert response.json["pointer"] == "/q"
 
 
 def test_a_sentence_as_long_as_allowed_is_translated(server: Server, tiny: Path) -> None:
@@ -87,25 +87,25 @@ def test_a_sentence_as_long_as_allowed_is_translated(server: Server, tiny: Path)
 
 @pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
 def test_bytes_that_are_not_utf_8_are_refused(server: Server, path: str) -> None:
-    found = server.ask(path, b'{"q": "\xff\xfe", "source": "en"}', headers=JSON)
-    assert found.status == 422
-    assert found.json["error"]
+    response = server.ask(path, b'{"q": "\xff\xfe", "source": "en"}', headers=JSON)
+    assert response.status == 422
+    assert response.json["error"]
 
 
 def test_a_form_that_is_not_utf_8_is_refused(server: Server) -> None:
-    found = server.ask("/translate", b"q=%ff%fe&source=en&target=it", headers=FORM)
-    assert found.status == 422
+    response = server.ask("/translate", b"q=%ff%fe&source=en&target=it", headers=FORM)
+    assert response.status == 422
 
 
 @pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
 @pytest.mark.parametrize("opening", ["[", '{"q":'])
 def test_json_that_is_deep_is_refused(server: Server, path: str, opening: str) -> None:
-    found = server.ask(path, (opening * 100_000).encode(), headers=JSON)
-    assert found.status == 422
+    response = server.ask(path, (opening * 100_000).encode(), headers=JSON)
+    assert response.status == 422
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"NaN", b'{"q": NaN}', b'{"q": "\\ud800", "target": "it"}'])
-def test_what_is_no_json_is_refused(server: Server, body: bytes) -> None:
+def test_invalid_json_is_refused(server: Server, body: bytes) -> None:
     assert server.ask("/translate", body, headers=JSON).status == 422
     assert server.ask("/score", body, headers=JSON).status == 422
 
@@ -137,17 +137,17 @@ def test_control_characters(server: Server, tiny: Path) -> None:
     ],
     ids=["too many", "one of them no text", "no text"],
 )
-def test_what_is_wrong_with_texts_is_told(server: Server, q: object, status: int, pointer: str, said: str) -> None:
-    found = server.ask("/translate", {"q": q, **PAIR})
-    assert (found.status, found.json["pointer"]) == (status, pointer)
-    assert said in text(found)
+def test_invalid_texts_are_reported(server: Server, q: object, status: int, pointer: str, said: str) -> None:
+    response = server.ask("/translate", {"q": q, **PAIR})
+    assert (response.status, response.json["pointer"]) == (status, pointer)
+    assert said in text(response)
 
 
 def test_ten_thousand_alternatives(server: Server) -> None:
-    found = server.ask("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
-    assert found.status == 422
-    assert "at most 10" in text(found)
-    assert found.json["pointer"] == "/alternatives"
+    response = server.ask("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
+    assert response.status == 422
+    assert "at most 10" in text(response)
+    assert response.json["pointer"] == "/alternatives"
     huge = server.ask("/translate", b"q=a&source=en&target=it&alternatives=" + b"9" * 5000, headers=FORM)
     assert huge.status == 422
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": 10_000}
@@ -158,7 +158,7 @@ def test_many_texts(server: Server) -> None:
     assert server.ask("/translate", {"q": ["a"] * 1001, **PAIR}).status == 413
 
 
-def test_heads_that_are_no_http(server: Server) -> None:
+def test_bytes_that_are_not_http(server: Server) -> None:
     for sent in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 100):
         with server.connect() as line:
             line.sendall(sent)
@@ -169,14 +169,14 @@ def test_heads_that_are_no_http(server: Server) -> None:
 
 
 def post(line: socket.socket, texts: list[str], *, keep: int = 0) -> None:
-    """Send a request, all but its last bytes."""
+    """Send a request without its last `keep` bytes."""
     body = json.dumps({"q": texts, **PAIR}).encode()
     head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     data = f"{head}\r\n\r\n".encode() + body
     line.sendall(data[: len(data) - keep])
 
 
-def test_a_client_that_leaves_is_no_longer_worked_for(server: Server) -> None:
+def test_a_disconnect_cancels_the_request(server: Server) -> None:
     before = server.metric("qkv_cancelled_total")
     done = server.metric("qkv_sentences_total")
     with server.held():
@@ -189,8 +189,8 @@ def test_a_client_that_leaves_is_no_longer_worked_for(server: Server) -> None:
     assert server.metric("qkv_sentences_total") - done < len(LINES) * 3 / 2
 
 
-def test_a_client_that_leaves_behind_a_large_body_is_noticed(server: Server) -> None:
-    """Nobody reads on while a body of more than uvicorn's 64 KB waits, unless somebody asks for it."""
+def test_a_disconnect_after_a_large_body_is_noticed(server: Server) -> None:
+    """uvicorn pauses reading after 64 KB of a body; the server must resume it to notice the disconnect."""
     before = server.metric("qkv_cancelled_total")
     body = json.dumps({"q": LINES * 3, "padding": "x" * 500_000, **PAIR}).encode()
     head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_behind_a_large_body_is_noticed(server: Server) -> 
         server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
 
 
-def test_however_a_request_comes_its_answer_is_the_same(server: Server) -> None:
+def test_split_and_pipelined_requests_get_the_same_responses(server: Server) -> None:
     def answers(data: bytes, count: int, parts: int = 1) -> list[bytes]:
         with server.connect() as line, line.makefile("rb") as stream:
             size = -(-len(data) // parts)
@@ -225,12 +225,12 @@ def test_however_a_request_comes_its_answer_is_the_same(server: Server) -> None:
     assert [each[9:12] for each in alone] == [b"200"] * 4 + [b"413"]
     assert len(set(alone)) == len(texts)
     assert [answers(request(text), 1, parts=4)[0] for text in texts[:2]] == alone[:2]
-    assert answers(b"".join(map(request, texts)), len(texts)) == alone  # one behind the other, in their order
+    assert answers(b"".join(map(request, texts)), len(texts)) == alone  # pipelined
     assert 'route="/translate",status="413"' in server.ask("/metrics").data.decode()
 
 
-def dawdle(server: Server, stack: ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Connections that send no complete head, and others that send no complete body."""
+def open_slow(server: Server, stack: ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Open connections that send an incomplete head, and others that send an incomplete body."""
     lines: tuple[list[socket.socket], list[socket.socket]] = [], []
     for headless, sent in ((True, b""), (True, b"POST /translate HTTP/1.1\r\nHos"), (False, b"")):
         for _ in range(30):
@@ -240,15 +240,15 @@ def dawdle(server: Server, stack: ExitStack) -> tuple[list[socket.socket], list[
     return lines
 
 
-def test_clients_that_dawdle_do_not_keep_others_waiting(server: Server) -> None:
+def test_slow_clients_do_not_delay_others(server: Server) -> None:
     with ExitStack() as stack:
-        dawdle(server, stack)
+        open_slow(server, stack)
         assert server.translate(LINES[0])
 
 
-def test_clients_that_dawdle_are_hung_up_on(tiny: Path) -> None:
+def test_slow_clients_are_disconnected(tiny: Path) -> None:
     with serving(f"tiny={tiny}", "--workers", 1, "--patience", 2) as server, ExitStack() as stack:
-        headless, bodiless = dawdle(server, stack)
+        headless, bodiless = open_slow(server, stack)
         assert {line.recv(100) for line in headless} == {b""}  # no answer
         assert all(line.recv(1000).startswith(b"HTTP/1.1 408 ") for line in bodiless)
         assert server.translate(LINES[0])
@@ -291,7 +291,7 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
             os.kill(worker, signal.SIGKILL)
         answers = [each.result() for each in asked]
     for number, answer in enumerate(answers):
-        if answer.status == 200:  # it waited, and the next process answered
+        if answer.status == 200:  # it was in the queue: the next process translated it
             own = LINES[number * 10 : number * 10 + 60]
             assert answer.json["translatedText"] == [expected[line] for line in own]
         else:
@@ -304,7 +304,7 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
 
 
 def test_loading_and_stopping(tiny: Path, tmp_path: Path, expected: dict[str, str]) -> None:
-    """While the model loads and while the server stops, requests are refused; what was accepted is answered."""
+    """Requests are refused while the model loads and while the server stops; accepted ones are answered."""
     load = tmp_path / "load"
     os.mkfifo(load)
     how = ("--workers", 1, "--batch-tokens", 32, "--drain", 600)
@@ -337,8 +337,8 @@ def test_loading_and_stopping(tiny: Path, tmp_path: Path, expected: dict[str, st
 
 
 @pytest.mark.parametrize(("drain", "times"), [(0.3, 1), (600, 2)])
-def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: float, times: int) -> None:
-    """Whether its time is up or it was told twice, nobody waits on, and nothing ends with a traceback."""
+def test_unfinished_work_is_refused_when_the_server_ends(tiny: Path, drain: float, times: int) -> None:
+    """After the drain time or a second signal every client gets 503, and the log has no traceback."""
     with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--drain", drain) as server:
         with server.held(), ThreadPoolExecutor(1) as pool:
             server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
@@ -353,11 +353,11 @@ def test_what_is_not_done_when_the_server_ends_is_refused(tiny: Path, drain: flo
         assert server.process.wait(PATIENCE) == (0 if times == 1 else 130)
         said = server.log.read_text().splitlines()[1:]
         assert said[0].startswith("stopping: ")
-        assert re.fullmatch(r"given up: \d requests? and 1 document", said[1])
+        assert re.fullmatch(r"stopping without \d requests? and 1 document", said[1])
         assert said[2:] == ([] if times == 1 else ["qkv: interrupted"])
 
 
-def test_a_stream_is_told_that_the_server_ends(tmp_path: Path) -> None:
+def test_a_stream_ends_with_an_error_when_the_server_ends(tmp_path: Path) -> None:
     run = train_writer(tmp_path)
     with serving(f"book={run}", "--workers", 1, "--drain", 600, "--max-tokens", ENDLESS) as server:
         body = json.dumps({"model": "book", "prompt": "The", "max_tokens": ENDLESS, "stream": True}).encode()
@@ -375,9 +375,9 @@ def test_a_stream_is_told_that_the_server_ends(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_the_end_is_quiet(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton is in the model processes where there is a GPU, and complains of whatever is left of it at their end."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # has it there without a GPU too
+def test_a_clean_stop_logs_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU the model processes load Triton, which reports leaked objects at exit."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # loads Triton without a GPU
     with serving(f"tiny={tiny}", "--workers", 1) as server:
         os.kill(server.process.pid, signal.SIGINT)
         assert server.process.wait(PATIENCE) == 0
@@ -402,7 +402,7 @@ def test_a_run_that_cannot_be_loaded_ends_the_server(tiny: Path, tmp_path: Path)
 # ---- limits and keys -------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_asks_to_come_again(tiny: Path) -> None:
+def test_a_full_queue_refuses_with_retry_after(tiny: Path) -> None:
     tight = ("--workers", 1, "--max-queue", 8, "--batch-tokens", 1, "--max-texts", 2000)
     with serving(f"tiny={tiny}", *tight) as server:
 
@@ -418,15 +418,15 @@ def test_a_full_queue_asks_to_come_again(tiny: Path) -> None:
         assert {answer.status for answer in refused} == {429}
         assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
         assert server.metric("qkv_refused_total") == len(refused)
-        assert server.ask("/translate", {"q": LINES[:9], **PAIR}).status == 413  # it could never wait
+        assert server.ask("/translate", {"q": LINES[:9], **PAIR}).status == 413  # larger than the queue
         assert len(server.translate(LINES[:8])) == 8
 
 
-def test_a_request_that_takes_too_long_is_ended(tiny: Path) -> None:
+def test_a_request_above_the_time_limit_is_cancelled(tiny: Path) -> None:
     with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--timeout", 0.3) as server, server.held():
-        found = server.ask("/translate", {"q": LINES * 3, **PAIR})
-        assert found.status == 504
-        assert "0.3 s" in text(found)
+        response = server.ask("/translate", {"q": LINES * 3, **PAIR})
+        assert response.status == 504
+        assert "0.3 s" in text(response)
         server.until(lambda: server.ask("/health").json["waiting"] == 0)  # the queue drops it
 
 
@@ -458,8 +458,8 @@ def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:
         last = server.ask("/translate", body, headers={"Authorization": f"Bearer {slow}"})
         assert 1 <= int(last.headers["retry-after"]) <= 31
         for origin, status in ((site, 200), ("https://example.com", 403)):
-            found = server.ask("/translate", body | {"api_key": mine}, headers={"Origin": origin})
-            assert found.status == status
-            assert found.headers.get("access-control-allow-origin") == (site if status == 200 else None)
+            response = server.ask("/translate", body | {"api_key": mine}, headers={"Origin": origin})
+            assert response.status == status
+            assert response.headers.get("access-control-allow-origin") == (site if status == 200 else None)
         log = server.log.read_text() + server.ask("/metrics").data.decode()
         assert not any(secret in log for secret in (mine, slow, "wrong"))

@@ -1,4 +1,4 @@
-"""Documents: nothing but their words changes, and translated to themselves they are what they were, to the byte."""
+"""Documents: only words change, and a document built from its own segments is equal byte for byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.documents import FORMATS, Document
+from qkv.documents import FORMATS, Document, read_document
 from qkv.documents import docx as words
 
 PAGE = """<!doctype html>
@@ -79,7 +79,7 @@ SAMPLES = {"a.txt": " One line.\r\n\r\n\ttwo <b>\n", "a.md": NOTES, "a.html": PA
 
 
 def parse(name: str, text: str) -> Document:
-    return Document.parse(name, text.encode())
+    return read_document(name, text.encode())
 
 
 def built(name: str, text: str, change: Callable[[str], str]) -> str:
@@ -91,11 +91,11 @@ def built(name: str, text: str, change: Callable[[str], str]) -> str:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_its_own_segments_give_the_same_document(name: str) -> None:
+def test_own_segments_rebuild_the_document(name: str) -> None:
     document = parse(name, SAMPLES[name])
     assert document.segments
     assert document.build(document.segments) == SAMPLES[name].encode()
-    assert len(document.marked) == len(document.segments)
+    assert len(document.has_markup) == len(document.segments)
     assert document.name == name
 
 
@@ -109,21 +109,21 @@ text = st.lists(st.sampled_from([*PIECES, *SPACES]))
 
 
 @given(text.map("".join), st.sampled_from(["txt", "md", "html", "srt"]))
-def test_whatever_a_document_holds_it_stays_the_same(content: str, kind: str) -> None:
-    document = Document.parse(f"a.{kind}", content.encode())
+def test_any_mix_of_markup_is_rebuilt(content: str, kind: str) -> None:
+    document = read_document(f"a.{kind}", content.encode())
     assert document.build(document.segments) == content.encode()
     assert all(any(c.isalnum() for c in segment) and "\n" not in segment for segment in document.segments)
     document.build([segment[::-1] + " more <b>" for segment in document.segments])  # places any markup
 
 
 @given(st.text(), st.sampled_from(["txt", "md", "html", "srt"]))
-def test_any_text_is_a_document(content: str, kind: str) -> None:
+def test_any_text_is_rebuilt(content: str, kind: str) -> None:
     data = content.encode("utf-8", "ignore")
-    document = Document.parse(f"a.{kind}", data)
+    document = read_document(f"a.{kind}", data)
     assert document.build(document.segments) == data
 
 
-# ---- what is translated, and what not --------------------------------------------------------------------------------
+# ---- translated and kept text ----------------------------------------------------------------------------------------
 
 
 def test_lines_of_text() -> None:
@@ -131,7 +131,7 @@ def test_lines_of_text() -> None:
     assert built("a.txt", SAMPLES["a.txt"], str.upper) == " ONE LINE.\r\n\r\n\tTWO <B>\n"
 
 
-def test_html_keeps_its_tags_and_all_that_is_no_text() -> None:
+def test_html_keeps_tags_scripts_and_code() -> None:
     document = parse("a.html", PAGE)
     assert document.segments[:4] == ["Tom & Jerry", "The cat", "Your cat is a lovely red cat.", "All of it"]
     assert document.segments[4:8] == ["One", "two three <b> four", "Run now.", "across"]
@@ -153,7 +153,7 @@ def tags(page: str) -> list[str]:
     return found
 
 
-def test_no_character_is_taken_for_another() -> None:
+def test_special_characters_are_not_confused_with_markup() -> None:
     page = "<p>a &#xE000; &lt;x0&gt; \ue001 <b>b</b> \ufdd0</p>"
     assert parse("a.html", page).segments == ["a \ue000 <x0> \ue001 b \ufdd0"]
     changed = built("a.html", page, lambda text: text.replace("a", "un \ue002 <x1>"))
@@ -162,12 +162,12 @@ def test_no_character_is_taken_for_another() -> None:
     )
 
 
-def test_markup_goes_with_its_words() -> None:
+def test_markup_follows_its_aligned_words() -> None:
     document = parse("a.html", '<p>a <b>lovely</b> <a href="x">cat</a>.</p>')
-    assert document.marked == [True]
+    assert document.has_markup == [True]
     links = [(0, 0), (1, 2), (2, 1), (3, 3)]
     assert document.build(["un gatto adorabile."], [links]) == b'<p>un <a href="x">gatto</a> <b>adorabile</b>.</p>'
-    # without an alignment, by the place in the sentence
+    # without an alignment, by relative position
     assert document.build(["un adorabile gatto."]) == b'<p>un <b>adorabile</b> <a href="x">gatto</a>.</p>'
 
 
@@ -206,7 +206,7 @@ def test_markdown_keeps_its_structure() -> None:
 
 
 @pytest.mark.parametrize("translated", ["# not a heading", "- no list", "1. no", "*no* [link](x) `code` <b>", "> no"])
-def test_a_translation_does_not_become_markdown(translated: str) -> None:
+def test_a_translation_is_escaped_for_markdown(translated: str) -> None:
     from markdown_it import MarkdownIt
 
     written = built("a.md", "Some text.\n", lambda _: translated)
@@ -235,7 +235,7 @@ def letter() -> bytes:
     made = docx.Document()
     made.add_heading("The title", 1)
     paragraph = made.add_paragraph("a ")
-    for part in ("love", "ly"):  # as Word cuts words up
+    for part in ("love", "ly"):  # Word splits words into runs
         paragraph.add_run(part).bold = True
     paragraph.add_run(" cat.")
     made.add_table(1, 1).cell(0, 0).text = "in a cell"
@@ -248,10 +248,10 @@ def letter() -> bytes:
     return out.getvalue()
 
 
-def test_a_word_document_keeps_its_looks() -> None:
+def test_a_word_document_keeps_its_formatting() -> None:
     import docx
 
-    document = Document.parse("Letter.DOCX", letter())
+    document = read_document("Letter.DOCX", letter())
     assert document.segments == ["The title", "a lovely cat.", "in a cell", "one line another", "at the top"]
     links = [None, [(0, 0), (1, 2), (2, 1), (3, 3)], None, None, None]
     data = document.build(["Il titolo", "un gatto adorabile.", "in una cella", "una riga altra", "in alto"], links)
@@ -270,17 +270,17 @@ def test_a_word_document_keeps_its_looks() -> None:
     assert [p._p.xml for p in same.paragraphs] == [p._p.xml for p in before.paragraphs]
 
 
-def test_a_word_document_that_would_be_too_large_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "INFLATED", 1 << 20)
+def test_a_zip_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MAX_UNPACKED_BYTES", 1 << 20)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts:
         parts.writestr("word/document.xml", b"\0" * (2 << 20))
     assert len(out.getvalue()) < 10_000
     with pytest.raises(UsageError, match="larger than 1 MiB"):
-        Document.parse("a.docx", out.getvalue())
+        read_document("a.docx", out.getvalue())
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,22 +289,22 @@ def test_a_word_document_that_would_be_too_large_is_not_unpacked(monkeypatch: py
         ("a.pdf", b"x", "send one of txt, md"),
         ("noend", b"x", "send one of txt, md"),
         ("a.txt", b"one\ntwo\xff", "line 2: not UTF-8"),
-        ("a.docx", b"PK no archive", "no Word document"),
+        ("a.docx", b"PK no archive", "not a Word document"),
     ],
 )
-def test_what_cannot_be_read_says_why(name: str, data: bytes, why: str) -> None:
+def test_unreadable_documents_are_refused_with_a_reason(name: str, data: bytes, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        Document.parse(name, data)
+        read_document(name, data)
 
 
-def test_a_damaged_word_document_says_so(tmp_path: Path) -> None:
+def test_a_damaged_word_document_is_refused(tmp_path: Path) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as parts:
         parts.writestr("word/document.xml", "<no document")
     with pytest.raises(UsageError, match="damaged"):
-        Document.parse("a.docx", out.getvalue())
-    with pytest.raises(UsageError, match=r"damaged|no Word document"):
-        Document.parse("a.docx", letter()[:-400])
+        read_document("a.docx", out.getvalue())
+    with pytest.raises(UsageError, match=r"damaged|not a Word document"):
+        read_document("a.docx", letter()[:-400])
 
 
 def test_every_segment_needs_a_translation() -> None:
@@ -320,9 +320,9 @@ def test_formats_are_named() -> None:
     "unit", ["<a", '</a">"', "<!--", "[", "`", "``` ", "**a ", "_", "<b>", "<b>x", "<code>", "![", "\n"]
 )
 @pytest.mark.parametrize("kind", ["md", "html", "srt"])
-def test_hostile_text_is_read_too(kind: str, unit: str) -> None:
-    """In linear time: were it in the square of the length, this would take minutes."""
+def test_hostile_markup_takes_linear_time(kind: str, unit: str) -> None:
+    """Quadratic time would take minutes here."""
     data = (unit * 10_000 + " word").encode()
-    document = Document.parse(f"a.{kind}", data)
+    document = read_document(f"a.{kind}", data)
     assert document.build(document.segments) == data
     document.build([segment[::-1] for segment in document.segments])

@@ -1,6 +1,6 @@
-"""The served page in a real browser, before a small server of the test's own that can also refuse and dawdle.
+"""The web page in a real browser, with a stub server that can refuse and delay requests.
 
-The translations, the attention and the documents behind it are those of a real model; only the completions are made up.
+Translations, attention and documents come from a real model; completions are invented.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import qkv
-from browsing import Open, launched, needs_chromium, opening, outcome, shows, told, wait_for
+from browsing import Open, expected_outcome, launched, needs_chromium, opening, outcome, shows, wait_for
 from conftest import PATIENCE
-from qkv.documents import FORMATS, Document
+from qkv.documents import FORMATS, Document, read_document
 from qkv.explain import attention_maps
 
 pytestmark = needs_chromium
 
-PAGE = Path(qkv.__file__).parent / "serve" / "page"
+PAGE = Path(qkv.__file__).parent / "server" / "page"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
 KEY = "a key"
@@ -37,19 +37,19 @@ Answer = tuple[int, Any]
 
 
 class Stub:
-    """What the server knows and answers; a test may change any of it."""
+    """State and responses of the stub server; a test may change them."""
 
     def __init__(self, translator: qkv.Translator) -> None:
         self.translator = translator
-        self.lock = threading.Lock()  # a model answers one at a time
+        self.lock = threading.Lock()  # the model is not thread-safe
         self.asked: list[tuple[str, Any]] = []
         self.details: dict[str, Any] = {}
         self.refusals: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
-        self.held: dict[str, threading.Event] = {}  # questions that are answered once their event is set
+        self.held: dict[str, threading.Event] = {}  # texts whose response waits for the event
         self.key = ""
         self.url = ""
         self.pace = 0.0  # seconds between two tokens
-        self.papers: dict[str, tuple[Document, list[str]]] = {}
+        self.documents: dict[str, tuple[Document, list[str]]] = {}
         self.models: list[dict[str, Any]] = [
             {"name": "tiny", "does": "translate", "source": "en", "targets": ["it"], "parameters": 12345}
             | {
@@ -98,10 +98,10 @@ class Stub:
         ).to_dict()
 
     def upload(self, name: str, data: bytes) -> Any:
-        found = Document.parse(name, data)
+        found = read_document(name, data)
         with self.lock:
             translated = [each.text for each in self.translator.translate(found.segments)]
-        self.papers[name] = found, translated
+        self.documents[name] = found, translated
         return {"id": name, "total": len(found.segments)}
 
 
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/models":
             return 200, {"models": self.stub.models}
         _, _, name, *rest = path.split("/")
-        document, translated = self.stub.papers[name]
+        document, translated = self.stub.documents[name]
         if rest:
             return 200, document.build(translated)
         return 200, {"state": "done", "done": len(translated), "total": len(translated)}
@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def handle(self) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # a question that was called off
+        with suppress(BrokenPipeError, ConnectionResetError):  # the page aborted the request
             super().handle()
 
     def log_message(self, *_: object) -> None:
@@ -233,7 +233,7 @@ def opened(browser: Any, stub: Stub) -> Iterator[Open]:
 # ---- translate -------------------------------------------------------------------------------------------------------
 
 
-def test_it_translates_as_one_types_and_asks_when_one_pauses(opened: Open, stub: Stub) -> None:
+def test_a_pause_in_typing_sends_the_text(opened: Open, stub: Stub) -> None:
     page = opened()
     page.wait_for_selector("#source-text:focus")
     assert page.locator("#pair").inner_text().strip() == "English → Italian"
@@ -249,7 +249,7 @@ def test_it_translates_as_one_types_and_asks_when_one_pauses(opened: Open, stub:
     assert "score" in page.locator("#target-about").inner_text()
 
 
-def test_an_old_answer_never_replaces_a_newer_one(opened: Open, stub: Stub) -> None:
+def test_an_old_response_never_replaces_a_newer_one(opened: Open, stub: Stub) -> None:
     held = stub.held["The big house."] = threading.Event()
 
     def asked() -> int:
@@ -262,7 +262,7 @@ def test_an_old_answer_never_replaces_a_newer_one(opened: Open, stub: Stub) -> N
     wanted = stub.translator.translate("A good day.").text
     shows(page, "#target-text", wanted)
     held.set()
-    page.wait_for_timeout(500)  # time enough for the old answer to come
+    page.wait_for_timeout(500)  # long enough for the old response to arrive
     assert page.locator("#target-text").inner_text() == wanted
     held.clear()
     page.fill("#source-text", "The big house.")
@@ -282,14 +282,14 @@ def test_an_old_answer_never_replaces_a_newer_one(opened: Open, stub: Stub) -> N
         ({"length_ratio": 0.1}, "may be missing"),
     ],
 )
-def test_what_to_be_wary_of_is_said(detail: dict[str, Any], said: str, opened: Open, stub: Stub) -> None:
+def test_warnings_are_shown(detail: dict[str, Any], said: str, opened: Open, stub: Stub) -> None:
     stub.details = detail
     page = opened()
     page.fill("#source-text", "The cat.")
     shows(page, "#flags", re.compile(said))
 
 
-def test_alternatives_of_the_whole_and_of_a_word(opened: Open, stub: Stub) -> None:
+def test_alternatives_of_the_text_and_of_a_word(opened: Open, stub: Stub) -> None:
     page = opened()
     page.fill("#source-text", "The cat sees the dog.")
     first = stub.translator.translate("The cat sees the dog.", n_best=5)
@@ -306,7 +306,7 @@ def test_alternatives_of_the_whole_and_of_a_word(opened: Open, stub: Stub) -> No
     found = stub.translator.alternatives("The cat sees the dog.", others[0], 1, 4)
     assert page.locator(".choice strong").all_inner_texts() == [word.word for word in found if word.text != others[0]]
     assert page.locator("#other-word").input_value() == "0 1"
-    page.locator("#other-word").select_option(label="the whole text")  # by keyboard the same
+    page.locator("#other-word").select_option(label="the whole text")  # the same by keyboard
     page.wait_for_selector(".choice:not(:has(strong))")
 
 
@@ -345,7 +345,7 @@ def test_copy(opened: Open, stub: Stub) -> None:
         (504, "not done within 60 s", "did not finish in time"),
     ],
 )
-def test_refusals_are_said_in_words(status: int, said: str, shown: str, opened: Open, stub: Stub) -> None:
+def test_errors_are_shown_in_words(status: int, said: str, shown: str, opened: Open, stub: Stub) -> None:
     stub.refusals["/translate"] = [(status, said, {})]
     page = opened()
     page.fill("#source-text", "The cat.")
@@ -356,7 +356,7 @@ def test_refusals_are_said_in_words(status: int, said: str, shown: str, opened: 
 
 
 @pytest.mark.parametrize(("status", "shown"), [(429, "busy"), (503, "loading or about to stop")])
-def test_a_busy_server_is_asked_again(status: int, shown: str, opened: Open, stub: Stub) -> None:
+def test_requests_to_a_busy_server_are_repeated(status: int, shown: str, opened: Open, stub: Stub) -> None:
     stub.refusals["/translate"] = [(status, "", {"Retry_After": "1"})]
     page = opened()
     page.fill("#source-text", "The cat.")
@@ -364,7 +364,7 @@ def test_a_busy_server_is_asked_again(status: int, shown: str, opened: Open, stu
     shows(page, "#target-text", stub.translator.translate("The cat.").text)
 
 
-def test_a_server_that_is_still_loading_is_waited_for(opened: Open, stub: Stub) -> None:
+def test_the_page_waits_for_a_loading_server(opened: Open, stub: Stub) -> None:
     stub.refusals["/models"] = [(503, "", {"Retry_After": "1"})]
     page = opened()
     shows(page, "#status", re.compile("loading"))
@@ -372,7 +372,7 @@ def test_a_server_that_is_still_loading_is_waited_for(opened: Open, stub: Stub) 
     assert page.locator("#status").inner_text() == ""
 
 
-def test_a_key_is_asked_for_and_kept_in_memory_only(opened: Open, stub: Stub) -> None:
+def test_a_required_key_is_kept_in_memory_only(opened: Open, stub: Stub) -> None:
     stub.key = KEY
     page = opened()
     shows(page, "#status", re.compile("An API key is required. Enter a key"))
@@ -388,23 +388,23 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(opened: Open, stub: Stub) ->
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_translated_and_fetched(opened: Open, stub: Stub, tmp_path: Path) -> None:
+def test_documents_are_translated_and_downloaded(opened: Open, stub: Stub, tmp_path: Path) -> None:
     page = opened("documents")
     data = b"# The cat\n\nThe **dog** sees the cat.\n\n    code\n"
     page.set_input_files("#files", files=[{"name": "a.md", "mimeType": "text/plain", "buffer": data}])
     with page.expect_download() as download:
         page.get_by_role("button", name="Download a.it.md").click()
     assert download.value.suggested_filename == "a.it.md"
-    document = Document.parse("a.md", data)
+    document = read_document("a.md", data)
     wanted = document.build([found.text for found in stub.translator.translate(document.segments)])
     assert Path(download.value.path()).read_bytes() == wanted
     assert page.evaluate("(bar => bar.value / bar.max)(document.querySelector('progress'))") == 1
     shows(page, "#jobs-said", "a.md is translated.")
 
 
-def test_a_document_that_cannot_be_read_says_why(opened: Open, stub: Stub) -> None:
+def test_an_unreadable_document_shows_its_error(opened: Open, stub: Stub) -> None:
     page = opened("documents")
-    stub.refusals["/documents"] = [(429, "", {"Retry_After": "1"})]  # waited for
+    stub.refusals["/documents"] = [(429, "", {"Retry_After": "1"})]  # repeated
     page.set_input_files("#files", files=[{"name": "a.xyz", "mimeType": "text/plain", "buffer": b"The cat."}])
     shows(page, "#jobs .error", re.compile("^not a document that can be translated"))
 
@@ -444,7 +444,7 @@ def test_the_explorer_shows_the_current_sentence(opened: Open, stub: Stub) -> No
     assert page.locator('[data-head="decoder.0.cross.1"]').get_attribute("aria-pressed") == "true"  # as before
 
 
-def test_what_if_shows_what_becomes_of_the_translation(opened: Open, stub: Stub) -> None:
+def test_what_if_shows_its_effect_on_the_translation(opened: Open, stub: Stub) -> None:
     text = "The cat sees the dog."
     page = opened()
     page.fill("#source-text", text)
@@ -453,18 +453,18 @@ def test_what_if_shows_what_becomes_of_the_translation(opened: Open, stub: Stub)
     page.locator('[data-head="decoder.0.cross.0"]').click()
     page.click("#off-head")
     wanted = stub.translator.what_if(text, heads_off=[("decoder.0.cross", 0)])
-    assert (outcome(page, 1), outcome(page, 2)) == (told(wanted.before), told(wanted.after))
+    assert (outcome(page, 1), outcome(page, 2)) == (expected_outcome(wanted.before), expected_outcome(wanted.after))
     assert "off" in (page.locator('[data-head="decoder.0.cross.0"]').get_attribute("class") or "")
     page.click("#off-layer")
     shows(page, "#changes-list", "without decoder.0.cross")
     page.wait_for_selector("#outcome table")
-    assert outcome(page, 2) == told(stub.translator.what_if(text, heads_off=["decoder.0.cross"]).after)
+    assert outcome(page, 2) == expected_outcome(stub.translator.what_if(text, heads_off=["decoder.0.cross"]).after)
     page.click("#undo")
     assert not page.locator("#outcome").is_visible()
 
     page.get_by_role("button", name="Drop cat").click()
     wanted = stub.translator.what_if(text, drop=[1])
-    assert outcome(page, 2) == told(wanted.after)
+    assert outcome(page, 2) == expected_outcome(wanted.after)
     before, after = (set(re.findall(r"\w+", found.translation)) for found in (wanted.before, wanted.after))
     lost = before - after
     assert lost
@@ -476,17 +476,17 @@ def test_what_if_shows_what_becomes_of_the_translation(opened: Open, stub: Stub)
     assert steps is not None
     other = next(each for each in steps[0]["candidates"] if each["token"] not in (steps[0]["chosen"], "</s>"))
     wanted = stub.translator.what_if(text, force=(0, other["id"]))
-    assert outcome(page, 2) == told(wanted.after)
+    assert outcome(page, 2) == expected_outcome(wanted.after)
     assert stub.asked[-1][1]["force"] == [0, other["id"]]
     page.locator("#force-step").select_option("1")
     page.fill("#force-word", "cane")
     page.press("#force-word", "Enter")
     shows(page, "#changes-list", "cane at step 2")
     page.wait_for_selector("#outcome table")
-    assert outcome(page, 2) == told(stub.translator.what_if(text, force=(1, "cane")).after)
+    assert outcome(page, 2) == expected_outcome(stub.translator.what_if(text, force=(1, "cane")).after)
 
 
-def test_what_cannot_be_explained_says_why(opened: Open) -> None:
+def test_a_failed_explanation_shows_its_error(opened: Open) -> None:
     page = opened("attention")
     shows(page, "#attention-said", re.compile("Write a sentence"))
     page.fill("#look-text", "The cat sees the dog. " * 20)
@@ -497,20 +497,20 @@ def test_what_cannot_be_explained_says_why(opened: Open) -> None:
 # ---- complete --------------------------------------------------------------------------------------------------------
 
 
-def test_text_streams_with_what_else_could_have_come(opened: Open) -> None:
+def test_completions_stream_with_likely_alternatives(opened: Open) -> None:
     page = opened("complete")
     page.fill("#prompt", "The cat")
-    shows(page, "#next-about", "What could come after this beginning:")
+    shows(page, "#next-about", "Most likely next tokens:")
     assert page.locator("#next li").first.inner_text().split() == ["▁runs", "50", "%"]
     page.locator("#max-tokens").fill("10")
     page.click("#go-on")
-    shows(page, "#complete-said", "10 tokens: as many as asked for.")
+    shows(page, "#complete-said", "10 tokens: the limit.")
     assert page.locator("#written").text_content() == "The cat" + "".join(WORDS)
     assert page.locator("#next li").count() == 10
     assert page.locator("#next .chosen").inner_text().split()[0] == "▁End"
     page.locator("#token-at").focus()
     page.keyboard.press("Home")
-    shows(page, "#next-about", "▁runs came, with probability 50 %.")
+    shows(page, "#next-about", "▁runs was chosen, with probability 50 %.")
     page.locator('#written [data-at="1"]').hover()
     shows(page, "#token-number", "2 of 10")
 
@@ -528,7 +528,7 @@ def test_a_completion_can_be_stopped(opened: Open, stub: Stub) -> None:
     assert page.locator("#written").text_content() == written
 
 
-def test_the_knobs_are_sent(opened: Open, stub: Stub) -> None:
+def test_sampling_options_are_sent(opened: Open, stub: Stub) -> None:
     page = opened("complete")
     page.locator("#temperature").fill("1.5")
     page.locator("#top-p").fill("0.5")
@@ -546,7 +546,7 @@ def test_the_knobs_are_sent(opened: Open, stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("missing", ["translation model", "language model"])
-def test_a_tab_without_its_model_says_so(missing: str, opened: Open, stub: Stub) -> None:
+def test_a_tab_without_its_model_shows_a_message(missing: str, opened: Open, stub: Stub) -> None:
     stub.models = stub.models[1:] if missing == "translation model" else stub.models[:1]
     tabs = ["translate", "documents", "attention"] if missing == "translation model" else ["complete"]
     page = opened(tabs[0])
@@ -556,7 +556,7 @@ def test_a_tab_without_its_model_says_so(missing: str, opened: Open, stub: Stub)
         assert not page.locator(f"#panel-{tab} .work").is_visible()
 
 
-def test_the_tabs_are_walked_by_key(opened: Open) -> None:
+def test_tabs_work_by_keyboard(opened: Open) -> None:
     page = opened()
     page.locator("#tab-translate").focus()
     for key, tab in (
@@ -570,10 +570,10 @@ def test_the_tabs_are_walked_by_key(opened: Open) -> None:
         assert page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{tab}"
         assert page.locator("[role=tabpanel]:visible").get_attribute("id") == f"panel-{tab}"
     page.reload()
-    page.wait_for_selector("#panel-model:not([hidden])")  # the address knows the tab
+    page.wait_for_selector("#panel-model:not([hidden])")  # the URL contains the tab
 
 
-def test_controls_have_names_and_news_is_announced(opened: Open) -> None:
+def test_controls_are_labelled_and_changes_announced(opened: Open) -> None:
     page = opened()
     page.fill("#source-text", "The cat sees the dog.")
     page.click("#tab-attention")
@@ -592,7 +592,7 @@ def test_controls_have_names_and_news_is_announced(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 390, 1280])
-def test_nothing_sticks_out(width: int, opened: Open) -> None:
+def test_nothing_overflows_the_viewport(width: int, opened: Open) -> None:
     page = opened(viewport={"width": width, "height": 800})
     page.fill("#source-text", "The cat sees the dog.")
     for tab in ("documents", "attention", "complete", "model", "translate"):
@@ -612,11 +612,11 @@ def test_light_and_dark(opened: Open) -> None:
     assert light[1] != dark[1]
 
 
-def test_the_model_tab_tells_what_is_served_and_how_to_call_it(opened: Open, stub: Stub) -> None:
+def test_the_model_tab_describes_models_and_requests(opened: Open, stub: Stub) -> None:
     page = opened("model")
     page.wait_for_selector(".card")
     text = page.locator("#models").inner_text()
-    for fact in ("translates from English into Italian", "12,345 parameters", "BLEU 99.12", "goes on with a text"):
+    for fact in ("translates from English into Italian", "12,345 parameters", "BLEU 99.12", "completes text"):
         assert fact in text
     assert f"curl {stub.url}translate" in text
     assert "At most 500 characters" in text
@@ -624,7 +624,7 @@ def test_the_model_tab_tells_what_is_served_and_how_to_call_it(opened: Open, stu
     assert page.locator(".card-text td code").inner_text() == "x"
 
 
-def test_a_model_that_was_still_loading_is_asked_for_again(opened: Open, stub: Stub) -> None:
+def test_models_are_requested_again_after_loading(opened: Open, stub: Stub) -> None:
     size = stub.models[0].pop("parameters")
     page = opened()
     page.wait_for_selector("#pair option", state="attached")
@@ -633,7 +633,7 @@ def test_a_model_that_was_still_loading_is_asked_for_again(opened: Open, stub: S
     shows(page, ".card >> nth=0", re.compile("12,345 parameters"))
 
 
-def test_the_page_loads_only_what_is_its_own() -> None:
+def test_the_page_loads_nothing_from_other_sites() -> None:
     for path in PAGE.iterdir():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path

@@ -1,4 +1,4 @@
-"""Every tab of the page before the real server, with small models trained for it."""
+"""Every tab of the web page with the real server and small models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import qkv
-from browsing import Open, launched, needs_chromium, opening, outcome, shows, told
+from browsing import Open, expected_outcome, launched, needs_chromium, opening, outcome, shows
 from qkv.server.auth import new_key
 from serving import Server, serving, train_writer
 
@@ -92,35 +92,35 @@ def test_attention_and_what_if(opened: Open, translator: qkv.Translator) -> None
 
     page.click("#off-head")
     wanted = translator.what_if(TEXT, heads_off=[("decoder.0.cross", 1)])
-    assert (outcome(page, 1), outcome(page, 2)) == (told(wanted.before), told(wanted.after))
+    assert (outcome(page, 1), outcome(page, 2)) == (expected_outcome(wanted.before), expected_outcome(wanted.after))
     page.click("#off-layer")
     page.wait_for_selector("#outcome table")
-    assert outcome(page, 2) == told(translator.what_if(TEXT, heads_off=["decoder.0.cross"]).after)
+    assert outcome(page, 2) == expected_outcome(translator.what_if(TEXT, heads_off=["decoder.0.cross"]).after)
     page.click("#undo")
     page.get_by_role("button", name="Drop cat").click()
-    assert outcome(page, 2) == told(translator.what_if(TEXT, drop=[1]).after)
+    assert outcome(page, 2) == expected_outcome(translator.what_if(TEXT, drop=[1]).after)
     page.click("#undo")
     page.locator("#force-step").select_option("1")
     page.fill("#force-word", "cane")
     page.press("#force-word", "Enter")
-    assert outcome(page, 2) == told(translator.what_if(TEXT, force=(1, "cane")).after)
+    assert outcome(page, 2) == expected_outcome(translator.what_if(TEXT, force=(1, "cane")).after)
 
 
 def test_complete(opened: Open, writer: Path) -> None:
     page = opened("complete")
     page.fill("#prompt", "The ")
-    shows(page, "#next-about", "What could come after this beginning:")
+    shows(page, "#next-about", "Most likely next tokens:")
     assert page.locator("#next li").count() == 10
     page.locator("#max-tokens").fill("20")
     page.locator("#temperature").fill("0")
     page.click("#go-on")
-    shows(page, "#complete-said", "20 tokens: as many as asked for.")
+    shows(page, "#complete-said", "20 tokens: the limit.")
     (best,) = qkv.Completer(writer, device="cpu").complete("The ", max_tokens=20, temperature=0)
     assert page.locator("#written").text_content() == "The " + best.text
     page.locator("#max-tokens").fill("500")
     page.click("#go-on")
     page.wait_for_selector('#written [data-at="2"]')
-    page.locator("#stop").evaluate("button => button.click()")  # all may be written by now: then it does nothing
+    page.locator("#stop").evaluate("button => button.click()")  # no effect if the completion has ended
     shows(page, "#complete-said", re.compile(r"(Stopped after \d+|500) tokens"))
 
 
@@ -132,7 +132,7 @@ def test_model(opened: Open, tiny: Path) -> None:
     assert card.locator(".card-text h3").first.inner_text() == title.removeprefix("# ")
     assert card.locator(".card-text table").count() == 1
     assert "translates from English into Italian" in card.inner_text()
-    assert "goes on with a text" in page.locator(".card").nth(1).inner_text()
+    assert "completes text" in page.locator(".card").nth(1).inner_text()
 
 
 def test_a_key(browser: Any, tiny: Path, tmp_path: Path, translator: qkv.Translator) -> None:

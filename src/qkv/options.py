@@ -1,0 +1,291 @@
+"""All options: those of the paper (`qkv.core.config`), extended with what the rings add, and the other kinds of model.
+
+`docs/options.md`, `--set section.key=value` and the error messages are made from these declarations. A new option is
+declared here once; every engine refuses it until its allow-list names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from qkv.core import config
+from qkv.core.config import DecodeConfig, ModelConfig, check_positions, option
+from qkv.core.errors import UsageError
+
+__all__ = [
+    "MODEL_KINDS",
+    "AttentionModelConfig",
+    "Config",
+    "ConvS2SConfig",
+    "CorpusConfig",
+    "DataConfig",
+    "DecodeConfig",
+    "DecoderOnlyConfig",
+    "EncoderOnlyConfig",
+    "ModelConfig",
+    "RnnConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "TransformerConfig",
+    "TranslationConfig",
+]
+
+
+@dataclass(frozen=True)
+class CorpusConfig(config.CorpusConfig):
+    """One source of text: two parallel files, one .tsv or .jsonl file with both sides, or plain text."""
+
+    src: str = option("", "source side: a text file, or a .tsv/.jsonl file with both sides; - is standard input")
+    text: str = option("", "plain text, for models without a source")
+    align: str = option("", "word alignments of src and tgt, split at spaces: 0-0 1-2; for train.guided_alignment")
+
+
+@dataclass(frozen=True)
+class DataConfig(config.DataConfig):
+    """Where the text comes from and which lines are kept."""
+
+    train: tuple[CorpusConfig, ...] = option((), "training corpora")
+    valid: tuple[CorpusConfig, ...] = option((), "validation corpora; without one, a part of train is held out")
+    workers: int = option(0, "processes that tokenise; 0: one for each core", low=0)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(config.TokenizerConfig):
+    """How text becomes ids."""
+
+    kind: str = option("bpe", "subword algorithm", choices=("bpe", "unigram", "word", "char"))
+    dropout: float = option(0.0, "BPE-dropout: probability of skipping a merge in training", low=0.0, high=1.0)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionModelConfig(config.AttentionModelConfig):
+    """Options of all stacks of attention layers: the paper's, and variants of its parts."""
+
+    attention: str = option(
+        "scaled",
+        "attention score: dot product / √d_k (paper), dot product, additive (Bahdanau), general (Luong)",
+        choices=("scaled", "dot", "additive", "general"),
+    )
+    window: int = option(0, "self-attention within this many positions to each side (section 4); 0: all", low=0)
+    norm: str = option("post", "norm after the residual sum (paper) or before the sub-layer", choices=("post", "pre"))
+    rms_norm: bool = option(False, "RMSNorm (no mean, no bias) instead of LayerNorm")
+    activation: str = option(
+        "relu", "activation of the feed-forward layers; swiglu has a gate", choices=("relu", "gelu", "swiglu")
+    )
+    positions: str = option("sinusoidal", "position encoding", choices=("sinusoidal", "learned", "rotary", "none"))
+    bias: bool = option(False, "bias in the attention projections (the paper has none)")
+    attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=0.99)
+    activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=0.99)
+    token_dropout: float = option(
+        0.0, "token cutoff: probability of replacing a token's embedding by zeros in training", low=0.0, high=0.99
+    )
+
+    def check(self, longest: int) -> None:
+        super().check(longest)
+        if self.positions == "rotary" and self.key_width % 2:
+            raise UsageError(f"model.d_k = {self.key_width}: rotary positions turn pairs and need an even width")
+        if self.positions == "rotary" and self.attention == "additive":
+            raise UsageError(
+                'model.positions = "rotary" turns queries and keys for a dot product, which model.attention = '
+                '"additive" has not: set another attention or other positions'
+            )
+
+
+@dataclass(frozen=True)
+class TransformerConfig(AttentionModelConfig, config.TransformerConfig):
+    """The paper's encoder-decoder."""
+
+    kind: str = option("transformer", "kind of model", choices=("transformer",))
+
+
+@dataclass(frozen=True)
+class DecoderOnlyConfig(AttentionModelConfig):
+    """Language model: the paper's decoder without a source, trained on plain text. Its context is data.max_length."""
+
+    kind: str = option("decoder", "kind of model", choices=("decoder",))
+    layers: int = option(6, "layers of the stack", low=1)
+    tie: str = option("output", config.TIE, choices=("output", "none"))
+
+
+@dataclass(frozen=True)
+class EncoderOnlyConfig(AttentionModelConfig):
+    """Masked language model: the paper's encoder alone, trained on plain text to fill in masked tokens."""
+
+    kind: str = option("encoder", "kind of model", choices=("encoder",))
+    layers: int = option(6, "layers of the stack", low=1)
+    tie: str = option("output", config.TIE, choices=("output", "none"))
+    masked: float = option(0.15, "share of tokens that are masked", low=0.001, high=0.999)
+
+
+@dataclass(frozen=True)
+class RnnConfig(ModelConfig):
+    """Recurrent encoder-decoder with attention (Bahdanau et al., Luong et al.), the Transformer's predecessor."""
+
+    kind: str = option("rnn", "kind of model", choices=("rnn",))
+    cell: str = option("gru", "recurrent unit", choices=("gru", "lstm"))
+    d_model: int = option(512, "width of embeddings, states and annotations", low=1)
+    encoder_layers: int = option(1, "layers of the encoder", low=1)
+    decoder_layers: int = option(1, "layers of the decoder", low=1)
+    bidirectional: bool = option(True, "encoder in both directions, half of its width for each")
+    attention: str = option(
+        "additive",
+        "attention score between decoder state and annotations: additive (Bahdanau), general or dot product (Luong)",
+        choices=("additive", "general", "dot"),
+    )
+    input_feeding: bool = option(True, "the last attentional state is part of the next input (Luong)")
+    tie: str = option("all", config.TIE, choices=("all", "output", "none"))
+    dropout: float = option(0.1, "dropout on embeddings, between layers and before the output", low=0.0, high=0.99)
+
+    def check(self, longest: int) -> None:
+        if self.bidirectional and self.d_model % 2:
+            raise UsageError(f"model.d_model = {self.d_model}: a bidirectional encoder needs an even width")
+
+
+@dataclass(frozen=True)
+class ConvS2SConfig(ModelConfig):
+    """ConvS2S (Gehring et al., 2017): gated convolutions with attention in every decoder layer."""
+
+    kind: str = option("conv", "kind of model", choices=("conv",))
+    d_model: int = option(512, "width of embeddings and convolutions", low=1)
+    encoder_layers: int = option(6, "layers of the encoder", low=1)
+    decoder_layers: int = option(6, "layers of the decoder", low=1)
+    kernel: int = option(3, "kernel width of a convolution; odd", low=1)
+    convolution: str = option(
+        "contiguous",
+        "contiguous; dilated: layer i has steps of kernelⁱ, up to 1024; separable: depthwise, then pointwise",
+        choices=("contiguous", "dilated", "separable"),
+    )
+    positions: str = option("learned", "position encoding", choices=("learned", "sinusoidal", "none"))
+    max_positions: int = option(1024, "number of learned positions", low=1)
+    tie: str = option("all", config.TIE, choices=("all", "output", "none"))
+    dropout: float = option(0.1, "dropout on embeddings, convolutions and before the output", low=0.0, high=0.99)
+
+    def check(self, longest: int) -> None:
+        if self.kernel % 2 == 0:
+            raise UsageError(f"model.kernel = {self.kernel}: a kernel is centred on a position, so it must be odd")
+        check_positions(self.positions, self.d_model, self.max_positions, longest)
+
+
+TranslationConfig = TransformerConfig | RnnConfig | ConvS2SConfig  # models of a target given a source
+MODEL_KINDS: dict[str, type[ModelConfig]] = {
+    "transformer": TransformerConfig,
+    "decoder": DecoderOnlyConfig,
+    "encoder": EncoderOnlyConfig,
+    "rnn": RnnConfig,
+    "conv": ConvS2SConfig,
+}
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainConfig(config.TrainConfig):
+    """The optimisation: batch size, schedule, regularisation, devices, validation."""
+
+    checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    parallel: str = option(
+        "data",
+        "what the processes of torchrun divide: the data, or weights and optimizer state too",
+        choices=("data", "sharded"),
+    )
+    optimizer: str = option(
+        "adam",
+        "adam; adamw: with decoupled weight decay; muon, soap: for the layers' matrices, adamw for the rest",
+        choices=("adam", "adamw", "muon", "soap"),
+    )
+    weight_decay: float = option(0.0, "weight decay, for all but adam", low=0.0)
+    r_drop: float = option(
+        0.0, "R-Drop: weight of the KL divergence between two passes of a batch with different dropout", low=0.0
+    )
+    guided_alignment: float = option(
+        0.0, "weight of the loss that makes one head's attention follow the corpora's align; 0: none", low=0.0
+    )
+    ema: float = option(0.0, "decay of an exponential moving average of the weights; 0: none", low=0.0, high=1.0)
+    tensorboard: bool = option(True, "also write TensorBoard events")
+
+
+DROPOUTS = ("model.dropout", "model.attention_dropout", "model.activation_dropout", "model.token_dropout")
+
+
+@dataclass(frozen=True)
+class Config(config.Config):
+    """All options of a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    model: ModelConfig = field(default_factory=TransformerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+    model_kinds: ClassVar[Mapping[str, type[ModelConfig]]] = MODEL_KINDS
+
+    def longest(self) -> int:
+        if isinstance(self.model, TranslationConfig):
+            return super().longest()
+        return self.data.max_length + isinstance(self.model, EncoderOnlyConfig)  # an encoder reads </s> too
+
+    def check(self) -> None:
+        super().check()
+        tokenizer, train, translates = self.tokenizer, self.train, isinstance(self.model, TranslationConfig)
+        if tokenizer.dropout and not translates:
+            raise UsageError(
+                f'tokenizer.dropout is for models that translate, not for model.kind = "{self.model.kind}"'
+            )
+        if tokenizer.dropout and tokenizer.kind != "bpe":
+            raise UsageError(f'tokenizer.dropout needs tokenizer.kind = "bpe", not "{tokenizer.kind}"')
+        if train.r_drop and not any(value for path, _, value in self.options() if path in DROPOUTS):
+            raise UsageError(f"train.r_drop compares passes with different dropout: set {DROPOUTS[0]} above 0")
+        if train.weight_decay and train.optimizer == "adam":
+            raise UsageError(
+                'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or leave it out'
+            )
+        self._check_layers()
+        self._check_alignment()
+
+    def _check_layers(self) -> None:
+        """Refuse recomputation and sharding for models and optimizers that do not support them."""
+        train, model = self.train, self.model
+        sharded = train.parallel == "sharded"
+        if not isinstance(model, AttentionModelConfig):
+            if train.checkpointing or sharded:
+                chosen = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
+                raise UsageError(f"train.{chosen} is for layers of attention, not for {model.kind}: leave it out")
+        elif sharded and train.optimizer in ("muon", "soap"):
+            raise UsageError(
+                f'train.optimizer = "{train.optimizer}" needs whole matrices, which train.parallel = "sharded" '
+                f'divides: set optimizer = "adamw" or parallel = "data"'
+            )
+        elif sharded and train.guided_alignment and model.attention in ("additive", "general"):
+            raise UsageError(
+                f'train.guided_alignment reads the weights of model.attention = "{model.attention}", '
+                f'which train.parallel = "sharded" divides: set parallel = "data"'
+            )
+
+    def _check_alignment(self) -> None:
+        """Refuse word alignments and guided alignment where they have no effect."""
+        for i, corpus in enumerate(self.data.valid):
+            if corpus.align:
+                raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train, leave it out")
+        if any(corpus.align for corpus in self.data.train) and self.data.max_length >= 1 << 16:
+            raise UsageError(f"data.max_length = {self.data.max_length}: with align, at most {(1 << 16) - 1}")
+        if not self.train.guided_alignment:
+            return
+        if self.train.r_drop:
+            raise UsageError("train.guided_alignment guides one pass, but train.r_drop has two: set one to 0")
+        if self.data.train and not any(corpus.align for corpus in self.data.train):
+            raise UsageError("train.guided_alignment needs alignments: name their file as align in [[data.train]]")
+        if not isinstance(self.model, TransformerConfig):
+            raise UsageError(
+                f'train.guided_alignment guides a head of model.kind = "transformer", not of "{self.model.kind}"'
+            )
+        if self.tokenizer.dropout:
+            raise UsageError(
+                "train.guided_alignment needs the tokens that were aligned, but tokenizer.dropout changes them in "
+                "every pass: set one to 0"
+            )

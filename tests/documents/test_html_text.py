@@ -1,0 +1,56 @@
+"""HTML of the translation API: split into parts without loss."""
+
+from __future__ import annotations
+
+import html as standard
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.documents import html_text
+from qkv.documents.html_text import unescape_markup
+
+pieces = st.sampled_from(
+    [
+        "<p>",
+        "</p>",
+        "<b>",
+        "</b>",
+        "<br>",
+        "<br/>",
+        "&lt;",
+        "&amp;",
+        "cat",
+        " ",
+        "\n",
+        "<",
+        ">",
+        "<!-- x -->",
+        "<a href='y'>",
+    ]
+    + ["</a>", "<script>if (a<b) x()</script>", "a & b", "<img src=x>", "<p", "é", "<style>"]
+)
+
+
+@given(st.lists(pieces, max_size=12).map("".join))
+def test_split_html_loses_nothing(source: str) -> None:
+    """Kept parts are kept byte for byte; the others have the same text, also after a split at their tags."""
+    found = html_text.split_html(source)
+
+    def same(parts: list[html_text.HtmlPart]) -> str:
+        return "".join(p.text if p.kept else f"{p.before}{html_text.to_html(p.text)}{p.after}" for p in parts)
+
+    assert standard.unescape(same(found)) == standard.unescape(source)
+    for part in found:
+        if not part.kept:
+            assert part.text == part.text.strip()
+            assert standard.unescape(same(part.split_at_tags())) == standard.unescape(same([part]))
+            assert all(piece.kept or not piece.has_tags for piece in part.split_at_tags())
+
+
+def test_html_is_split_at_block_elements() -> None:
+    found = html_text.split_html("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
+    assert [unescape_markup(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
+    assert [part.is_balanced for part in found if not part.kept] == [True] * 3
+    assert not html_text.split_html("a <b>c")[0].is_balanced
+    assert not html_text.split_html("a <b><i>c</b></i>")[0].is_balanced

@@ -1,0 +1,211 @@
+"""Keys and rate limits, request parsing, completion streams, served models and languages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import qkv
+from conftest import sentences, tiny_config, write_pairs
+from qkv.core.errors import UsageError
+from qkv.server import listener, served_models
+from qkv.server.auth import RateLimiter, find_key, new_key, read_keys
+from qkv.server.completion_stream import Continuation
+from qkv.server.listener import open_socket
+from qkv.server.middleware import Refusal, RequestLimits, parse_form, parse_json
+from qkv.server.scheduler import SchedulerOptions
+from qkv.server.served_models import ServedModel, ServedModels
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
+    (key, line), (other, second) = new_key("one"), new_key("two")
+    path = tmp_path / "keys"
+    path.write_text(f"# a comment\n\n{line}\n{second} 60  # slowly\n", encoding="utf-8")
+    keys = read_keys(path)
+    one, two = find_key(keys, key), find_key(keys, other)
+    assert one is not None
+    assert two is not None
+    assert (one.name, one.rate, two.name, two.rate) == ("one", None, "two", 60)
+    assert find_key(keys, "") is None
+    assert find_key(keys, line.split()[1]) is None  # the hash is not a key
+    assert key not in line
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "name nohash\n", "name " + "0" * 64 + " many\n"])
+def test_key_files_without_a_valid_key_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match="new-key"):
+        read_keys(tmp_path / "keys")
+
+
+def test_a_bucket_refills() -> None:
+    limiter = RateLimiter()
+    assert [limiter.take("a", 3, now=0.0) for _ in range(4)] == [0, 0, 0, 20]
+    assert limiter.take("b", 3, now=0.0) == 0  # another client has its own bucket
+    assert limiter.take("a", 3, now=10.0) == pytest.approx(10)
+    assert limiter.take("a", 3, now=20.0) == 0
+    assert limiter.take("a", 3, now=20.0) == pytest.approx(20)
+    assert [limiter.take("a", 3, now=1e6) for _ in range(4)] == [0, 0, 0, 20]  # never more than a minute's worth
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+    ),
+)
+
+
+@given(json_values)
+def test_json_round_trip(value: Any) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
+    for read in (parse_json, parse_form):
+        with suppress(Refusal):  # any other exception fails the test
+            read(data)
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A decoder of tokens that are characters."""
+
+    def feed(self, token: int) -> str:
+        return chr(token)
+
+    def close(self) -> str:
+        return ""
+
+
+@given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_stream_never_contains_its_stop_text(text: str, stops: list[str]) -> None:
+    row = Continuation(Letters(), stops)  # type: ignore[arg-type]
+    shown = ""
+    for number, letter in enumerate(text, 1):
+        shown += row.add(ord(letter), last=number == len(text))
+        if row.finish_reason:
+            break
+    # The first complete stop text ends the stream; it may have begun after one that is still incomplete.
+    ended = [text[: i + 1] for i in range(len(text)) if any(text[: i + 1].endswith(stop) for stop in stops)]
+    if ended:
+        assert row.finish_reason == "stop"
+        assert shown == ended[0][: min(p for p in map(ended[0].find, stops) if p >= 0)]
+    else:
+        assert (row.finish_reason, shown) == ("length", text)
+
+
+def test_a_port_is_shared_only_with_reuse_port() -> None:
+    with open_socket("127.0.0.1", 0, reuse_port=True) as first:
+        port = first.getsockname()[1]
+        with open_socket("127.0.0.1", port, reuse_port=True) as second:
+            assert second.getsockname()[1] == port
+        with pytest.raises(UsageError, match="cannot listen"):
+            open_socket("127.0.0.1", port)
+    with pytest.raises(UsageError, match="cannot listen"):
+        open_socket("127.0.0.1", 99_999)
+
+
+# ---- models and languages --------------------------------------------------------------------------------------------
+
+
+def test_models_are_found_by_name_and_language(tiny: Path) -> None:
+    models = ServedModels.open([tiny, f"other={tiny}"])
+    assert list(models) == ["tiny", "other"]
+    assert models.for_languages("en", "it").name == "tiny"
+    assert models.for_languages("en", "it", "other").name == "other"
+    assert models.languages() == {"en": ["it"], "it": []}
+    with pytest.raises(Refusal, match="'xx' is not supported"):
+        models.for_languages("xx", "it")
+    with pytest.raises(Refusal, match="no language model"):
+        models.by_name(None, translates=False)
+    with pytest.raises(UsageError, match="second model"):
+        ServedModels.open([tiny, tiny])
+
+
+def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
+    models = ServedModels.open([tiny, f"back={tiny}"])
+    models["back"] = dataclasses.replace(models["back"], source="de", targets=("it", "fr"))
+    german, english = "Wo ist das Haus meiner Schwester?", "Where is the house of my sister?"
+    assert models.choose("auto", "it", [german])[0].name == "back"
+    assert models.choose("auto", "it", [english])[0].name == "tiny"
+    assert models.choose("auto", "it", [german], "tiny")[0].name == "tiny"  # it supports no other source language
+    assert models.choose("auto", "fr", [english])[0].name == "back"  # the only one with this target
+    assert models.choose("de", "", [])[0].name == "back"
+    with pytest.raises(Refusal, match="'xx' is not available as a target language: available: it, fr"):
+        models.choose("auto", "xx", [english])
+
+
+def test_a_run_without_languages_is_reported(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listener, "run", lambda app, listening: listening.close())
+    nameless = tmp_path / "nameless"
+    shutil.copytree(tiny, nameless)
+    written = nameless / "config.toml"
+    written.write_text(written.read_text().replace('tgt_lang = "it"', 'tgt_lang = ""'))
+    models = ServedModels.open([tiny, nameless])
+    listener.serve(models, SchedulerOptions({}), RequestLimits(), open_socket("127.0.0.1", 0))
+    _, said = capsys.readouterr().err.splitlines()
+    assert said == (
+        f"nameless has no language codes, so clients must use en and target: "
+        f"set src_lang and tgt_lang under [data] in {written}"
+    )
+
+
+def test_languages_are_recognised() -> None:
+    assert served_models.detect_languages("Dove si trova la casa di tua sorella?")[0][0] == "it"
+    assert [code for code, _ in served_models.detect_languages("Wo ist das Haus?", among=["en", "it"])] != ["de"]
+    assert served_models.detect_languages(" ") == []
+    assert served_models.language_name("de-AT") == "German"
+    assert served_models.language_name("tlh") == "tlh"
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+CARD = """
+import sys
+import qkv
+from qkv.server.model_worker import model_card
+model_card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_model_process_does_not_import_the_compiler(tiny: Path) -> None:
+    """The import would take a second and 140 MB in each process."""
+    done = subprocess.run([sys.executable, "-c", CARD, tiny], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("tags", "targets"), [(("de", "fr"), ("de", "fr")), (("", "bt"), ("it",))])
+def test_tags_are_languages_only_if_all_text_has_them(
+    tmp_path: Path, tags: tuple[str, str], targets: tuple[str, ...]
+) -> None:
+    corpora = []
+    for tag in tags:
+        src, tgt = write_pairs(tmp_path, sentences(60, seed=len(corpora)), f"text{tag}")
+        corpora.append({"src": src, "tgt": tgt, "tag": tag})
+    small = {"d_model": 16, "d_ff": 16}
+    spec = tiny_config("", "", steps=2, metric="loss", average=0).replace(data={"train": corpora}, model=small)
+    served = ServedModel.open("both", qkv.train(spec, tmp_path / "run").path)
+    assert served.targets == targets
+    assert served.tag("") == (targets[0] if tags[0] else "")
