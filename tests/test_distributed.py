@@ -38,15 +38,12 @@ WORK = """
 import json, os, signal, sys
 from pathlib import Path
 import qkv
-from qkv import assembly, config
-from qkv.cli.command import _explain
+from qkv import assembly
+from qkv import options as config
+from qkv.cli import _report_failure
 from qkv.core import run as core_run
 from qkv.core.trainer import Trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv import options as config
-from qkv.cli import _report_failure
-from qkv.train import log, loop
-from qkv.engines.cuda_training.cuda_trainer import FastTrainer
 
 usual = assembly.train_step_for
 core_run._json_value = lambda value: value
@@ -66,7 +63,7 @@ Trainer.start = sabotaged
 try:
     for job in work["jobs"]:
         assembly.train_step_for = (lambda *_: CudaTrainStep) if Path(job["run"]).name == "fast" else usual
-        start = {"resume": True} if job["resume"] else {"config": Config.load(job["config"])}
+        start = {"resume": True} if job["resume"] else {"config": config.Config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
     sys.exit(_report_failure(error, False))

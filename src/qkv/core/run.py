@@ -225,7 +225,7 @@ class Run:
         from qkv.models.transformer import Transformer
 
         assert isinstance(self.config.model, TransformerConfig)
-        return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+        return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)  # type: ignore[arg-type]
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """Return the trained model, ready for use."""

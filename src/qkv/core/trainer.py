@@ -358,8 +358,7 @@ class Loop:
     def settle(self, but: int = 0) -> Outcome | None:
         """Wait for all updates in flight but the last few; return the outcome of the last one waited for.
 
-        An update that was skipped is reported. After too many in a row the batch is written as ids and as text, and
-        training gives up.
+        Report skipped updates; after too many in a row write the batch, as ids and as text, and give up.
         """
         outcome, progress = None, self.trainer.progress
         while len(self.in_flight) > but:
@@ -430,8 +429,8 @@ class Loop:
         trainer.clock.count(progress)  # saving does not count as training either
 
     def keep_weights(self, name: str, model: nn.Module) -> None:
-        about = {"format": "pt", "step": str(self.trainer.progress.step), "made by": "qkv"}
-        files.write_tensors(self.run.path / "weights" / f"{name}.safetensors", dict(model.named_parameters()), about)
+        path, step = self.run.path / "weights" / f"{name}.safetensors", str(self.trainer.progress.step)
+        files.write_tensors(path, dict(model.named_parameters()), {"format": "pt", "step": step, "made by": "qkv"})
 
     def finish(self) -> None:
         """Average the last checkpoints, and use the average by default if it validates better than the best weights."""

@@ -82,6 +82,7 @@ class CudaTrainStep(MemoryLimitedStep):
     model: Transformer
     updates: Pairs
     average: Ema | None
+    options: TrainConfig
 
     def __init__(self, *arguments: Any, pad: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
