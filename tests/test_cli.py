@@ -60,6 +60,25 @@ def test_as_many_lines_out_as_in(tiny: Path, call: Call, text: bytes, lines: lis
     assert all(ours == theirs for ours, theirs in zip(found, lines, strict=True) if theirs is not ...)
 
 
+def test_a_line_of_several_sentences_is_translated_one_by_one(tiny: Path, call: Call, tmp_path: Path) -> None:
+    """From a pipe and from a file, to a file too, by one process or two; and as a whole if that is asked for."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    line = "One cat. Two dog.  Three house!"
+    text.write_text(f"{line}\n\nOne cat.\n" * 3)
+    one, two, three = call("translate", tiny, input=b"One cat.\nTwo dog.\nThree house!\n").out.splitlines()
+    expected = f"{one} {two}  {three}\n\n{one}\n" * 3
+    assert call("translate", tiny, input=text.read_bytes()).out == expected
+    for options in ([], ["--workers", 2]):
+        assert call("translate", tiny, text, "-o", out, *options).code == 0
+        assert out.read_text() == expected
+    whole = call("translate", tiny, text, "--no-split", "--json").out.splitlines()
+    assert [json.loads(row)["pieces"] for row in whole] == [1, 0, 1] * 3
+    (tmp_path / "reference").write_text(expected)
+    for options, value in (([], 100.0), (["--no-split"], ...)):
+        report = json.loads(call("evaluate", tiny, text, tmp_path / "reference", "--json", *options).out)
+        assert (report["bleu"]["value"] == pytest.approx(100)) == (value == 100.0)
+
+
 def test_files_and_streams_are_the_same(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
     source = Path(test_set[0]).read_bytes()
     (tmp_path / "packed.gz").write_bytes(gzip.compress(source))

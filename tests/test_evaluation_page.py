@@ -163,9 +163,9 @@ def test_the_documentation_defines_every_flag() -> None:
     named = [flag for row in table.strip().splitlines()[2:] for flag in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert named == list(ONE.diagnosis.definitions)
     for number in (
-        diagnosis.TOLD,
-        diagnosis.HIGHEST,
-        diagnosis.FEW,
+        diagnosis.MIN_WORDS,
+        diagnosis.MAX_CHANCE,
+        diagnosis.MIN_REFERENCES,
         diagnosis.TIMES,
         diagnosis.TOKENS,
         LISTED,
@@ -182,8 +182,8 @@ def test_the_python_of_the_documentation_runs(tiny: Path, tmp_path: Path, monkey
     names: dict[str, Any] = {"sources": SOURCES[:4], "references": REFERENCES[:4], "hypotheses": spoilt(1)[:4]}
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     exec(compile(code, str(DOCS), "exec"), names)
-    assert names["found"].lines == names["theirs"].lines == 4
-    # What runs is in the block: a dotted name in a sentence is seen by nobody, and may be one that cannot be reached.
+    assert names["diagnosis"].lines == names["other"].lines == 4
+    # Dotted names belong in the block, which is executed; a name in a sentence is not checked.
     assert not re.findall(r"`qkv\.[^`]*`", text)
 
 

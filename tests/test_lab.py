@@ -74,7 +74,7 @@ def test_training_speed_says_what_was_measured(
 
 def test_training_of_what_differs_is_not_compared(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
-    with pytest.raises(QkvError, match="the comparison would mean nothing"):
+    with pytest.raises(QkvError, match="the speeds are not comparable"):
         training_speed.measure_training(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
 
 
@@ -221,12 +221,12 @@ def test_compiled_contenders_run(little: None) -> None:
     ("what", "wrong", "message"),
     [
         ("everything", {}, "choose one of train, decode, all"),
-        ("all", {"outputs": ["both.json"]}, "one file for one table"),
-        ("train", {"beams": [4]}, "--beam is for lab speed decode"),
-        ("decode", {"tokens": 64}, "--tokens is for lab speed train"),
+        ("all", {"outputs": ["both.json"]}, "one file per table"),
+        ("train", {"beams": [4]}, "--beam belongs to lab speed decode"),
+        ("decode", {"tokens": 64}, "--tokens belongs to lab speed train"),
         ("train", {"model": "huge"}, "choose one of tiny, small, base, big"),
-        ("train", {"tokens": 7}, "a batch holds a sentence at least"),
-        ("train", {"only": ["fairseq"]}, "nobody is called so"),
+        ("train", {"tokens": 7}, "the length of one sentence"),
+        ("train", {"only": ["fairseq"]}, "no contender has such a name"),
         ("train", {"outputs": ["speed.txt"]}, "write to a .json file"),
     ],
 )
@@ -343,7 +343,7 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
 
 def test_what_differs_is_not_timed(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
-    with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the comparison would mean nothing"):
+    with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the speeds are not comparable"):
         decoding_speed.measure_decoding(only=["nn"], batches=[4], seconds=0.0, device="cpu")
 
 
@@ -385,8 +385,8 @@ def test_what_is_missing_is_said(tiny_sizes: None, monkeypatch: pytest.MonkeyPat
         ({"run": "somewhere"}, "give --run and --src together"),
         ({"run": "somewhere", "src": "text", "model": "base"}, "give --run and --src together"),
         ({"model": "huge"}, "choose one of small"),
-        ({"only": ["fairseq"]}, "no setting is called so"),
-        ({"beams": [0]}, "numbers from 1"),
+        ({"only": ["fairseq"]}, "no setting has such a name"),
+        ({"beams": [0]}, "numbers of at least 1"),
         ({"outputs": ["speed.txt"]}, "write to a .json file"),
     ],
 )

@@ -186,7 +186,8 @@ def test_files_and_functions_are_of_a_size_to_read(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 70, f"{node.name} is longer than a screen"
+            # A signature spells out every option of a verb; what is read as a story is the body.
+            assert node.end_lineno - node.body[0].lineno < 70, f"{node.name} is longer than a screen"
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

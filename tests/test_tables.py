@@ -358,10 +358,10 @@ def test_the_noise_of_a_difference() -> None:
     assert result_tables.pooled_deviation(groups) == pytest.approx(pooled)
     gap = result_tables.difference(groups[1], groups[2], pooled)
     assert (gap.value, gap.noise) == pytest.approx((5.0, 2 * pooled * math.sqrt(1 / 2 + 1)))
-    assert not gap.told
+    assert not gap.significant
     gap = result_tables.difference(groups[1], groups[0], pooled)
-    assert gap.told
-    assert not result_tables.difference(groups[1], groups[0], math.nan).told
+    assert gap.significant
+    assert not result_tables.difference(groups[1], groups[0], math.nan).significant
     assert result_tables.mean_and_deviation([1.0, 3.0]) == "2.00 ± 1.41"
     assert result_tables.mean_and_deviation([1.0]) == "1.00"
 

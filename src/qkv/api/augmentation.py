@@ -340,5 +340,6 @@ def _task(augmenter: Augmenter, weights: str, **how: Any) -> dict[str, Any]:
         "closest_by": augmenter.closest_by,
         "seed": augmenter.seed,
         **augmenter.options,
+        "by_sentence": [member.run.by_sentence for member in translator.members],
         **how,
     }

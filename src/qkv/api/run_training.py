@@ -22,6 +22,7 @@ from qkv.data.store import Prepared, prepare
 from qkv.explain.head_analysis import MeasuredTask
 from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
+from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.
@@ -39,6 +40,8 @@ SETTLED = (
     "train.micro_tokens",
 )
 FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
+
+SAMPLE = 2000  # source lines, evenly over the training text, in which sentences are counted
 
 
 def train(
@@ -184,7 +187,17 @@ def _begin(
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
-    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start), prepared
+    several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
+    run = Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start, several)
+    return run, prepared
+
+
+def several_sentences(prepared: Prepared) -> float:
+    """The share of source lines that have more than one sentence, in a sample of the training pairs."""
+    src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
+    rows = [prepared.train.src(i * len(prepared.train) // count).tolist() for i in range(count)]
+    several = sum(len(split(src.decode(row), lambda piece: True, sentences=True)) > 1 for row in rows)
+    return round(several / count, 4)
 
 
 def _as_in(start: Run, config: Config, settings: list[str]) -> Config:

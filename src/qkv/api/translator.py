@@ -113,8 +113,9 @@ class Translator(Explained):
     def translate(self, text: str | Sequence[str], **options: Unpack[Options]) -> Translation | list[Translation]:
         """Translate a text, or each of several; what is left out of the options is as the run's config has it.
 
-        Blank text stays empty without asking the model. Text longer than the model was trained on is translated in
-        pieces, cut at sentences where possible, and put together again. `progress` is told of every finished text.
+        Blank text stays empty without asking the model. Every sentence is translated by itself (unless the run's
+        training text had several to a line, or `split` is false), and one longer than the model was trained on in
+        pieces; they are put together with the white space of the source. `progress` is told of every finished text.
         """
         if isinstance(text, str):
             (only,) = self._translate([text], **options)
@@ -139,6 +140,7 @@ class Translator(Explained):
         must_include: Sequence[str] | Sequence[Sequence[str]] = (),
         tag: str = "",
         first: int = 0,
+        split: bool = True,
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> list[Translation]:
@@ -152,7 +154,12 @@ class Translator(Explained):
         if asked.shortlist and self.finder.narrow is None:
             self._use(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
-        parts = [self._pieces(line, len(tags)) for line in texts]
+        by_sentence = split and self.run.by_sentence
+        # A prefix and required phrases are for the text, and which of its sentences they are for is not known.
+        parts = [
+            self._pieces(line, len(tags), sentences=by_sentence and not (begun[number] or wanted[number]))
+            for number, line in enumerate(texts)
+        ]
         for number, pieces in enumerate(parts):
             if len(pieces) > 1 and (begun[number] or wanted[number]):
                 raise UsageError(
@@ -232,8 +239,13 @@ class Translator(Explained):
         """The n likeliest other words at a place of a translation, each with the best way to go on from there.
 
         `position` counts the words of the translation, or of its beginning, from 0, punctuation apart; the one behind
-        the last is the word that would come next.
+        the last is the word that would come next. Of a text of several sentences the one with that word goes on, if the
+        translation has as many.
         """
+        sources = self._pieces(source, len(self._prefix(tag)), sentences=self.run.by_sentence)
+        targets = split(translation, lambda piece: True, sentences=True)
+        if 1 < len(sources) == len(targets):
+            return self._alternatives_in(sources, targets, position, n, tag=tag, beam=beam)
         asked = Asked.of(self.config, self.tokenizers.tgt, beam=beam)
         ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
         written = tgt.encode(translation)
@@ -256,6 +268,18 @@ class Translator(Explained):
             text = tgt.decode(best.tokens).replace("\n", " ").strip()
             found.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
         return found
+
+    def _alternatives_in(
+        self, sources: Pieces, targets: Pieces, position: int, n: int, **options: Any
+    ) -> list[OtherWord]:
+        """`alternatives` in the sentence that the word belongs to, put together with the others."""
+        tgt, number = self.tokenizers.tgt, 0
+        counts = [len(words(tgt.tokens(tgt.encode(piece)))) for piece in targets]
+        while number + 1 < len(counts) and position >= counts[number]:
+            position, number = position - counts[number], number + 1
+        found = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
+        before, after = targets.pieces[:number], targets.pieces[number + 1 :]
+        return [dataclasses.replace(each, text=targets.join([*before, each.text, *after])) for each in found]
 
     def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path | None:
         """Learn from the training pairs which target tokens each source token can need, and keep it in the run folder.
@@ -331,9 +355,9 @@ class Translator(Explained):
         logprobs = score_all(model, sources, targets, self.tokenizers, device=self.device, progress=progress)
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
 
-    def _pieces(self, line: str, prefix: int) -> Pieces:
+    def _pieces(self, line: str, prefix: int, *, sentences: bool) -> Pieces:
         room = self.config.data.max_length - prefix
-        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room)
+        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
 
     def _translation(
         self, pieces: Pieces, found: list[list[Hypothesis]], *, read: int = 0, looped: bool = False

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
+SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ class Run:
         store: Path | None = None,
         command: str = "",
         start: Run | None = None,
+        several_sentences: float = 0.0,
     ) -> Self:
         """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
 
-        `store` is the folder of the tokenised text, if it is outside the run folder. `start` is a run whose weights
-        training begins with; they are copied.
+        `several_sentences` is the share of source lines with several sentences. `store` is the folder of the tokenised
+        text, if it is outside the run folder. `start` is a run whose weights training begins with; they are copied.
         """
         import torch
 
@@ -85,6 +87,7 @@ class Run:
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
             "store": "store" if store is None or store == path / "store" else str(store.resolve()),
+            "several_sentences": several_sentences,
         }
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
@@ -123,6 +126,14 @@ class Run:
     def about(self) -> dict[str, Any]:
         """The content of run.json: format, versions, date and command of the creation."""
         return _read_json(self.marker)
+
+    @property
+    def by_sentence(self) -> bool:
+        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
+
+        An older run folder has no record of that, and its texts are translated sentence by sentence.
+        """
+        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
 
     @property
     def store(self) -> Path:

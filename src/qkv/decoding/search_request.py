@@ -44,8 +44,13 @@ class Options(TypedDict, total=False):
     `avoid` (`qkv.decoding.constraints`); for several texts, `prefix` and `must_include` may be lists with one entry for
     each. `shortlist` looks only at words that the source's can need. `rerank` is chrf or bleu: of so many `candidates`
     the one that the others agree with most. `first` is how many texts of the same input came before, for the seeds.
+
+    With `split` a text of several sentences is translated sentence by sentence, unless lines of the training text had
+    several too; without it a text is cut only where it is longer than the model can read. Lengths, draws and the n best
+    are then those of each sentence. A text with a `prefix` or with `must_include` is not cut into sentences.
     """
 
+    split: bool
     beam: int | None
     n_best: int
     length_penalty: str | None

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from qkv.core.errors import QkvError
 from qkv.core.validation import bleu_tokenizer
 
-if TYPE_CHECKING:  # sacreBLEU takes a while to import, and training only needs it at the first validation
+if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
 
 SEED = 12345  # sacreBLEU's own default
@@ -192,7 +192,7 @@ def compare(
 def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:
     from sacrebleu.metrics.bleu import BLEU
 
-    # sacreBLEU warns of output that looks tokenised; once is enough.
+    # `force` suppresses sacreBLEU's warning of output that seems to be tokenised: one warning is enough.
     return BLEU(tokenize=bleu_tokenizer(tgt_lang), lowercase=lowercase, force=lowercase or quiet)
 
 
