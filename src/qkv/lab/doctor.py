@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from qkv import __version__, config
+from qkv import __version__
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
@@ -17,7 +17,7 @@ from qkv.data.loader import collate
 from qkv.data.subwords import learn
 from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build
-from qkv.options import DecodeConfig, TokenizerConfig, TransformerConfig
+from qkv.options import DecodeConfig, TokenizerConfig, TrainConfig, TransformerConfig
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
 
@@ -53,7 +53,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
     rows = [np.asarray(tokenizers.src.encode(line)) for line in text]
     batch = collate(rows, rows, tokenizers).to(device)
-    optimizer = build_optimizer(model, config.TrainConfig())
+    optimizer = build_optimizer(model, TrainConfig())
     optimizer.param_groups[0]["lr"] = 5e-3
     losses = []
     for _ in range(150):
