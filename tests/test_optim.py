@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import tiny_config
-from qkv import config
 from qkv.assembly import Run, optimizer_for
 from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
 from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
-from qkv.options import MODEL_KINDS, RnnConfig, TransformerConfig
+from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
@@ -41,7 +40,7 @@ def perceptron(width: int = 16) -> nn.Module:
 
 
 def build(model: nn.Module, optimizer: str, rate: float | Tensor = 0.01, **train: Any) -> torch.optim.Optimizer:
-    made = optimizer_for(model, config.TrainConfig(optimizer=optimizer, **train))
+    made = optimizer_for(model, TrainConfig(optimizer=optimizer, **train))
     for group in made.param_groups:
         group["lr"] = rate
     return made
@@ -306,7 +305,7 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
 
 
 def test_wsd_rises_stays_and_falls_to_zero() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
+    spec = TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
     rates = [learning_rate(step, spec, 512) for step in range(1, 1001)]
     assert rates[:100] == pytest.approx([2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:700] == pytest.approx([2e-3] * 601)
@@ -317,7 +316,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:
-    spec = config.TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
+    spec = TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
     rates = [learning_rate(step, spec, 512) for step in range(90, 101)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0

@@ -21,7 +21,7 @@ from qkv.core import loss as loss_module
 from qkv.core import optimizer
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss, reference_loss
-from qkv.decode.step import length_penalty
+from qkv.core.search import length_penalty
 from qkv.models import (
     MultiHeadAttention,
     Transformer,

@@ -27,15 +27,15 @@ from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import checkpoint, files, optimizer, validation
 from qkv.core import trainer as trainer_module
 from qkv.core.checkpoint import average_checkpoints
-from qkv.core.config import option_path
 from qkv.core.errors import Interrupted
 from qkv.core.loss import SmoothedObjective
 from qkv.core.run import JsonlLog
+from qkv.core.search import SearchOptions
 from qkv.core.trainer import Outcome, Trainer
+from qkv.core.translate import search_all
 from qkv.core.validation import Validation, validate
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.decode.batched import search_all
 from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
@@ -48,6 +48,7 @@ from qkv.options import (
     RnnConfig,
     TokenizerConfig,
     TransformerConfig,
+    option_path,
 )
 from qkv.training.regularization import Ema
 
@@ -376,7 +377,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
         (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
     )
     translator = qkv.load(run, weights="100")
-    ids, spec = list(map(run.tokenizers.src.encode, source)), dataclasses.replace(run.config.decode, beam=1)
+    ids, spec = list(map(run.tokenizers.src.encode, source)), SearchOptions.of(run.config.decode, beam=1)
     hypotheses = search_all(translator.model, ids, spec, run.tokenizers, device=torch.device("cpu"))
     found = [run.tokenizers.tgt.decode(each[0].tokens) for each in hypotheses]
     for text, translation in zip(found, translator.translate(source, beam=1), strict=True):

@@ -12,11 +12,17 @@ from qkv.core import run as core_run
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
+from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
+from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.loader import Updates
 from qkv.data.store import Prepared
+from qkv.engines.cpu import pack
+from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
+from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
+from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.models.base import Model
@@ -28,6 +34,7 @@ from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
 from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
+from qkv.worker_pool import ProcessWorkers
 
 
 class Run(core_run.Run):
@@ -39,6 +46,33 @@ class Run(core_run.Run):
 
     def build_model(self) -> Model:
         return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def start_search_for(device: torch.device) -> StartSearch:
+    """Return how searches are started on a device: with steps in C on a CPU, by kernels on a GPU."""
+    return start_native if device.type == "cpu" else start_triton
+
+
+def search_engines_for(
+    model: Any, tokenizers: TokenizerPair, device: torch.device, workers: ProcessWorkers[OpenedRun] | None = None
+) -> list[DecodingEngine]:
+    """Return the engines that decode with a model faster than `search_all`, for the options that they support."""
+    engines: list[DecodingEngine] = []
+    if device.type == "cuda":
+        engines.append(SlotDecoding(model, tokenizers))
+    if workers is not None:
+        engines.append(ProcessDecoding(workers))
+    return engines
+
+
+def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
+    """Return a run's model, packed, and its tokenizers: what each process works with."""
+    run = Run.open(path)
+    model: Any = pack(run.model(CPU, weights), dtype)
+    return model, run.tokenizers
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -53,7 +87,8 @@ def task_for(config: Config) -> Task:
             return MaskedLanguageModelTask()
         case _:
             dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
-            return TranslationTask(dropout=dropout, aligned=aligned)
+            start = start_search_for(choose_device(config.train.device))
+            return TranslationTask(start, dropout=dropout, aligned=aligned)
 
 
 def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from qkv.core.errors import UsageError
-from qkv.core.run import Run
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -307,6 +306,8 @@ def __getattr__(name: str) -> Callable[[], Config]:
 
 def find_config(name: str) -> Config:
     """Return a config by the name of a preset, the path of a run folder, or the path of a TOML file."""
+    from qkv.core.run import Run
+
     if name in PRESETS:
         return PRESETS[name]()
     if Path(name).is_dir():

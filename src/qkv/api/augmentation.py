@@ -33,9 +33,9 @@ from qkv.core.validation import bleu_tokenizer
 from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.passes import Limits
-from qkv.decode.workers import worker_count
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
+from qkv.engines.cpu.native_search import worker_count
 from qkv.evaluation.diagnosis import find_loop
 
 KINDS = ("back-translation", "self-training", "distillation")

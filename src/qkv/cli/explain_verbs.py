@@ -157,7 +157,7 @@ def report(
     """Write a page about a training: curves, samples, comparison."""
     from qkv.assembly import Run
     from qkv.console import say
-    from qkv.explain.training_report import report as write
+    from qkv.explain.training_report import write_training_report
 
-    write([Run.open(path) for path in (run, other) if path is not None], output)
+    write_training_report([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))

@@ -219,7 +219,7 @@ def evaluate(
     ]
     _print_scores(systems, comparison, as_json)
     if report:
-        evaluation_page.report(systems, report, comparison)
+        evaluation_page.write_evaluation_page(systems, report, comparison)
         say(str(report))
 
 

@@ -62,7 +62,7 @@ def train(
     from qkv.api import auto_recipe
     from qkv.api.run_training import train as run_training
     from qkv.assembly import Run
-    from qkv.core.config import option_path
+    from qkv.options import option_path
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:

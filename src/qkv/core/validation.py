@@ -5,7 +5,6 @@ torch is imported when it is needed, so that scoring finished translations (`cor
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import re
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from qkv.core.config import Config
     from qkv.core.device import World
+    from qkv.core.search import StartSearch
     from qkv.data.loader import Batch, Updates
     from qkv.data.store import Prepared
     from qkv.models.base import Model, TranslationModel
@@ -74,10 +74,13 @@ class Task(Protocol):
 
 
 class TranslationTask:
-    """Sentence pairs, measured by the loss and by BLEU of greedy translations; options go to the stream of updates."""
+    """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    `start` replaces the plain search; `options` go to the stream of updates.
+    """
+
+    def __init__(self, start: StartSearch | None = None, **options: Any) -> None:
+        self.start, self.options = start, options
 
     def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates:
         from qkv.data.loader import Pairs
@@ -85,7 +88,7 @@ class TranslationTask:
         return Pairs(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
 
     def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
-        return validate(model, text, config, device)
+        return validate(model, text, config, device, self.start)
 
     def sample(self, text: Prepared, config: Config, rows: int, tokens: int) -> Batch:
         from qkv.data.loader import collate
@@ -116,7 +119,9 @@ def rows_within(widths: np.ndarray[Any, Any], tokens: int) -> int:
     return max(1, int((widest * np.arange(1, len(widest) + 1) <= tokens).sum()))
 
 
-def validate(model: TranslationModel, text: Prepared, config: Config, device: torch.device) -> Validation:
+def validate(
+    model: TranslationModel, text: Prepared, config: Config, device: torch.device, start: StartSearch | None = None
+) -> Validation:
     """Measure the model on the held-out pairs; dropout is off meanwhile."""
     import torch
 
@@ -132,7 +137,7 @@ def validate(model: TranslationModel, text: Prepared, config: Config, device: to
             collate([store.src(i) for i in rows], [store.tgt(i) for i in rows], text.tokenizers) for rows in cuts
         )
         total, tokens = total_loss(model, held_out, text.tokenizers.tgt.pad, device)
-        bleu, sample = greedy_bleu(model, text, config, device) if config.train.metric == "bleu" else (None, "")
+        bleu, sample = greedy_bleu(model, text, config, device, start) if config.train.metric == "bleu" else (None, "")
     model.train(training)
     return Validation(total / tokens, bleu, sample)
 
@@ -151,14 +156,17 @@ def total_loss(model: Model, batches: Iterable[Batch], pad: int, device: torch.d
     return total, tokens
 
 
-def greedy_bleu(model: TranslationModel, text: Prepared, config: Config, device: torch.device) -> tuple[float, str]:
+def greedy_bleu(
+    model: TranslationModel, text: Prepared, config: Config, device: torch.device, start: StartSearch | None = None
+) -> tuple[float, str]:
     """Return BLEU of greedy translations of the held-out sources, and the first of them."""
-    from qkv.decode.batched import search_all
+    from qkv.core.search import SearchOptions, start_search
+    from qkv.core.translate import search_all
 
     store, tokenizers = text.valid, text.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
-    greedy = dataclasses.replace(config.decode, beam=1)
-    hypotheses = search_all(model, sources, greedy, tokenizers, device=device)
+    greedy = SearchOptions.of(config.decode, beam=1)
+    hypotheses = search_all(model, sources, greedy, tokenizers, device=device, start=start or start_search)
     texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in hypotheses]
     references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
     return corpus_bleu(texts, references, tgt_lang=config.data.tgt_lang), texts[0]

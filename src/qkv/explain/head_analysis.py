@@ -19,12 +19,12 @@ from torch import Tensor
 
 from qkv.core.config import Config
 from qkv.core.errors import UsageError
+from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import by_length
 from qkv.core.validation import Task, Validation
 from qkv.data.loader import Batch, collate
 from qkv.data.store import Prepared
-from qkv.decode.batched import by_length
-from qkv.decode.board import Ids
 from qkv.explain import figure_files
 from qkv.models.attention import heads_of, record, without
 from qkv.models.base import Model

@@ -14,12 +14,11 @@ from typing import Any
 
 from qkv.api import auto_recipe
 from qkv.assembly import trainer_for
-from qkv.core.config import option_path
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
-from qkv.options import Config, TranslationConfig
+from qkv.options import Config, TranslationConfig, option_path
 
 BASELINE = "as it is"
 EQUAL = ("time", "steps")

@@ -17,8 +17,7 @@ from qkv.data import batches
 from qkv.data.loader import Batch, Updates
 from qkv.data.plain import Blocks, Sentences, block_batch, hide, text_blocks
 from qkv.data.store import Prepared
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.options import EncoderOnlyConfig
 
