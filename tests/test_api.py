@@ -18,7 +18,7 @@ from conftest import WORDS, sentences, tiny_config, write_pairs
 from qkv import api
 from qkv.api import Translation, Translator
 from qkv.core.errors import UsageError
-from qkv.decode.board import Hypothesis
+from qkv.core.search import Hypothesis
 from qkv.segmentation.sentences import split
 
 

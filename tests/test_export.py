@@ -20,12 +20,13 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
+from qkv.core.translate import score_all, search_all
 from qkv.data.loader import pad
-from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
-from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
+from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.run import Run
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -154,7 +155,7 @@ def translator(model: Transformer, folder: Path) -> Any:
 def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> None:
     """Without a length penalty: the others divide by length**alpha, the paper by ((5 + length) / 6)**alpha."""
     model, sources = taught_model(norm), some_ids(40, seed=5)
-    spec = DecodeConfig(beam=beam, length_penalty="none", extra_length=EXTRA)
+    spec = SearchOptions(beam=beam, length_penalty="none", extra_length=EXTRA)
     best = [hypotheses[0] for hypotheses in search_all(model, sources, spec, TOKENIZERS, device=CPU)]
     ended = [i for i, hypothesis in enumerate(best) if not hypothesis.truncated]
     assert len(ended) > 20

@@ -121,7 +121,7 @@ def _say_engine(translator: Translator, file: str, crew: Crew) -> None:
 
 def _default_workers(file: str) -> int:
     """Return one process per core for a large file, and no extra process for a small one."""
-    from qkv.decode.workers import worker_count
+    from qkv.engines.cpu.native_search import worker_count
 
     return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
 

@@ -17,20 +17,21 @@ import torch
 from torch import nn
 
 from qkv import presets
+from qkv.assembly import start_search_for
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
+from qkv.core.translate import search_all
 from qkv.data.loader import pad
-from qkv.decode.batched import search_all
-from qkv.decode.board import Hypothesis
-from qkv.decode.workers import open_run, search_in
 from qkv.engines.cpu import pack
-from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
+from qkv.engines.cpu.native_search import ProcessDecoding, open_run
+from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.conversion import import_optional
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
-from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
+from qkv.options import Config, ModelConfig, TransformerConfig
 from qkv.run import Run
 from qkv.worker_pool import ProcessWorkers
 
@@ -147,15 +148,14 @@ def _packed(subject: DecodingSetup, dtype: str) -> DecodeFunction:
 def _captured(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
     """Search steps as CUDA graphs, with as many slots as sentences, up to the maximum."""
     model: Any = subject.run.model(subject.device).to(dtype)
-    pool, tokenizers = Pool(model), subject.run.tokenizers
+    slots = SlotDecoding(model, subject.run.tokenizers)
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        spec = _spec(sources, task)
+        options = _options(sources, task)
         outputs: Outputs = [[] for _ in sources]
         for batch in _batches(sources, task.batch if task.batch < MOST else len(sources)):
             rows = [sources[i] for i in batch]
-            found = search_all(model, rows, spec, tokenizers, n_best=task.n_best, device=subject.device, pool=pool)
-            for i, hypotheses in zip(batch, _outputs(found), strict=True):
+            for i, hypotheses in zip(batch, _outputs(slots.search_all(rows, options)), strict=True):
                 outputs[i] = hypotheses
         return outputs
 
@@ -167,7 +167,7 @@ def _in_processes(subject: DecodingSetup, dtype: str, processes: int) -> DecodeF
     workers = ProcessWorkers(processes, open_run, str(subject.run.path), "", dtype)
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        return _outputs(search_in(workers, sources, _spec(sources, task), n_best=task.n_best))
+        return _outputs(ProcessDecoding(workers).search_all(sources, _options(sources, task)))
 
     return decode
 
@@ -180,17 +180,19 @@ def _search_with(model: Any, subject: DecodingSetup) -> DecodeFunction:
     tokenizers, device = subject.run.tokenizers, subject.device
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        spec = _spec(sources, task)
-        return _outputs(search_all(model, sources, spec, tokenizers, n_best=task.n_best, device=device))
+        start = start_search_for(device)
+        return _outputs(search_all(model, sources, _options(sources, task), tokenizers, device=device, start=start))
 
     return decode
 
 
-def _spec(sources: Sources, task: DecodingTask) -> DecodeConfig:
+def _options(sources: Sources, task: DecodingTask) -> SearchOptions:
     """Return search options with a token budget for `task.batch` sentences of mean length."""
     tokens = sum(len(source) + 1 for source in sources) / len(sources)
     budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
-    return DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+    return SearchOptions(
+        beam=task.beam, n_best=task.n_best, length_penalty="none", extra_length=task.extra, batch_tokens=budget
+    )
 
 
 def _batches(sources: Sources, size: int) -> Iterator[list[int]]:

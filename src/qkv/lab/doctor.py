@@ -11,11 +11,12 @@ import torch
 
 from qkv import __version__
 from qkv.core.device import choose_device, choose_precision, describe
+from qkv.core.search import SearchOptions
+from qkv.core.translate import score_all, search_all
 from qkv.data.loader import collate
 from qkv.data.subwords import learn
-from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build
-from qkv.options import DecodeConfig, TokenizerConfig, TrainConfig, TransformerConfig
+from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 
@@ -67,7 +68,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
 
     model.eval()
     sources = [row.tolist() for row in rows]
-    found = [h[0] for h in search_all(model, sources, DecodeConfig(beam=2), tokenizers, device=device)]
+    found = [h[0] for h in search_all(model, sources, SearchOptions(beam=2), tokenizers, device=device)]
     copied = [tokenizers.tgt.decode(h.tokens) for h in found]
     results.append(("it decodes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
     forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)
