@@ -63,7 +63,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("equal", "share"), [("time", 2.5), ("steps", 1.0)])
-def test_updates_are_those_of_the_recipe_as_it_is(
+def test_updates_follow_from_the_unchanged_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
@@ -136,12 +136,12 @@ def test_wrong_calls_are_refused_before_any_training(tmp_path: Path) -> None:
         ("data.store=elsewhere", "working folder: .* --out"),
     ],
 )
-def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, why: str) -> None:
+def test_options_decided_by_the_table_are_refused(tmp_path: Path, change: str, why: str) -> None:
     path = change.split()[-1].partition("=")[0]
     with pytest.raises(UsageError, match=rf"^--try {change}: {path} cannot differ between rows, because .*{why}"):
         ablation.measure(recipe(tmp_path), [change], out=tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
-def test_what_no_row_may_change_are_options() -> None:
+def test_refused_options_exist() -> None:
     assert set(ablation.NOT_COMPARABLE) <= {path for path, _, _ in Config().options()}
