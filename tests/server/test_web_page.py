@@ -434,7 +434,7 @@ def test_the_explorer_shows_the_current_sentence(opened: Open, stub: Stub) -> No
     page.locator("#heat").focus()
     page.keyboard.press("ArrowDown")
     weight = found.weights["decoder.0.cross"][1, 1, 0]
-    shows(page, "#readout", f"{found.written[1]} looks at {found.source[0]}: {weight:.4f}")
+    shows(page, "#readout", f"{found.written[1]} attends to {found.source[0]}: {weight:.4f}")
     page.locator("#on").click()
     assert f"writes {found.written[1]}" in page.locator("#step-about").inner_text()
     page.locator("#tree button.best").first.wait_for()

@@ -298,7 +298,7 @@ class UpdateStream(ABC):
 class PairBatches(UpdateStream):
     """Sentence pairs, batched with others of similar length.
 
-    `cut` may segment the ids of both sides again (BPE-dropout); `align` adds the alignment of a batch.
+    `cut` returns a function that segments the ids of both sides again (BPE-dropout); `align` adds the alignment.
     """
 
     def __init__(
@@ -306,12 +306,13 @@ class PairBatches(UpdateStream):
         store: TokenStore,
         tokenizers: TokenizerPair,
         *,
-        cut: Callable[[list[Rows], Indices, tuple[int, ...]], list[Rows]] | None = None,
+        cut: Callable[[TokenizerPair], Callable[[list[Rows], Indices, tuple[int, ...]], list[Rows]]] | None = None,
         align: Callable[[TokenStore, Indices], Tensor] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(store, **options)
-        self.tokenizers, self.cut, self.align = tokenizers, cut, align
+        self.tokenizers, self.align = tokenizers, align
+        self.cut = cut(tokenizers) if cut else None
         self.src_widths, self.tgt_widths = self.widths()
         if not options.get("micro_tokens"):
             if self.tokens not in store.micro_tokens:

@@ -181,15 +181,13 @@ class PackedPairs(PairBatches):
         updates = len(self.plan(epoch))
         return f"a pass over the text is {updates:,} updates of up to {self.tokens:,} tokens a side, without padding"
 
-    def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> Update:
-        if not planned:
-            return super().make(planned, seed, after)
+    def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> PackedUpdate:
         longest = self.longest // 2 if self.cut else self.longest  # a row may get longer when it is segmented again
         too_long = [np.maximum(self.src_widths[micro], self.tgt_widths[micro]) > longest for micro in planned]
-        short = np.concatenate([micro[~long] for micro, long in zip(planned, too_long, strict=True)])
-        packed = [self._pack(part, seed) for part in self._parts(short)]
+        short = [micro[~long] for micro, long in zip(planned, too_long, strict=True)]
+        packed = [self._pack(part, seed) for part in self._parts(np.concatenate([np.empty(0, np.int64), *short]))]
         if None in packed:
-            return super().make(planned, seed, after)
+            return PackedUpdate(super().make(planned, seed, after).micro_batches, after)
         others = [micro[long] for micro, long in zip(planned, too_long, strict=True) if long.any()]
         padded = super().make(others, seed, after).micro_batches
         return PackedUpdate(padded, after, tuple(batch.to(self.device) for batch in packed if batch is not None))
