@@ -100,12 +100,12 @@ def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer
 def mass(trainer: Trainer, batch: Batch) -> float:
     """The mean weight of the guided head on linked tokens."""
     guide = GuidedAlignment(trainer.model, weight=1.0, smoothing=0.0, pad=0)
-    assert batch.links is not None
+    assert batch.alignment is not None
     with torch.no_grad(), guide.recording() as seen:
         trainer.model.hidden(*batch.inputs)
-        row, source, target = batch.links.unbind(1)
+        row, source, target = batch.alignment.unbind(1)
         found = guide.log_weights(*seen).exp()[row, target, source]
-    return float(found.sum() / len(torch.unique(batch.links[:, [0, 2]], dim=0)))
+    return float(found.sum() / len(torch.unique(batch.alignment[:, [0, 2]], dim=0)))
 
 
 def test_a_few_steps_bring_the_mass_to_the_links(trainer: Callable[..., Trainer]) -> None:
