@@ -1,11 +1,11 @@
-"""Preparing a corpus against the subword library's own batch encoding of the same lines, in one run.
+"""Compare the preparation of a corpus with the batch encoding of the subword library on the same lines.
 
     python benchmarks/prepare.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
 
-The first figure is all of `prepare`: unpacking, filtering, learning the vocabulary, tokenising and writing the store.
-The second is only the time inside `encode_batch`, with the vocabulary just learned and the lines already in memory.
-Seconds are elapsed ones and, in brackets, those of all processors, which tell more where the machine is shared.
-Memory is the most that all processes held at one time (shared pages counted once, and, in brackets, in every process).
+The first figure is all of `prepare`: decompression, filtering, learning the vocabulary, tokenising, writing the store.
+The second is the time inside `encode_batch` alone, with the learned vocabulary and the lines in memory. Seconds are
+elapsed time and, in brackets, processor time, which is more reliable on a shared machine. Memory is the peak of all
+processes together, with shared pages counted once and, in brackets, per process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from qkv.data.corpus import pieces
 from qkv.data.store import Prepared, prepare
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
-Seconds = tuple[float, float]  # elapsed, and spent by all processors
-BATCH = 20_000  # lines given to the library at once
+Seconds = tuple[float, float]  # elapsed time, processor time
+BATCH = 20_000  # lines per call of the library
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         print(f"ratio {ours[0] / theirs[0]:.2f} ({ours[1] / theirs[1]:.2f})", flush=True)
 
 
-def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
+def _prepare(results: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
     stages: dict[str, float] = {}
     data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
@@ -62,10 +62,10 @@ def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) 
     print(prepared.report)
     bounds = [*stages.values(), end]
     print("; ".join(f"{stage} {bounds[i + 1] - bounds[i]:.1f} s" for i, stage in enumerate(stages)))
-    told.put((end - start, _processor()))
+    results.put((end - start, _processor()))
 
 
-def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
+def _encode_batch(results: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
     ours = Prepared.open(store).tokenizers
     spent = busy = 0.0
     for name, side in ((src, ours.src), (tgt, ours.tgt)):
@@ -78,7 +78,7 @@ def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None
             library.encode_batch(lines)
             spent += time.perf_counter() - start
             busy += _processor() - before
-    told.put((spent, busy))
+    results.put((spent, busy))
 
 
 def _batches(name: str) -> Iterator[list[str]]:
@@ -99,10 +99,10 @@ def _processor() -> float:
 
 
 def _measure(function: Callable[..., None], *arguments: Any) -> tuple[Seconds, float, float]:
-    """Run a function in a process of its own: what it tells, and the most memory its processes held together."""
+    """Run a function in a new process; return its seconds and the peak memory of all its processes."""
     context = multiprocessing.get_context("spawn")
-    told: Queue[Seconds] = context.Queue()
-    process = context.Process(target=function, args=(told, *arguments))
+    results: Queue[Seconds] = context.Queue()
+    process = context.Process(target=function, args=(results, *arguments))
     process.start()
     assert process.pid
     shared = resident = 0
@@ -112,7 +112,7 @@ def _measure(function: Callable[..., None], *arguments: Any) -> tuple[Seconds, f
         process.join(0.2)
     if process.exitcode:
         raise SystemExit(process.exitcode)
-    return told.get(), shared / 1e9, resident / 1e9
+    return results.get(), shared / 1e9, resident / 1e9
 
 
 def _family(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation, each from the code itself and none by hand.
+"""Draw the figures of the documentation with the functions of the package.
 
 python docs/make_pictures.py runs/demo [FOLDER]
 """
@@ -28,12 +28,12 @@ from qkv.train.optim import learning_rate
 SENTENCE = "Your cat is a lovely cat."
 PRONOUN = ("The cat was purring because it was happy.", "it", "cat")
 AGREEMENT = ("The women stayed in the garden because they were tired.", "stanche", "women")
-# Sentences in which it is plain what is meant by it: the noun right before.
+# Sentences with an unambiguous pronoun: it refers to the noun before "because".
 LIKE_IT = re.compile(r"\b(?:that|this|those|these) (\w+) because (it|they) (?:is|was|are|were) (?:very )?\w+\.$")
 SCHEDULES = [(512, 4000, "base"), (1024, 4000, "big"), (512, 8000, ""), (256, 4000, "")]  # d_model, warm-up steps
 CELL, LEFT, TOP, GAP = 26, 92, 84, 40
 
-# Colours for a light page and a dark one; every picture brings its own paper, for readers that know neither.
+# Colours for light and dark pages; every figure has its own background for readers without either.
 STYLE = """<style>
 .paper{fill:#fff}.ink{fill:#1b1d21}.soft{fill:#5c626d}.line{stroke:#d9dce2;fill:none}.heat{fill:#1558b0}
 .c0{--c:#1558b0}.c1{--c:#c2500a}.c2{--c:#2b8a3e}.c3{--c:#a33ea1}.stroke{stroke:var(--c);fill:none}.fill{fill:var(--c)}
@@ -43,7 +43,7 @@ STYLE = """<style>
 
 
 def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """A picture on its own paper, with a title for those who cannot see it."""
+    """Return an SVG document with a background and a title for screen readers."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"'
     top = [f'{head} font-size="13" font-family="Arial, sans-serif">', f"<title>{escape(title)}</title>", STYLE]
     paper = f'<rect class="paper" width="{width:g}" height="{height:g}" rx="8"/>'
@@ -58,7 +58,7 @@ def label(x: float, y: float, text: str, anchor: str = "start", kind: str = "ink
 
 
 def position_encodings(length: int = 100, d_model: int = 128) -> str:
-    """Section 3.5: the sinusoids that are added to the embeddings, −1 to 1, a row for each position."""
+    """Section 3.5: the sinusoids added to the embeddings, −1 to 1, one row per position."""
     table = sinusoids(length, d_model).numpy()  # (length, d_model)
     width, height, left, top = 720, 260, 58, 34
     image = b64encode(png(np.round((table + 1) * 127.5).astype(np.uint8))).decode()
@@ -95,7 +95,7 @@ def palette() -> NDArray[np.uint8]:
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """Numbers of palette colours (rows, columns) as a PNG file."""
+    """Return palette indices (rows, columns) as a PNG file."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -142,7 +142,7 @@ def learning_rates(steps: int = 20_000) -> str:
 
 
 def picture(run: str | Path | Translator) -> str:
-    """The cross-attention of every head of the last decoder layer, side by side, as SVG."""
+    """Draw the cross-attention of all heads of the last decoder layer as SVG."""
     found = _translator(run).attention(SENTENCE)
     name = max(name for name in found.weights if name.endswith("cross"))
     heads = np.asarray(found.weights[name])
@@ -169,28 +169,28 @@ def picture(run: str | Path | Translator) -> str:
 
 
 @dataclass(frozen=True)
-class Links:
-    """What one word attends to in the last layer: the weight of each head on each word of the source."""
+class WordAttention:
+    """Attention of one word in the last layer: the weight of each head on each source word."""
 
     name: str
-    rows: list[str]  # the words of the sentence that looks
+    rows: list[str]  # words of the attending sentence
     source: list[str]
     query: int
     weights: NDArray[np.float64]  # (heads, words of the source)
 
 
 def dependency(run: str | Path | Translator) -> str:
-    """Who looks back at the noun: the pronoun in the encoder, and the adjective that agrees with it in the decoder."""
+    """Draw attention to a distant noun: from a pronoun (encoder) and from an agreeing adjective (decoder)."""
     translator = _translator(run)
     parts = []
     for i, (text, word, noun) in enumerate((PRONOUN, AGREEMENT)):
-        drawn = _bundle(links(translator, text, word), text, noun)
+        drawn = _bundle(word_attention(translator, text, word), text, noun)
         parts.append(f'<g transform="translate(0 {212 * i})">{drawn}</g>')
     return svg(870, 426, f"Attention over a distance: {PRONOUN[0]} {AGREEMENT[0]}", parts)
 
 
-def links(translator: Translator, text: str, word: str) -> Links:
-    """A word of the source looks by the encoder's self-attention, one of the translation by cross-attention."""
+def word_attention(translator: Translator, text: str, word: str) -> WordAttention:
+    """Return the attention of a word: encoder self-attention for a source word, cross-attention for a target word."""
     found = translator.attention(text)
     source, written = split_words(found.source), split_words(found.written)
     inside = word in [each for each, _ in source]
@@ -200,11 +200,11 @@ def links(translator: Translator, text: str, word: str) -> Links:
     merged = np.stack([weights[..., pieces].sum(-1) for _, pieces in source], axis=-1)  # (heads, queries, words)
     query = max(i for i, (each, _) in enumerate(rows) if each == word)
     looked = merged[:, rows[query][1][-1]]  # (heads, words), of the last piece, which carries the ending
-    return Links(name, [each for each, _ in rows], [each for each, _ in source], query, looked)
+    return WordAttention(name, [each for each, _ in rows], [each for each, _ in source], query, looked)
 
 
 def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Subwords put together: each word and the numbers of its pieces; marks and </s> stand alone."""
+    """Join subwords to words, each with the indices of its pieces; punctuation and </s> are separate words."""
     words: list[tuple[str, list[int]]] = []
     for i, token in enumerate(tokens):
         if words and token[:1] != "▁" and token.isalnum() and words[-1][0].isalnum():
@@ -214,8 +214,8 @@ def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
     return words
 
 
-def _bundle(found: Links, text: str, noun: str) -> str:
-    """The word above, the source below, and a line for each head and word, the stronger the more it looks there."""
+def _bundle(found: WordAttention, text: str, noun: str) -> str:
+    """Draw one curve per head and source word, with opacity equal to the attention weight."""
     above, below, left, width = 60, 190, 24, 640
     places = {
         key: left + (np.arange(len(words)) + 0.5) * width / len(words)
@@ -249,9 +249,9 @@ def _bundle(found: Links, text: str, noun: str) -> str:
 
 
 def measure(translator: Translator, sentences: Iterable[str]) -> dict[str, NDArray[np.float64]]:
-    """How much each head of the last layers looks at the noun, over sentences like these: mean weights (heads,).
+    """Return the mean attention weight on the noun of each head of the last layers, over matching sentences.
 
-    By `pronoun` in the encoder, and by `adjective`, the last word of the translation, in the decoder.
+    `pronoun` is measured in the encoder, `adjective`, the last word of the translation, in the decoder.
     """
     found: dict[str, list[NDArray[np.float64]]] = {"pronoun": [], "adjective": []}
     for text in sentences:
@@ -260,7 +260,7 @@ def measure(translator: Translator, sentences: Iterable[str]) -> dict[str, NDArr
             continue
         adjective = re.findall(r"\w+", translator.translate(text).text)[-1]
         for kind, word in (("pronoun", match[2]), ("adjective", adjective)):
-            looked = links(translator, text, word)
+            looked = word_attention(translator, text, word)
             found[kind].append(looked.weights[:, looked.source.index("because") - 1])
     return {f"{kind}, {len(rows)} sentences": np.mean(rows, axis=0).round(2) for kind, rows in found.items() if rows}
 
@@ -272,7 +272,7 @@ def _translator(run: str | Path | Translator) -> Translator:
 
 
 def main(run: str = "runs/demo", folder: str = "docs") -> None:
-    """Write every picture, and say what the heads do over all sentences of the kind that is drawn."""
+    """Write all figures, and print the mean attention of the heads over all matching sentences."""
     translator = _translator(run)
     pictures = {
         "attention": picture(translator),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from conftest import WORDS, sentences, tiny_config, write_pairs
 from qkv import api
 from qkv.api import Translation, Translator
 from qkv.core.errors import UsageError
-from qkv.decode.board import Hypothesis
+from qkv.core.search import Hypothesis
 from qkv.segmentation.sentences import split
 
 
@@ -108,14 +109,65 @@ def test_long_text_is_translated_in_pieces_and_nothing_is_cut(translator: Transl
     source = " ".join(text for text, _ in pairs)
     longest = translator.config.data.max_length
     assert len(translator.tokenizers.src.encode(source)) > 5 * longest
-    found = translator.translate(source)
+    found = translator.translate(source, split=False)
     pieces = split(source, lambda piece: len(translator.tokenizers.src.encode(piece)) <= longest)
     assert found.pieces == len(pieces) > 5
-    alone = translator.translate(list(pieces))
+    alone = translator.translate(list(pieces), split=False)
     assert found.text == " ".join(each.text for each in alone)
     assert found.tokens == [token for each in alone for token in each.tokens]
     assert found.logprob == pytest.approx(sum(each.logprob for each in alone), abs=1e-3)
     assert found.score == pytest.approx(sum(each.score for each in alone), abs=1e-3)
+
+
+TEXT, SENTENCES = "One cat. Two dog?  Three house!", ["One cat.", "Two dog?", "Three house!"]
+
+
+def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> None:
+    """White space between sentences stays; what is long is cut into sentences too, and alternatives are joined."""
+    alone = translator.translate(SENTENCES)
+    found = translator.translate(TEXT)
+    assert (found.text, found.pieces) == ("{} {}  {}".format(*map(str, alone)), 3)
+    assert found.logprob == pytest.approx(sum(each.logprob for each in alone), abs=1e-4)
+    assert [each.text for each in translator.stream([TEXT, "One cat."])] == [found.text, alone[0].text]
+    several = translator.translate(TEXT, n_best=2)
+    assert several.text == found.text
+    second = [each.alternatives[0].text for each in translator.translate(SENTENCES, n_best=2)]
+    assert several.alternatives[0].text == "{} {}  {}".format(*second)
+    pairs = sentences(60, seed=5)
+    assert translator.translate(" ".join(text for text, _ in pairs)).pieces == len(pairs)
+
+
+def test_a_text_may_be_translated_as_a_whole(translator: Translator) -> None:
+    """If that is asked for, or if it must have what could be for any of its sentences."""
+    assert translator.translate(TEXT, split=False).pieces == 1
+    assert translator.translate(TEXT, prefix="Uno").pieces == 1
+    found = translator.translate([TEXT, TEXT], must_include=[["rosso"], []])
+    assert [each.pieces for each in found] == [1, 3]
+    assert "rosso" in found[0].text
+
+
+def test_another_word_is_for_its_sentence(translator: Translator) -> None:
+    source, written = "One cat. Two dog.  Three house.", "Uno gatto. Due cane.  Tre casa."
+    alone = translator.alternatives("Three house.", "Tre casa.", 1, n=2)
+    found = translator.alternatives(source, written, 7, n=2)  # punctuation marks are words too
+    assert [each.word for each in found] == [each.word for each in alone]
+    assert [each.text for each in found] == [f"Uno gatto. Due cane.  {each.text}" for each in alone]
+    last = translator.alternatives(source, written, 9, n=1)  # what would come behind the last word
+    assert last[0].text.startswith("Uno gatto. Due cane.  Tre casa")
+
+
+@pytest.mark.parametrize(("share", "pieces"), [(None, 3), (0.0, 3), (0.09, 3), (0.1, 1), (1.0, 1)])
+def test_training_text_decides_whether_a_text_is_cut(
+    tiny: Path, tmp_path: Path, share: float | None, pieces: int
+) -> None:
+    """A run folder without the record, as older ones are, is taken for one whose lines were sentences."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny, run, ignore=shutil.ignore_patterns("state", "store"))
+    about = json.loads((run / "run.json").read_text())
+    assert about.pop("several_sentences") == 0.0
+    record = {} if share is None else {"several_sentences": share}
+    (run / "run.json").write_text(json.dumps(about | record))
+    assert qkv.load(run).translate(TEXT).pieces == pieces
 
 
 def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:

@@ -596,15 +596,15 @@ def test_references_choose(tiny: Path, call: Call, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from qkv import cli
-from qkv.api import augmenting, journal, sifting
-augmenting.CHUNK = sifting.CHUNK = 8
-journal.INTERVAL = 0.0
-real = augmenting.Augmenter.pairs
+from qkv.api import augmentation, output_journal, pair_filters
+augmentation.CHUNK = pair_filters.CHUNK = 8
+output_journal.INTERVAL = 0.0
+real = augmentation.Augmenter.pairs
 def pairs(self, *arguments, first, **options):
     if first == 16 and "kill" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, *arguments, first=first, **options)
-augmenting.Augmenter.pairs = pairs
+augmentation.Augmenter.pairs = pairs
 cli.main()
 """
 
@@ -708,7 +708,7 @@ def test_also_that_cannot_be(
 def test_a_model_is_not_validated_on_its_like(call: Call, corpus: tuple[str, str], tmp_path: Path) -> None:
     done = call("train", "--src", corpus[0], "--tgt", corpus[1], "--also", "pairs.tsv", "--run", tmp_path / "run")
     assert done.code == 2
-    assert "no text to validate on: give --valid-src and --valid-tgt" in done.error
+    assert "synthetic pairs cannot be validated on: give --valid-src and --valid-tgt" in done.error
     done = call("train", "--resume", "--run", tmp_path / "run", "--also", "pairs.tsv")
     assert "--resume takes text and config from the run folder" in done.error
 

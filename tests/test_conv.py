@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import leaves
-from qkv.decode.search import search
+from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.models import parameter_count, record
 from qkv.models.convs2s import Convolutional, EncoderLayer, GatedConvolution, dilations, neighbours
-from qkv.options import ConvS2SConfig, DecodeConfig
+from qkv.options import ConvS2SConfig
 
 VOCAB = 20
 KINDS = ("contiguous", "dilated", "separable")
@@ -283,11 +283,10 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, 
 def test_a_search_is_the_same_in_company(convolution: str) -> None:
     model = model_of(convolution=convolution, tie="none")
     source, lengths = some(4, 6), torch.tensor([6, 2, 4, 1])
-    spec = DecodeConfig(beam=3, extra_length=5)
-    special = {"bos": 1, "eos": 2, "pad": 0}
-    together = search(model, source, lengths, spec, n_best=3, **special)
+    options, special = SearchOptions(beam=3, extra_length=5, n_best=3), SpecialTokens(bos=1, eos=2, pad=0)
+    together = search(model, source, lengths, options, special)
     for i, found in enumerate(together):
-        (alone,) = search(model, source[i : i + 1, : lengths[i]], lengths[i : i + 1], spec, n_best=3, **special)
+        (alone,) = search(model, source[i : i + 1, : lengths[i]], lengths[i : i + 1], options, special)
         assert [h.tokens for h in found] == [h.tokens for h in alone]
         assert [h.logprob for h in found] == pytest.approx([h.logprob for h in alone], abs=1e-4)
 

@@ -286,7 +286,7 @@ def test_what_the_first_rank_refuses_is_said_once(runs: Path, recipe: Path, tmp_
 STUCK = """
 import signal, sys, torch.distributed as dist
 from datetime import timedelta
-from qkv.train import distributed
+from qkv.training import distributed
 distributed.GRACE = 1
 signal.signal(signal.SIGTERM, lambda number, frame: None)
 with distributed._limited_patience():

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import collate, pad
-from qkv.decode.score import token_logprobs
-from qkv.decode.search import search
 from qkv.decoding.ensemble import Ensemble
 from qkv.models.build import build
-from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
-from test_search import EOS, Prefix, TableModel, assert_same, everything, random_table
+from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
+from test_search import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
 
 VOCAB = 14
 KINDS: list[Any] = [
@@ -50,8 +50,7 @@ def sources() -> tuple[list[Any], torch.Tensor, torch.Tensor]:
 
 def found_by(model: Any, beam: int = 3) -> Any:
     _, source, lengths = sources()
-    spec = DecodeConfig(beam=beam, extra_length=4)
-    return search(model, source, lengths, spec, bos=1, eos=EOS, pad=0, n_best=beam)
+    return search(model, source, lengths, SearchOptions(beam=beam, extra_length=4, n_best=beam), SPECIAL)
 
 
 @settings(max_examples=25)
@@ -66,9 +65,9 @@ def test_a_small_world_of_two_is_searched_by_their_mean(seed: int, average: str,
         return together / together.sum()
 
     model = Ensemble([TableModel(one), TableModel(other)], average)
-    spec = DecodeConfig(beam=60)
+    spec = SearchOptions(beam=60, n_best=n_best)
     limit, source = torch.tensor([3]), torch.tensor([[0]])
-    (found,) = search(model, source, torch.tensor([1]), spec, bos=1, eos=EOS, pad=0, n_best=n_best, longest=limit)
+    (found,) = search(model, source, torch.tensor([1]), spec, SPECIAL, longest=limit)
     assert_same(found, everything(mean, 3, 3, spec)[:n_best])
 
 

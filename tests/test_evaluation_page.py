@@ -1,4 +1,4 @@
-"""The page of an evaluation holds what `--json` says, escapes every text, and asks nobody; its filter filters."""
+"""The evaluation page holds the numbers of `--json`, escapes every text and works offline; its filter filters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qkv.explain.evaluation_page import (
     LISTED,
     System,
     chrf_histogram,
-    groups,
     marked,
-    page,
+    page_html,
     ratio_histogram,
-    report,
+    sentence_lists,
+    write_evaluation_page,
 )
 from test_report import Page
 
@@ -35,13 +35,13 @@ SOURCES, REFERENCES = [list(side) for side in zip(*sentences(80, seed=3), strict
 def spoilt(seed: int) -> list[str]:
     """Some outputs empty, copied, looping, invented; some with another word; the rest right."""
     dice = random.Random(seed)
-    made = []
+    outputs = []
     for source, reference in zip(SOURCES, REFERENCES, strict=True):
         words = reference.split()
         words[dice.randrange(len(words))] = "boh"
         others = ["", source, "il gatto " * 9, "Qualcuno compra quattro biciclette.", " ".join(words)]
-        made.append(dice.choice([*others, reference, reference]))
-    return made
+        outputs.append(dice.choice([*others, reference, reference]))
+    return outputs
 
 
 def system(name: str, hypotheses: list[str], sources: list[str], references: list[str]) -> System:
@@ -55,33 +55,33 @@ COMPARISON = metrics.compare(spoilt(1), spoilt(2), REFERENCES, bootstrap=20)
 
 
 def checked(systems: list[System], comparison: metrics.Comparison | None = None) -> Page:
-    """The page, once it is known to be sound and to ask nobody else."""
-    text = page(systems, comparison)
-    found = Page(text)
-    assert not re.search(r"undefined|NaN|Infinity|None|null", found.text)
-    assert [tag for tag, _ in found.seen].count("script") == 1
-    assert not [attrs for tag, attrs in found.seen if tag in ("link", "img", "iframe") or {"src", "href"} & set(attrs)]
+    """Return the page, checked: well-formed, and without references to other files or servers."""
+    text = page_html(systems, comparison)
+    parsed = Page(text)
+    assert not re.search(r"undefined|NaN|Infinity|None|null", parsed.text)
+    assert [tag for tag, _ in parsed.seen].count("script") == 1
+    assert not [attrs for tag, attrs in parsed.seen if tag in ("link", "img", "iframe") or {"src", "href"} & set(attrs)]
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest", text)
-    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in found.seen if tag == "th")
-    return found
+    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in parsed.seen if tag == "th")
+    return parsed
 
 
 def test_the_tables_hold_what_was_measured() -> None:
-    found = checked([ONE, TWO], COMPARISON)
-    rows = {row[0]: row[1:] for row in reversed(found.cells) if len(row) == 4}
+    parsed = checked([ONE, TWO], COMPARISON)
+    rows = {row[0]: row[1:] for row in reversed(parsed.cells) if len(row) == 4}
     for a, b in zip(ONE.scores, TWO.scores, strict=True):
         assert rows[a.name][:2] == [f"{s.value:.2f} [{s.low:.2f}, {s.high:.2f}]" for s in (a, b)]
-        assert a.signature in found.text
+        assert a.signature in parsed.text
     gain = f"{TWO.scores.bleu.value - ONE.scores.bleu.value:+.2f}".replace("-", "−")
     assert rows["BLEU"][2] == f"{gain}, p = {COMPARISON.bleu.p:.4f}"
-    told = [each.diagnosis.to_dict() for each in (ONE, TWO)]
-    for flag, meaning in told[0]["definitions"].items():
-        shown = [f"{each['counts'][flag]} ({100 * each['rates'][flag]:.2f} %)" for each in told]
+    values = [each.diagnosis.to_dict() for each in (ONE, TWO)]
+    for flag, meaning in values[0]["definitions"].items():
+        shown = [f"{each['counts'][flag]} ({100 * each['rates'][flag]:.2f} %)" for each in values]
         assert rows[flag] == [*shown, meaning]
-    assert rows["length ratio"][:2] == [f"{each['length_ratio']:.3f}" for each in told]
-    for a, b in zip(*(each["by_length"] for each in told), strict=True):
+    assert rows["length ratio"][:2] == [f"{each['length_ratio']:.3f}" for each in values]
+    for a, b in zip(*(each["by_length"] for each in values), strict=True):
         name = str(a["low"]) if a["low"] == a["high"] else f"{a['low']}–{a['high']}"
-        numbers = [row[1:] for row in found.cells if row[0] == name and len(row) == 4]
+        numbers = [row[1:] for row in parsed.cells if row[0] == name and len(row) == 4]
         assert numbers == [[str(a["sentences"]), f"{a[m]:.2f}", f"{b[m]:.2f}"] for m in ("bleu", "chrf")]
 
 
@@ -97,9 +97,9 @@ def test_histograms_count_every_sentence_where_it_belongs() -> None:
 
 def test_every_text_is_escaped() -> None:
     texts = [EVIL, *SOURCES[:5]], [EVIL * 2, *SOURCES[:5]], [f"no {EVIL}", *SOURCES[:5]]
-    found = checked([system(EVIL, texts[1], texts[0], texts[2])])
-    assert EVIL in found.text
-    assert not {"b", "!--"} & {tag for tag, _ in found.seen}
+    parsed = checked([system(EVIL, texts[1], texts[0], texts[2])])
+    assert EVIL in parsed.text
+    assert not {"b", "!--"} & {tag for tag, _ in parsed.seen}
 
 
 def test_marks_stand_where_texts_differ() -> None:
@@ -113,43 +113,43 @@ def test_marks_stand_where_texts_differ() -> None:
 
 
 def test_the_lists_hold_the_right_sentences() -> None:
-    made = {group.key: group for group in groups([ONE])}
-    assert list(made)[:2] == ["worst", "random"]
-    assert [pair[0] for pair in made["worst"].pairs] == ONE.diagnosis.ranked[:LISTED]
-    assert len({pair[0].line for pair in made["random"].pairs}) == LISTED
+    lists = {each.key: each for each in sentence_lists([ONE])}
+    assert list(lists)[:2] == ["worst", "random"]
+    assert [pair[0] for pair in lists["worst"].pairs] == ONE.diagnosis.ranked[:LISTED]
+    assert len({pair[0].line for pair in lists["random"].pairs}) == LISTED
     for flag, count in ONE.diagnosis.counts.items():
-        assert (flag in made) == bool(count)
-        assert not count or [pair[0] for pair in made[flag].pairs] == ONE.diagnosis.flagged(flag)
-    both = {group.key: group for group in groups([ONE, TWO])}
-    apart = [abs(a.chrf - b.chrf) for a, b in both["differ"].pairs]
+        assert (flag in lists) == bool(count)
+        assert not count or [pair[0] for pair in lists[flag].pairs] == ONE.diagnosis.flagged(flag)
+    compared = {each.key: each for each in sentence_lists([ONE, TWO])}
+    apart = [abs(a.chrf - b.chrf) for a, b in compared["differ"].pairs]
     assert apart == sorted(apart, reverse=True)
     differing = [s.chrf - t.chrf for s, t in zip(ONE.diagnosis.sentences, TWO.diagnosis.sentences, strict=True)]
     assert apart[0] == max(map(abs, differing))
-    for a, b in both["differ"].pairs:
+    for a, b in compared["differ"].pairs:
         assert a.line == b.line
         assert a.hypothesis != b.hypothesis
-    assert both["empty"].all == sum(not a or not b for a, b in zip(spoilt(1), spoilt(2), strict=True))
+    assert compared["empty"].total == sum(not a or not b for a, b in zip(spoilt(1), spoilt(2), strict=True))
 
 
 def test_what_is_left_out_is_said() -> None:
-    many = system("many", [""] * 300, [*SOURCES * 4][:300], [*REFERENCES * 4][:300])
-    found = checked([many])
-    assert f"{LISTED} of 300." in found.text
-    assert f"{FLAGGED} of 300." in found.text
-    assert [tag for tag, _ in found.seen].count("article") == 2 * LISTED + FLAGGED
+    repeated = system("repeated", [""] * 300, [*SOURCES * 4][:300], [*REFERENCES * 4][:300])
+    parsed = checked([repeated])
+    assert f"{LISTED} of 300." in parsed.text
+    assert f"{FLAGGED} of 300." in parsed.text
+    assert [tag for tag, _ in parsed.seen].count("article") == 2 * LISTED + FLAGGED
 
 
 def test_nothing_to_judge_is_a_page_too() -> None:
-    found = checked([system("blank", ["", ""], ["", " "], ["", ""])])
-    assert "nothing to plot" in found.text
-    assert "Blank sources: 2; blank translations of them: 2." in found.text
+    parsed = checked([system("blank", ["", ""], ["", " "], ["", ""])])
+    assert "nothing to plot" in parsed.text
+    assert "Blank sources: 2; blank translations of them: 2." in parsed.text
 
 
 def test_wrong_calls_are_refused(tmp_path: Path, call: Call) -> None:
     with pytest.raises(UsageError, match=r"report\.pdf.*\.html"):
-        report([ONE], tmp_path / "report.pdf")
-    with pytest.raises(UsageError, match="one system, or of two"):
-        page([])
+        write_evaluation_page([ONE], tmp_path / "report.pdf")
+    with pytest.raises(UsageError, match="one system or two"):
+        page_html([])
     done = call("evaluate", tmp_path / "no run", "--report", "report.pdf")  # refused before anything is loaded
     assert (done.code, "written as .html" in done.error) == (2, True)
 
@@ -163,9 +163,9 @@ def test_the_documentation_defines_every_flag() -> None:
     named = [flag for row in table.strip().splitlines()[2:] for flag in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert named == list(ONE.diagnosis.definitions)
     for number in (
-        diagnosis.TOLD,
-        diagnosis.HIGHEST,
-        diagnosis.FEW,
+        diagnosis.MIN_WORDS,
+        diagnosis.MAX_CHANCE,
+        diagnosis.MIN_REFERENCES,
         diagnosis.TIMES,
         diagnosis.TOKENS,
         LISTED,
@@ -182,8 +182,8 @@ def test_the_python_of_the_documentation_runs(tiny: Path, tmp_path: Path, monkey
     names: dict[str, Any] = {"sources": SOURCES[:4], "references": REFERENCES[:4], "hypotheses": spoilt(1)[:4]}
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     exec(compile(code, str(DOCS), "exec"), names)
-    assert names["found"].lines == names["theirs"].lines == 4
-    # What runs is in the block: a dotted name in a sentence is seen by nobody, and may be one that cannot be reached.
+    assert names["diagnosis"].lines == names["other"].lines == 4
+    # Dotted names belong in the block, which is executed; a name in a sentence is not checked.
     assert not re.findall(r"`qkv\.[^`]*`", text)
 
 
@@ -198,7 +198,7 @@ COLOURS = """['body', 'mark', '.bar'].map(name => {
 
 @needs_chromium
 def test_the_filter(tmp_path: Path) -> None:
-    report([ONE, TWO], tmp_path / "two.html", COMPARISON)
+    write_evaluation_page([ONE, TWO], tmp_path / "two.html", COMPARISON)
     wrong: list[str] = []
     with launched() as browser:
         opened = browser.new_page(viewport={"width": 400, "height": 800})
@@ -210,19 +210,19 @@ def test_the_filter(tmp_path: Path) -> None:
             opened.emulate_media(color_scheme=scheme)
             colours.append(opened.evaluate(COLOURS))
         assert all(light != dark for light, dark in zip(*colours, strict=True))
-        made = {group.key: group for group in groups([ONE, TWO])}
+        lists = {each.key: each for each in sentence_lists([ONE, TWO])}
         shown = opened.locator("article:visible")
-        assert shown.count() == len(made["differ"].pairs)
+        assert shown.count() == len(lists["differ"].pairs)
         opened.locator("input[name=list]").first.focus()
-        for group in [*made.values()][1:]:
+        for group in [*lists.values()][1:]:
             opened.keyboard.press("ArrowRight")  # as any radio buttons
             assert opened.locator("[data-list]:visible").get_attribute("data-list") == group.key
             assert shown.locator("h4").all_inner_texts() == [f"line {pair[0].line}" for pair in group.pairs]
         opened.locator("input[value=worst]").check()
         opened.get_by_label("containing").fill("BICICLETTE")
-        some = [p for p in made["worst"].pairs if any("biciclette" in s.hypothesis for s in p)]
-        assert 0 < shown.count() == len(some) < len(made["worst"].pairs)
-        assert opened.locator("output").inner_text() == f"{len(some)} of {len(made['worst'].pairs)} sentences"
+        some = [p for p in lists["worst"].pairs if any("biciclette" in s.hypothesis for s in p)]
+        assert 0 < shown.count() == len(some) < len(lists["worst"].pairs)
+        assert opened.locator("output").inner_text() == f"{len(some)} of {len(lists['worst'].pairs)} sentences"
         opened.keyboard.press("Enter")
         assert opened.url.endswith("two.html")
         bar = opened.locator("figure").nth(2).locator(".bar.run-0").last
@@ -237,14 +237,14 @@ def watch(opened: Any, wrong: list[str]) -> None:
 
 
 @needs_chromium
-def test_the_page_of_a_model_says_what_its_json_says(tiny: Path, call: Call, tmp_path: Path) -> None:
+def test_the_page_of_a_model_agrees_with_its_json(tiny: Path, call: Call, tmp_path: Path) -> None:
     pairs = [*sentences(20, seed=9), ("", ""), (EVIL, EVIL)]
     files = write_pairs(tmp_path, pairs)
     done = call("evaluate", tiny, *files, "--against", tiny, "--json", "--report", tmp_path / "page.html")
-    told = json.loads(done.out)
-    found = told["diagnosis"]
-    assert told["against"]["diagnosis"] == found
-    assert (found["lines"], found["blank_sources"], found["blank_kept"]) == (22, 1, 1)
+    values = json.loads(done.out)
+    diagnosed = values["diagnosis"]
+    assert values["against"]["diagnosis"] == diagnosed
+    assert (diagnosed["lines"], diagnosed["blank_sources"], diagnosed["blank_kept"]) == (22, 1, 1)
     wrong: list[str] = []
     with launched() as browser:
         opened = browser.new_page()
@@ -253,16 +253,16 @@ def test_the_page_of_a_model_says_what_its_json_says(tiny: Path, call: Call, tmp
         cells = {
             row.split("\t")[0]: row.split("\t")[1] for row in opened.locator("section > .scroll tr").all_inner_texts()
         }
-        assert cells["BLEU"].startswith(f"{told['bleu']['value']:.2f} [{told['bleu']['low']:.2f}")
-        assert cells["length ratio"] == f"{found['length_ratio']:.3f}"
-        for flag, count in found["counts"].items():
+        assert cells["BLEU"].startswith(f"{values['bleu']['value']:.2f} [{values['bleu']['low']:.2f}")
+        assert cells["length ratio"] == f"{diagnosed['length_ratio']:.3f}"
+        for flag, count in diagnosed["counts"].items():
             assert cells[flag].split()[0] == str(count)
         opened.locator("input[value=worst]").check()
         lines = opened.locator("article:visible h4").all_inner_texts()
-        assert lines[:10] == [f"line {each['line']}" for each in found["worst"]]
+        assert lines[:10] == [f"line {each['line']}" for each in diagnosed["worst"]]
         assert EVIL in opened.locator("article:visible dd").all_text_contents()
     assert wrong == []
-    assert told["bleu"]["value"] == json.loads(call("evaluate", tiny, *files, "--json").out)["bleu"]["value"]
+    assert values["bleu"]["value"] == json.loads(call("evaluate", tiny, *files, "--json").out)["bleu"]["value"]
     printed = call("evaluate", tiny, *files).out
-    assert f"length ratio = {found['length_ratio']:.3f}" in printed
-    assert found["definitions"]["hallucination"] in printed
+    assert f"length ratio = {diagnosed['length_ratio']:.3f}" in printed
+    assert diagnosed["definitions"]["hallucination"] in printed

@@ -1,4 +1,4 @@
-"""Exports: other engines compute the same from our weights, write the same text, and refuse by name what they lack."""
+"""Exports: other toolkits compute the same numbers and write the same text; unsupported options are refused."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
+from qkv.core.translate import score_all, search_all
 from qkv.data.loader import pad
-from qkv.decode.batched import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
-from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
+from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.run import Run
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
 
 CPU = torch.device("cpu")
 WORDS = 40  # learned tokens; the vocabulary has the bytes too
@@ -91,7 +92,7 @@ def as_names(sentences: list[list[int]], *last: int) -> list[list[str]]:
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
-both = [
+SHARED_OPTIONS = [
     {},
     {"norm": "pre"},
     {"activation": "gelu"},
@@ -99,8 +100,8 @@ both = [
     {"attention": "dot"},
     {"attention": "general", "bias": True},
 ]
-untied = [{"tie": "output"}, {"tie": "none"}]
-more: list[dict[str, Any]] = [
+UNTIED = [{"tie": "output"}, {"tie": "none"}]
+CTRANSLATE2_OPTIONS: list[dict[str, Any]] = [
     {"norm": "pre", "tie": "none"},
     {"rms_norm": True},
     {"rms_norm": True, "norm": "pre"},
@@ -117,7 +118,7 @@ def words(options: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in options.items()) or "paper"
 
 
-@pytest.mark.parametrize("options", [*both, *untied, *more], ids=words)
+@pytest.mark.parametrize("options", [*SHARED_OPTIONS, *UNTIED, *CTRANSLATE2_OPTIONS], ids=words)
 def test_ctranslate2_scores_as_we_do(options: dict[str, Any], tmp_path: Path) -> None:
     model = some_model(**options)
     sources, targets = some_ids(12, seed=3), some_ids(12, seed=4)
@@ -127,7 +128,7 @@ def test_ctranslate2_scores_as_we_do(options: dict[str, Any], tmp_path: Path) ->
         assert mine == pytest.approx(scored.log_probs, abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [*both, *untied], ids=words)
+@pytest.mark.parametrize("options", [*SHARED_OPTIONS, *UNTIED], ids=words)
 def test_transformers_logits_are_ours(options: dict[str, Any], tmp_path: Path) -> None:
     model = some_model(**options)
     source = as_rows(some_ids(12, seed=3))
@@ -154,11 +155,11 @@ def translator(model: Transformer, folder: Path) -> Any:
 def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> None:
     """Without a length penalty: the others divide by length**alpha, the paper by ((5 + length) / 6)**alpha."""
     model, sources = taught_model(norm), some_ids(40, seed=5)
-    spec = DecodeConfig(beam=beam, length_penalty="none", extra_length=EXTRA)
-    found = [hypotheses[0] for hypotheses in search_all(model, sources, spec, TOKENIZERS, device=CPU)]
-    ended = [i for i, hypothesis in enumerate(found) if not hypothesis.truncated]
+    spec = SearchOptions(beam=beam, length_penalty="none", extra_length=EXTRA)
+    best = [hypotheses[0] for hypotheses in search_all(model, sources, spec, TOKENIZERS, device=CPU)]
+    ended = [i for i, hypothesis in enumerate(best) if not hypothesis.truncated]
     assert len(ended) > 20
-    assert len({tuple(hypothesis.tokens) for hypothesis in found}) > 20
+    assert len({tuple(hypothesis.tokens) for hypothesis in best}) > 20
 
     named = translator(model, tmp_path).translate_batch(
         as_names(sources, EOS),
@@ -179,12 +180,12 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
         **({"length_penalty": 0.0} if beam > 1 else {}),
     )
     for i in ended:  # the others have one limit for all sentences, and what they cut there costs them nothing
-        tokens = found[i].tokens
+        tokens = best[i].tokens
         assert named[i].hypotheses[0] == as_names([tokens])[0]
-        assert named[i].scores[0] == pytest.approx(found[i].logprob, abs=1e-4)
+        assert named[i].scores[0] == pytest.approx(best[i].logprob, abs=1e-4)
         assert rows.sequences[i, 1 : len(tokens) + 2].tolist() == [*tokens, EOS]
         if beam > 1:
-            assert float(rows.sequences_scores[i]) == pytest.approx(found[i].logprob, abs=1e-4)
+            assert float(rows.sequences_scores[i]) == pytest.approx(best[i].logprob, abs=1e-4)
 
 
 def test_every_token_has_a_name_of_its_own() -> None:
@@ -194,20 +195,25 @@ def test_every_token_has_a_name_of_its_own() -> None:
     assert names[:4] == ["<pad>", "<s>", "</s>", "<2it>"]
 
 
-# ---- a folder for those who do not have qkv --------------------------------------------------------------------------
+# ---- a folder that is usable without qkv -----------------------------------------------------------------------------
 
 
 TEXTS = ["Two cat runs and the dog sees.", "One."]
 
 
-def said_by(folder: Path) -> list[str]:
-    """What the program in its README.md prints, with other texts, where there is no qkv."""
+def output_of_readme(folder: Path) -> list[str]:
+    """Run the program in the README.md on other texts, with qkv blocked, and return the lines it prints."""
     program = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     program = program.replace('"First sentence.", "And another."', ", ".join(map(repr, TEXTS)))
-    shut = "import sys; sys.modules['qkv'] = None\n"
+    block = "import sys; sys.modules['qkv'] = None\n"
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", shut + program], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", block + program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -218,10 +224,12 @@ def test_the_readme_of_an_exported_run_translates(tiny: Path, to: str, tmp_path:
     done = call("export", tiny, "--to", to, "-o", tmp_path / "new" / to)
     assert (done.code, done.err) == (0, "")
     assert str(tmp_path / "new" / to / "README.md") in done.out
-    assert said_by(tmp_path / "new" / to) == [found.text for found in qkv.load(tiny).translate(TEXTS)]
+    assert output_of_readme(tmp_path / "new" / to) == [
+        translation.text for translation in qkv.load(tiny).translate(TEXTS)
+    ]
     card = (tmp_path / "new" / to / "README.md").read_text(encoding="utf-8")
-    for said in ('language: ["en", "it"]', "# tiny: en → it", f"pip install {to[:4]}", "Weights: ", "d_model 64"):
-        assert said.replace("hugg", "transformers") in card
+    for part in ('language: ["en", "it"]', "# tiny: en → it", f"pip install {to[:4]}", "Weights: ", "d_model 64"):
+        assert part.replace("hugg", "transformers") in card
     assert not [path for path in (tmp_path / "new").iterdir() if path.name != to]
     assert len({path.stat().st_mode for path in (tmp_path / "new" / to).iterdir()}) == 1  # others may read all of it
 
@@ -239,7 +247,9 @@ def test_tags_and_two_vocabularies_are_exported(to: str, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="one of them as tag"):
         qkv.export(run, to=to, output=tmp_path / "out")
     qkv.export(run, to=to, output=tmp_path / "out", tag="it")
-    assert said_by(tmp_path / "out") == [found.text for found in qkv.load(run).translate(TEXTS, tag="it")]
+    assert output_of_readme(tmp_path / "out") == [
+        translation.text for translation in qkv.load(run).translate(TEXTS, tag="it")
+    ]
     assert (tmp_path / "out" / "target" / "tokenizer.json").exists()
 
 
@@ -247,10 +257,10 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Pat
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine", encoding="utf-8")
-    for output, said in ((full, "there is something in it: name another folder"), (full / "mine.txt", "is a file")):
+    for output, message in ((full, "is not empty: name another folder"), (full / "mine.txt", "is a file")):
         done = call("export", tiny, "--to", "ctranslate2", "-o", output)
         assert done.code == 2
-        assert f"{output}: {said}" in done.err
+        assert f"{output}: {message}" in done.err
     nowhere = call("export", tiny, "--to", "ctranslate2", "-o", full / "mine.txt" / "out")
     assert nowhere.code == 1
     assert f"{full / 'mine.txt' / 'out'}: cannot be written: Not a directory" in nowhere.err
@@ -260,21 +270,21 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Pat
     assert [path.name for path in full.iterdir()] == ["mine.txt"]
 
 
-def test_only_what_translates_is_exported(tmp_path: Path) -> None:
+def test_only_translation_transformers_are_exported(tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("The cat sees the dog.\n" * 50, encoding="utf-8")
     model = DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)
     spec = tiny_config("", "", steps=1, metric="loss", average=0, validate_every=1)
     spec = dataclasses.replace(spec.replace(data={"train": [{"text": str(text)}]}), model=model)
     run = qkv.train(spec, tmp_path / "run")
-    with pytest.raises(UsageError, match='of the kind "decoder": only Transformers that translate'):
+    with pytest.raises(UsageError, match='of kind "decoder": only Transformers that translate'):
         qkv.export(run, to="ctranslate2", output=tmp_path / "out")
-    with pytest.raises(UsageError, match="no format to export to: choose ctranslate2 or huggingface"):
+    with pytest.raises(UsageError, match='unknown export format "onnx": choose ctranslate2 or huggingface'):
         qkv.export(run, to="onnx", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_link_to_an_empty_folder_is_a_place(tiny: Path, tmp_path: Path) -> None:
+def test_a_link_to_an_empty_folder_is_accepted(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     qkv.export(tiny, to="ctranslate2", output=tmp_path / "link")
@@ -284,7 +294,7 @@ def test_a_link_to_an_empty_folder_is_a_place(tiny: Path, tmp_path: Path) -> Non
 def test_a_run_in_training_is_exported_as_it_is(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Run.open(tiny).lock():
         qkv.export(tiny, to="ctranslate2", output=tmp_path / "out")
-    assert f"{tiny} is in training: these are its" in capsys.readouterr().err
+    assert f"{tiny} is in training: exporting its current" in capsys.readouterr().err
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -305,11 +315,11 @@ def test_a_run_in_training_is_exported_as_it_is(tiny: Path, tmp_path: Path, caps
     ids=words,
 )
 def test_transformers_refuses_by_name(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* cannot express it, only"):
+    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* supports only"):
         to_huggingface(some_model(**options))
 
 
-def test_all_that_is_lacking_is_told_at_once() -> None:
+def test_one_error_names_all_unsupported_options() -> None:
     remedy = "train with --set model.positions=sinusoidal --set model.activation=relu --set model.rms_norm=false"
     with pytest.raises(UsageError, match=remedy):
         to_huggingface(some_model(positions="rotary", activation="swiglu", rms_norm=True))
@@ -321,13 +331,15 @@ def test_all_that_is_lacking_is_told_at_once() -> None:
     ids=words,
 )
 def test_ctranslate2_refuses_by_name(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* cannot express it, only"):
+    with pytest.raises(UsageError, match=f"model.{next(iter(options))} = .* supports only"):
         to_ctranslate2(some_model(**options), TOKENIZERS, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("package", ["ctranslate2", "transformers"])
-def test_a_missing_engine_says_how_to_get_it(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_refused_with_an_install_command(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def import_module(name: str) -> Any:
         raise ModuleNotFoundError(name)
 

@@ -12,7 +12,7 @@ import pytest
 CHECKS = """
 import torch
 from torch import nn
-from qkv.engines.cuda_decoding import inference_kernels as kernels
+from qkv.engines.cuda_decoding import inference_kernels as kernels, search_kernels
 
 torch.manual_seed(0)
 inf = float("inf")
@@ -60,50 +60,33 @@ for vocab in (70, 4096 + 37):
         logits = torch.randn(5, vocab) * 3
         logits[4, 3:] = -inf
         twin = logits.clone()
-        plain = kernels.scan_plain(twin, torch.tensor([0, 1]), early, 2)
+        plain = search_kernels.scan_plain(twin, torch.tensor([0, 1]), early, 2)
         found = kernels.scan_kernel(logits, torch.tensor([0, 1]), early, 2)
         close(found[0], plain[0])
         close(found[1], plain[1])
         assert torch.equal(logits, twin)
-
-for count, k in ((5, 1), (5, 4), (37, 8), (600, 8)):
-    values = torch.randn(7, count)
-    values[:, ::3] = values[:, :1]  # equals
-    values[2], values[3, 2:] = -inf, -inf
-    best, places = values.sort(dim=1, descending=True, stable=True)
-    found = kernels.top_kernel(values, k)
-    assert torch.equal(found[0], best[:, :k])
-    assert torch.equal(found[1], places[:, :k])
-values = torch.full((2, 100), float("nan"))  # what broken weights give
-values[1, 40] = 1.0
-best, places = kernels.top_kernel(values, 4)
-assert int(places.max()) < 100
-assert best[0].tolist() == [-inf] * 4
-assert (best[1, 0], places[1, 0]) == (1.0, 40)
 print("equal")
 """
 
 # A step on any board, and a whole search, written by the kernels of the search and by the search itself.
 SEARCHES = """
-import copy, dataclasses, random
+import copy, random
 import torch
-from qkv import options as config
-from qkv.decode import beams, chains
-from qkv.decode.batched import search_all
-from qkv.decode.board import Board
-from qkv.engines.cuda_decoding.continuous_batching import Pool
-from qkv.decode.step import PLAIN, Special
-from qkv.engines.cuda_decoding import continuous_batching, search_kernels
-from qkv.models import Transformer
-from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain, scan_plain, top
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.engines.cuda_decoding import continuous_batching, search_kernels
+from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
+from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain
+from qkv.engines.cuda_decoding.search_kernels import TritonBeamSearch, TritonGreedySearch
+from qkv.models import Transformer
+from qkv.options import TransformerConfig
 
 PAD, BOS, EOS = 0, 1, 2
 CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
 
 def a_board(sentences, rows, n, capacity, vocab):
     # Sentences at any point: some must begin with tokens, some are at their limits or at the capacity, some are over.
-    board = Board.empty(sentences, rows, n, capacity, CPU)
+    board = SearchState.empty(sentences, rows, n, capacity, CPU)
     board.length.random_(capacity)
     board.length[0], board.length[1] = capacity - 1, 0
     real = torch.arange(capacity) <= board.length[:, None, None]
@@ -116,11 +99,11 @@ def a_board(sentences, rows, n, capacity, vocab):
     board.longest[1], board.forced[1] = capacity - 2, -1  # one that is free
     board.done.copy_(torch.rand(sentences) < 0.2)
     board.logprob[board.done] = -inf
-    board.ended.random_(vocab)
+    board.finished_tokens.random_(vocab)
     scores = -torch.randint(0, 6, (sentences, n)).float()
     scores[torch.rand(sentences, n) < 0.4] = -inf
-    board.facts.random_(5)
-    board.facts[:, :, 0] = scores.sort(dim=1, descending=True)[0]
+    board.finished_scores.random_(5)
+    board.finished_scores[:, :, 0] = scores.sort(dim=1, descending=True)[0]
     return board
 
 def some_logits(rows, vocab, dtype):
@@ -131,11 +114,11 @@ def some_logits(rows, vocab, dtype):
     logits[torch.rand(rows) < 0.05] = nan
     return logits
 
-def as_top_kernel(values, k):  # equals in their order, and what is no number behind all others
-    best, places = values.nan_to_num(-inf, inf, -inf).sort(dim=1, descending=True, stable=True)
-    return best[:, :k], places[:, :k]
+def same(ours, theirs, where):
+    assert torch.equal(ours[where].nan_to_num(), theirs[where].nan_to_num()), (ours, theirs)
+    assert torch.equal(ours[where].isnan(), theirs[where].isnan()), (ours, theirs)
 
-beams.top = as_top_kernel
+search_kernels.refused = lambda *_: None  # not on a GPU, but in the interpreter
 SENTENCES = 3
 for rows, n, capacity, vocab, penalty in (
     (1, 1, 3, 5, "gnmt"),
@@ -147,32 +130,39 @@ for rows, n, capacity, vocab, penalty in (
     (8, 4, 9, 5, "none"),
     (16, 1, 9, 200, "gnmt"),
 ):
-    for seed, kind in ((0, beams.Beams), (1, beams.Beams), (2, chains.Chains), (3, chains.Chains)):
-        if kind is chains.Chains and rows > 1:
+    for seed, greedy in ((0, False), (1, False), (2, True), (3, True)):
+        if greedy and rows > 1:
             continue
         torch.manual_seed(seed)
         random.seed(seed)
         board = a_board(SENTENCES, rows, n, capacity, vocab)
         twin = copy.deepcopy(board)
-        run = kind(None, config.DecodeConfig(beam=rows, length_penalty=penalty), PLAIN, Special(BOS, EOS, PAD), twin)
-        run.eager = False  # as on a GPU
+        options = SearchOptions(beam=rows, length_penalty=penalty, min_length=2 * (seed // 2))
+        kernel, plain = (TritonGreedySearch, GreedySearch) if greedy else (TritonBeamSearch, BeamSearch)
+        ours, theirs = (kind(None, options, SpecialTokens(BOS, EOS, PAD), state) for kind, state in
+                        ((kernel, board), (plain, twin)))
+        theirs.eager = False  # as on a GPU
         logits = some_logits(SENTENCES * rows, vocab, (torch.float, torch.bfloat16)[seed % 2])
         if seed % 2:
             logits[rows : 2 * rows] = nan  # all of a sentence: what broken weights give
-        total, largest = (x.unflatten(0, (-1, rows)) for x in scan_plain(logits, run.never, None, EOS))
-        expected = run.extend_plain(logits, total, largest)
-        kernel = search_kernels.extend_beams if kind is beams.Beams else search_kernels.extend_chains
-        found = kernel(board, logits, total, largest, run.penalties, EOS)
-        assert expected is None and found is None or torch.equal(found, expected)
-        for name in (each.name for each in dataclasses.fields(Board)):
-            ours, theirs = getattr(board, name), getattr(twin, name)
-            assert torch.equal(ours.isnan(), theirs.isnan()), name
-            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (name, ours, theirs)
+        expected, found = theirs.extend(logits.clone()), ours.extend(logits)
+        everything = torch.ones(SENTENCES, dtype=torch.bool)
+        for name in ("length", "longest", "forced", "done"):
+            same(getattr(board, name), getattr(twin, name), everything)
+        same(board.logprob, twin.logprob, everything)
+        alive = twin.logprob != -inf  # a row without a hypothesis may hold anything
+        for name in ("tokens", "newest"):
+            same(getattr(board, name), getattr(twin, name), alive)
+        same(board.finished_scores[:, :, 0], twin.finished_scores[:, :, 0], everything)
+        real = twin.finished_scores[:, :, 0] != -inf
+        for name in ("finished_scores", "finished_tokens"):
+            same(getattr(board, name), getattr(twin, name), real)
+        if expected is not None:
+            same(found, expected, alive.flatten())
 
-beams.top = top
 torch.manual_seed(3)
 both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
-spec = config.TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
+spec = TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
 model = Transformer(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
@@ -180,11 +170,11 @@ lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1
 prefixes = [(), lines[1], (), lines[3][:1], ()]
 for beam, n_best in ((1, 1), (3, 2)):
     answers = []
-    for serves, reorder in ((lambda *_: False, reorder_plain), (lambda *_: True, reorder_kernel)):
-        beams.serves = chains.serves = serves
+    for refused, reorder in ((lambda *_: "plain", reorder_plain), (lambda *_: None, reorder_kernel)):
+        search_kernels.refused = refused
         continuous_batching.reorder = reorder
-        options = {"n_best": n_best, "max_length": 5, "prefixes": prefixes, "pool": Pool(model)}
-        answers.append(search_all(model, lines, config.DecodeConfig(beam=beam), both, device=CPU, **options))
+        options = SearchOptions(beam=beam, n_best=n_best, max_length=5)
+        answers.append(SlotDecoding(model, both).search_all(lines, options, prefixes=prefixes))
     assert answers[0] == answers[1]  # to the last bit
     assert len({tuple(hypothesis.tokens) for found in answers[0] for hypothesis in found}) > beam
 print("equal")

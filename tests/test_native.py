@@ -18,23 +18,20 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens, search
+from qkv.core.translate import search_all, token_logprobs
 from qkv.data.loader import collate
-from qkv.decode.batched import search_all
-from qkv.decode.beams import Beams
-from qkv.decode.board import Board
-from qkv.decode.chains import Chains
-from qkv.decode.score import token_logprobs
-from qkv.decode.search import search
-from qkv.decode.step import Choice, Special
 from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
+from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, start_native
 from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.engines.cpu.packed_transformer import PackedTransformer
-from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig, TranslationConfig
+from qkv.options import DecoderOnlyConfig, TransformerConfig, TranslationConfig
 from qkv.run import Run
 from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
 ROOT = Path(__file__).parents[1]
+SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 HERE = library()
 needed = pytest.mark.skipif(isinstance(HERE, str), reason=f"not native: {HERE}")
 NATIVE = [kind for kind in KINDS if kind in ("transformer", "modern", "learned")]
@@ -272,7 +269,7 @@ def test_weights_that_are_no_numbers_are_named(where: str, dtype: str, beam: int
     with torch.no_grad():
         plain.get_parameter(where)[1, 2] = math.nan
     with pytest.raises(QkvError, match="are not numbers"):
-        search(native(plain, dtype), draw(5, 9), LENGTHS, DecodeConfig(beam=beam), bos=1, eos=2, pad=0)
+        search(native(plain, dtype), draw(5, 9), LENGTHS, SearchOptions(beam=beam), SPECIAL, start=start_native)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -283,7 +280,7 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
     with torch.no_grad():
         plain.get_parameter("encoder.0.feed_forward.outer.bias")[-1:].view(torch.int).fill_(bits)
     with pytest.raises(QkvError, match="are not numbers"):
-        search(native(plain, dtype), draw(5, 9), LENGTHS, DecodeConfig(beam=3), bos=1, eos=2, pad=0)
+        search(native(plain, dtype), draw(5, 9), LENGTHS, SearchOptions(beam=3), SPECIAL, start=start_native)
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -297,7 +294,7 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
 def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: int, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     sentences, capacity = 6, 12
-    board = Board.empty(sentences, rows, n, capacity, CPU)
+    board = SearchState.empty(sentences, rows, n, capacity, CPU)
     board.place(
         torch.arange(sentences),
         1,
@@ -311,22 +308,21 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
     board.logprob[torch.rand(sentences, rows, generator=draws) < 0.2] = -math.inf
     board.forced[2, :] = 4
     board.done[3] = True
-    board.facts[:, :1, 0] = -torch.rand(sentences, 1, generator=draws)
+    board.finished_scores[:, :1, 0] = -torch.rand(sentences, 1, generator=draws)
     twin, logits = copy.deepcopy(board), torch.randn(sentences * rows, vocab, generator=draws) * 3
     logits[:, 2] += 3 * torch.rand(sentences * rows, generator=draws)
-    spec, choice = DecodeConfig(beam=rows, length_penalty="gnmt"), Choice(shortest=3 * (seed % 2))
-    kind = Beams if rows > 1 else Chains
-    run = kind(None, spec, choice, Special(1, 2, 0), twin)
-    given = logits.clone()
-    total, largest = run._scan(given)
-    expected = run.extend_plain(given, total, largest)
-    extend = native_search.extend_beams if rows > 1 else native_search.extend_chains
-    found = extend(board, logits, *run.rules())
-    alive, real = twin.logprob > -math.inf, twin.facts[:, :, 0] > -math.inf
+    options = SearchOptions(beam=rows, length_penalty="gnmt", min_length=3 * (seed % 2))
+    model: Any = None
+    plain, ours = (BeamSearch, NativeBeamSearch) if rows > 1 else (GreedySearch, NativeGreedySearch)
+    expected = plain(model, options, SPECIAL, twin).extend(logits.clone())
+    native_step = ours(model, options, SPECIAL, board)
+    assert native_search.refused(native_step) is None
+    found = native_step.extend(logits)
+    alive, real = twin.logprob > -math.inf, twin.finished_scores[:, :, 0] > -math.inf
     assert torch.equal(board.logprob > -math.inf, alive)
     torch.testing.assert_close(board.logprob[alive], twin.logprob[alive], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(board.facts[real], twin.facts[real], rtol=1e-5, atol=1e-5)
-    assert torch.equal(board.facts[:, :, 0] > -math.inf, real)
+    torch.testing.assert_close(board.finished_scores[real], twin.finished_scores[real], rtol=1e-5, atol=1e-5)
+    assert torch.equal(board.finished_scores[:, :, 0] > -math.inf, real)
     for name in ("done", "length"):
         assert torch.equal(getattr(board, name), getattr(twin, name))
     assert torch.equal(board.newest[alive], twin.newest[alive])
@@ -334,10 +330,11 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
         written = int(board.length[i]) + 1
         assert torch.equal(board.tokens[i, j, :written], twin.tokens[i, j, :written])
     for i, j in real.nonzero().tolist():
-        if board.facts[i, j, 0] != -math.inf and board.facts[i, j, 1] > -math.inf:
-            ended = int(board.facts[i, j, 2]) + 1
-            assert torch.equal(board.ended[i, j, :ended], twin.ended[i, j, :ended])
+        if board.finished_scores[i, j, 0] != -math.inf and board.finished_scores[i, j, 1] > -math.inf:
+            ended = int(board.finished_scores[i, j, 2]) + 1
+            assert torch.equal(board.finished_tokens[i, j, :ended], twin.finished_tokens[i, j, :ended])
     if expected is not None:
+        assert found is not None
         assert torch.equal(found[alive.flatten()], expected[alive.flatten()])
 
 
@@ -346,24 +343,24 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
 def test_tokens_that_there_are_not_are_refused(beam: int) -> None:
     model = made(KINDS["transformer"])
     for each in (model, native(model)):  # the step of the search alone, and all of it
-        for wrong in ({"prefix": torch.full((5, 1), VOCAB)}, {"eos": VOCAB}):
-            asked: dict[str, Any] = {"bos": 1, "eos": 2, "pad": 0, **wrong}
+        for prefix, special in ((torch.full((5, 1), VOCAB), SPECIAL), (None, SPECIAL._replace(eos=VOCAB))):
             with pytest.raises(IndexError):
-                search(each, draw(5, 9), LENGTHS, DecodeConfig(beam=beam), **asked)
+                search(
+                    *(each, draw(5, 9), LENGTHS, SearchOptions(beam=beam), special), prefix=prefix, start=start_native
+                )
 
 
 @needed
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
-def test_the_same_texts_and_scores(tiny: Path, beam: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_texts_and_scores(tiny: Path, beam: int, dtype: str) -> None:
     run = Run.open(tiny)
     model: Any = run.model(CPU)
     lines = [run.tokenizers.src.encode(source) for source, _ in sentences(60, seed=5)]
-    options: dict[str, Any] = {"n_best": min(beam, 2), "prefixes": [lines[0][:1], *[()] * 59], "device": CPU}
-    spec = DecodeConfig(beam=beam, batch_tokens=400)
-    ours = search_all(native(model, dtype), lines, spec, run.tokenizers, **options)
-    monkeypatch.setenv("QKV_NATIVE", "0")
-    theirs = search_all(model, lines, spec, run.tokenizers, **options)
+    more: dict[str, Any] = {"prefixes": [lines[0][:1], *[()] * 59], "device": CPU}
+    options = SearchOptions(beam=beam, n_best=min(beam, 2), batch_tokens=400)
+    ours = search_all(native(model, dtype), lines, options, run.tokenizers, **more, start=start_native)
+    theirs = search_all(model, lines, options, run.tokenizers, **more)
     same = [a[0].tokens == b[0].tokens for a, b in zip(ours, theirs, strict=True)]
     assert sum(same) >= (60 if dtype == "fp32" else 57)
     if dtype == "fp32":

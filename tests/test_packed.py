@@ -16,14 +16,14 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv.core.errors import QkvError, UsageError
-from qkv.decode.batched import search_all
+from qkv.core.search import SearchOptions
+from qkv.core.translate import search_all
 from qkv.engines.cpu import choose, pack, packed_linear
 from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
 from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
 from qkv.models.build import build
 from qkv.options import (
     ConvS2SConfig,
-    DecodeConfig,
     DecoderOnlyConfig,
     EncoderOnlyConfig,
     ModelConfig,
@@ -205,7 +205,7 @@ def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
     run = Run.open(tiny)
     model: Any = run.model(CPU)
     sources = [run.tokenizers.src.encode(source) for source, _ in sentences(60, seed=5)]
-    spec = DecodeConfig(beam=3, batch_tokens=400)
+    spec = SearchOptions(beam=3, batch_tokens=400)
     ours, theirs = (
         search_all(engine, sources, spec, run.tokenizers, device=CPU) for engine in (pack(model, dtype), model)
     )

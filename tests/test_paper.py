@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from qkv import presets
 from qkv.core.errors import UsageError
-from qkv.decode.step import length_penalty
+from qkv.core.search import length_penalty
 from qkv.models import (
     MultiHeadAttention,
     Transformer,

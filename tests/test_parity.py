@@ -15,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.decode.board import Hypothesis
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
-from qkv.decode.search import search
+from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, search
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
-from qkv.options import DecodeConfig, DecoderOnlyConfig, TransformerConfig
+from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
@@ -285,8 +283,8 @@ def marian_search(
 def our_search(
     model: Transformer, source: Tensor, lengths: Tensor, n_best: int, **decode: Any
 ) -> list[list[Hypothesis]]:
-    spec = DecodeConfig(extra_length=EXTRA, **decode)
-    return search(model, source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
+    options = SearchOptions(extra_length=EXTRA, n_best=n_best, **decode)
+    return search(model, source, lengths, options, SpecialTokens(BOS, EOS, PAD))
 
 
 def texts_of(found: list[list[Hypothesis]]) -> list[list[list[int]]]:
@@ -324,7 +322,7 @@ def test_beams_are_marians(penalty: str, alpha: float) -> None:
     our_scores = torch.tensor([[hypothesis.score for hypothesis in hypotheses] for hypotheses in found])
     assert_close(our_scores, scores, of_largest=True)
     assert any(hypothesis.truncated for hypotheses in found for hypothesis in hypotheses)
-    # Asked for one, ours stops sooner, and finds the same.
+    # SearchRequest for one, ours stops sooner, and finds the same.
     best = our_search(ours, source, lengths, n_best=1, beam=4, length_penalty=penalty)
     assert texts_of(best) == [hypotheses[:1] for hypotheses in expected]
 

@@ -13,19 +13,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, SearchState, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import collate, pad
-from qkv.decode.board import Board, Hypothesis
-from qkv.decode.rules import Rules
-from qkv.decode.sampling import Sampling
-from qkv.decode.score import token_logprobs
-from qkv.decode.search import search
-from qkv.decode.step import PLAIN, Choice, Special
-from qkv.decoding.constraints import Avoid, Constrained, Required, check_conflict, constrained, find, spell
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
+from qkv.decoding.logits_processors import Sampling
 from qkv.models.build import build
-from qkv.options import ConvS2SConfig, DecodeConfig, RnnConfig, TransformerConfig
-from test_search import Prefix, TableModel
+from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
+from test_search import SPECIAL, Prefix, TableModel
 
 PIECES = [" cat", "cat", " c", "c", "at", "s", "egory", " dog", " the", ".", " (", ")", " é", "t"]
 WORDS = Tokenizer("word", [printable(piece) for piece in PIECES if len(piece.encode()) > 1])
@@ -49,12 +47,22 @@ def probabilities(seed: int, sentence: int, prefix: Prefix) -> np.ndarray[Any, A
     return values / values.sum()
 
 
-def searched(seed: int, longest: int, *, beam: int = 4, n_best: int = 1, sentences: int = 2, **more: Any) -> Any:
+def searched(
+    seed: int,
+    longest: int,
+    *,
+    beam: int = 4,
+    n_best: int = 1,
+    sentences: int = 2,
+    processors: tuple[Avoid, ...] = (),
+    sampling: Sampling | None = None,
+    **more: Any,
+) -> Any:
     model = TableModel(lambda sentence, prefix: probabilities(seed, sentence, prefix))
     limits, numbers = torch.full((sentences,), longest), torch.arange(sentences)[:, None]
     ones = torch.ones(sentences, dtype=torch.long)
-    spec = DecodeConfig(beam=beam)
-    return search(model, numbers, ones, spec, bos=1, eos=2, pad=0, n_best=n_best, longest=limits, **more)
+    options = DecodingOptions(beam=beam, n_best=n_best, processors=processors, sampling=sampling)
+    return search(model, numbers, ones, options, SPECIAL, longest=limits, **more)
 
 
 def text_of(hypothesis: Hypothesis) -> str:
@@ -97,7 +105,7 @@ def test_blank_phrases_and_bare_strings_are_refused() -> None:
     with pytest.raises(UsageError, match="blank"):
         Avoid(["cat", " "], WORDS)
     with pytest.raises(UsageError, match="brackets"):
-        Required.of("cat", WORDS)
+        MustInclude.of("cat", WORDS)
 
 
 # ---- forbidden -------------------------------------------------------------------------------------------------------
@@ -126,8 +134,8 @@ def test_a_forbidden_phrase_is_never_written(
     seed: int, longest: int, phrases: list[str], beam: int, draws: bool
 ) -> None:
     avoid = Avoid(phrases, WORDS)
-    rules = Rules(forbid=(avoid,), sampling=Sampling(seed=seed) if draws else None)
-    found = searched(seed, longest, beam=beam, n_best=beam, choice=rules.choice())
+    more: dict[str, Any] = {"sampling": Sampling(seed=seed), "start": start_variant} if draws else {}
+    found = searched(seed, longest, beam=beam, n_best=beam, processors=(avoid,), **more)
     for sentence, hypotheses in enumerate(found):
         for hypothesis in hypotheses:
             assert avoid.occurs(text_of(hypothesis)) is None
@@ -171,9 +179,9 @@ def test_required_phrases_are_always_met(
     seed: int, phrases: list[str], ordered: bool, spare: int, beam: int, whole: bool
 ) -> None:
     """With as little room as there can be, too."""
-    required = Required.of(phrases, WORDS, ordered=ordered, whole_words=whole)
+    required = MustInclude.of(phrases, WORDS, ordered=ordered, whole_words=whole)
     longest = required.need([]) + spare
-    found = searched(seed, longest, beam=beam, n_best=2, kind=constrained([required] * 2))
+    found = searched(seed, longest, beam=beam, n_best=2, start=constrained([required] * 2))
     for sentence, hypotheses in enumerate(found):
         assert hypotheses
         for hypothesis in hypotheses:
@@ -185,6 +193,15 @@ def test_required_phrases_are_always_met(
                 end = 0
                 for p in phrases:
                     assert (end := find(p, text, True, end)) >= 0
+
+
+def test_bytes_that_are_no_character_do_not_join_a_phrase() -> None:
+    required = MustInclude.of(["category"], WORDS)
+    cat, egory = (LIKELY[1 + PIECES.index(piece)] for piece in ("cat", "egory"))
+    (byte,) = (token for token in range(WORDS.offset, WORDS.size) if WORDS.bytes_of(token) == b"\xc3")
+    assert required.missing(required.text([cat, egory])) == []
+    assert required.missing(required.text([cat, byte, egory])) == [0]
+    assert required.text([cat, byte]) == "cat"  # the rest of the character may follow
 
 
 some_tokens = st.sampled_from(LIKELY[1:]).map(lambda token: [token]) | phrase.map(WORDS.encode)
@@ -200,11 +217,11 @@ some_tokens = st.sampled_from(LIKELY[1:]).map(lambda token: [token]) | phrase.ma
 def test_what_may_follow_leaves_room_for_what_is_missing(
     phrases: list[str], ordered: bool, tokens: list[int], spare: int
 ) -> None:
-    required = Required.of(phrases, WORDS, ordered=ordered)
-    board = Board.empty(1, 2, 1, 20, torch.device("cpu"))
+    required = MustInclude.of(phrases, WORDS, ordered=ordered)
+    board = SearchState.empty(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
-    search_ = Constrained(
-        model, DecodeConfig(), PLAIN, Special(1, 2, 0), board, required=[required], lengths=torch.tensor([1])
+    search_ = ConstrainedBeamSearch(
+        model, DecodingOptions(), SPECIAL, board, required=[required], lengths=torch.tensor([1])
     )
     left = required.need(tokens) + spare
     merit = torch.zeros(WORDS.size)
@@ -218,30 +235,30 @@ def test_what_may_follow_leaves_room_for_what_is_missing(
 
 @given(st.lists(phrase, min_size=1, max_size=3), st.booleans())
 def test_phrases_without_room_are_refused(phrases: list[str], ordered: bool) -> None:
-    required = Required.of(phrases, WORDS, ordered=ordered)
+    required = MustInclude.of(phrases, WORDS, ordered=ordered)
     need = required.need([])
     with pytest.raises(UsageError, match=f"takes {need} tokens, but the output may have {need - 1} more"):
-        searched(1, need - 1, kind=constrained([required] * 2))
+        searched(1, need - 1, start=constrained([required] * 2))
 
 
 def test_a_phrase_behind_a_prefix() -> None:
-    required = Required.of(["the cat"], WORDS)
+    required = MustInclude.of(["the cat"], WORDS)
     begun = torch.tensor([WORDS.encode("dog the")] * 2)  # half of the phrase is in the prefix
-    for hypotheses in searched(3, begun.shape[1] + 1, prefix=begun, kind=constrained([required] * 2)):
+    for hypotheses in searched(3, begun.shape[1] + 1, prefix=begun, start=constrained([required] * 2)):
         assert text_of(hypotheses[0]) == "dog the cat"
     with pytest.raises(UsageError, match="takes 1 tokens, but the output may have 0 more"):
-        searched(3, begun.shape[1], prefix=begun, kind=constrained([required] * 2))
+        searched(3, begun.shape[1], prefix=begun, start=constrained([required] * 2))
 
 
 @settings(max_examples=30)
 @given(seeds, st.integers(0, 8))
 def test_required_and_forbidden_together(seed: int, spare: int) -> None:
     """A required word that is spelt by way of a forbidden one, too."""
-    required = Required.of(["dog.", "category"], WORDS)
+    required = MustInclude.of(["dog.", "category"], WORDS)
     avoid = Avoid(["cat", "é"], WORDS, exempt=required.spelt)
     longest = required.need([]) + spare
-    kind = constrained([required] * 2)
-    for hypotheses in searched(seed, longest, kind=kind, choice=Rules(forbid=(avoid,)).choice()):
+    start = constrained([required] * 2)
+    for hypotheses in searched(seed, longest, start=start, processors=(avoid,)):
         assert required.missing(text_of(hypotheses[0])) == []
         assert avoid.occurs(text_of(hypotheses[0])) is None
 
@@ -253,23 +270,22 @@ def test_what_excludes_itself_is_refused() -> None:
         check_conflict([], "a cat.", Avoid(["cat"], WORDS))
     check_conflict(["category"], "a cat", Avoid(["cat"], WORDS))  # which may become "a category"
     # Two phrases that must follow each other, and must not: there is no room for anything between them.
-    required = Required.of(["the", "cat"], WORDS, ordered=True)
-    choice: Choice = Rules(forbid=(Avoid(["the cat"], WORDS),)).choice()
+    required = MustInclude.of(["the", "cat"], WORDS, ordered=True)
+    avoid = Avoid(["the cat"], WORDS)
     with pytest.raises(UsageError, match="cannot be met together"):
-        searched(1, 2, kind=constrained([required] * 2), choice=choice)
-    ((best,), _) = searched(1, 3, kind=constrained([required] * 2), choice=choice)
+        searched(1, 2, start=constrained([required] * 2), processors=(avoid,))
+    ((best,), _) = searched(1, 3, start=constrained([required] * 2), processors=(avoid,))
     assert required.missing(text_of(best)) == []
 
 
 def test_a_sentence_alone_and_among_others() -> None:
-    asked = [Required.of(p, WORDS) for p in (["cat"], ["dog."], ["the cat", "é"], ["t"])]
-    together = searched(5, 9, sentences=4, kind=constrained(asked))
+    asked = [MustInclude.of(p, WORDS) for p in (["cat"], ["dog."], ["the cat", "é"], ["t"])]
+    together = searched(5, 9, sentences=4, start=constrained(asked))
     for number, required in enumerate(asked):
         model = TableModel(lambda _, prefix, n=number: probabilities(5, n, prefix))
         one = torch.tensor([[0]])
-        spec, limit = DecodeConfig(), torch.tensor([9])
-        kind = constrained([required])
-        (alone,) = search(model, one, torch.tensor([1]), spec, bos=1, eos=2, pad=0, longest=limit, kind=kind)
+        limit, start = torch.tensor([9]), constrained([required])
+        (alone,) = search(model, one, torch.tensor([1]), DecodingOptions(), SPECIAL, longest=limit, start=start)
         assert alone == together[number]
 
 
@@ -290,18 +306,16 @@ KINDS: list[Any] = [
 def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
     torch.manual_seed(1)
     model = build(spec, WORDS.size, WORDS.size).eval()
-    required, avoid = Required.of(["the cat", "dog."], WORDS), Avoid(["cats", "é"], WORDS)
+    required, avoid = MustInclude.of(["the cat", "dog."], WORDS), Avoid(["cats", "é"], WORDS)
     rows = [np.array(WORDS.encode(text), np.int64) for text in ("cat.", "the dog (cat)", "s")]
     lengths = torch.tensor([len(row) + 1 for row in rows])
-    for kind in (constrained([required] * 3), None):
-        more = {"kind": kind} if kind else {}
-        choice = Rules(forbid=(avoid,)).choice() if kind else PLAIN
-        decode = DecodeConfig(extra_length=6)
-        source = pad(rows, 0, last=2)
-        found = search(model, source, lengths, decode, bos=1, eos=2, pad=0, n_best=3, choice=choice, **more)
+    for start in (constrained([required] * 3), start_search):
+        bound = start is not start_search
+        options = DecodingOptions(extra_length=6, n_best=3, processors=(avoid,) if bound else ())
+        found = search(model, pad(rows, 0, last=2), lengths, options, SPECIAL, start=start)
         for row, hypotheses in zip(rows, found, strict=True):
             targets = [np.array(h.tokens, np.int64) for h in hypotheses]
             batch = collate([row] * len(targets), targets, TokenizerPair(WORDS, WORDS))
             for h, logprobs in zip(hypotheses, token_logprobs(model, batch, 0), strict=True):
                 assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
-                assert not kind or (required.missing(text_of(h)) == [] and avoid.occurs(text_of(h)) is None)
+                assert not bound or (required.missing(text_of(h)) == [] and avoid.occurs(text_of(h)) is None)

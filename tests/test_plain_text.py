@@ -26,8 +26,7 @@ from qkv.data.loader import Position
 from qkv.data.plain import Blocks, Sentences, hide, text_blocks
 from qkv.data.store import Prepared, Store, prepare
 from qkv.data.subwords import learn
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models import DecoderOnly, EncoderOnly
 from qkv.options import (
     Config,

@@ -1,4 +1,4 @@
-"""The training report holds what the log says, for every kind of run; so do the entropies in it and the pictures."""
+"""The training report shows the values of the log for every kind of run; entropies and pictures are right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv.data.loader import collate
 from qkv.data.plain import block_batch, hide
 from qkv.data.store import Prepared
 from qkv.data.subwords import learn
-from qkv.explain.training_report import history, page, report
+from qkv.explain.training_report import read_history, report_html, write_training_report
 from qkv.models.attention import record
 from qkv.models.build import build
 from qkv.options import Config, TokenizerConfig, TransformerConfig
@@ -36,7 +36,7 @@ VOID = {"meta", "input", "br", "link", "img", "hr"}
 
 
 class Page(HTMLParser):
-    """The elements of a page; every one that is opened must be closed, in order."""
+    """The elements of a page; all of them must be closed, in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def tokenizers() -> TokenizerPair:
 
 
 def a_run(folder: Path, tokenizers: TokenizerPair, lines: list[dict[str, Any]] | None, **sections: Any) -> Run:
-    """A run folder in which only the log was written, or not even that."""
+    """Return a run folder without training: only the log is written, unless `lines` is None."""
     run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
         with Log(run.log, steps=10, after=Progress()) as log:
@@ -108,28 +108,28 @@ def valid_line(step: int, **values: Any) -> dict[str, Any]:
 
 
 def checked(runs: list[Run]) -> Page:
-    """The report, once it is known to be sound, to ask nobody else and to show no value that is none."""
-    text = page(runs)
-    found = Page(text)
-    assert not re.search(r"undefined|NaN|Infinity|None|null", found.text)
-    assert "NaN" not in json.dumps(found.data)
+    """Return the report, checked: well-formed, without other files or servers, without undefined values."""
+    text = report_html(runs)
+    parsed = Page(text)
+    assert not re.search(r"undefined|NaN|Infinity|None|null", parsed.text)
+    assert "NaN" not in json.dumps(parsed.data)
     carried = text.partition('id="data">')[2].partition("</script>")[0]
-    assert json.loads(carried) == found.data
+    assert json.loads(carried) == parsed.data
     assert "<" not in carried  # nothing that a browser could take for markup
-    assert not [attrs for tag, attrs in found.seen if tag in ("link", "img", "iframe") or {"src", "href"} & set(attrs)]
-    rest = text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody follows
+    assert not [attrs for tag, attrs in parsed.seen if tag in ("link", "img", "iframe") or {"src", "href"} & set(attrs)]
+    rest = text.replace("http://www.w3.org/2000/svg", "")  # a name, not a request
     assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttpRequest", rest)
-    ids = [attrs["id"] for _, attrs in found.seen if "id" in attrs]
+    ids = [attrs["id"] for _, attrs in parsed.seen if "id" in attrs]
     assert len(ids) == len(set(ids))
-    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in found.seen if tag == "th")
-    return found
+    assert all(attrs.get("scope") in ("row", "col") for tag, attrs in parsed.seen if tag == "th")
+    return parsed
 
 
-def lines_of(found: Page) -> dict[tuple[str, int, str], list[Any]]:
+def lines_of(parsed: Page) -> dict[tuple[str, int, str], list[Any]]:
     """The values of every line of every chart, by title, run and label."""
     return {
-        (chart["title"], line["run"], line["label"]): found.data["runs"][line["run"]][line["table"]][line["column"]]
-        for chart in found.data["charts"]
+        (chart["title"], line["run"], line["label"]): parsed.data["runs"][line["run"]][line["table"]][line["column"]]
+        for chart in parsed.data["charts"]
         for line in chart["lines"]
     }
 
@@ -143,8 +143,8 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
-    found = checked([Run.open(tiny)])
-    lines = lines_of(found)
+    parsed = checked([Run.open(tiny)])
+    lines = lines_of(parsed)
     train, valid = entries(tiny, "train"), entries(tiny, "valid")
     expected = {
         ("Loss", "training"): [line["nll"] for line in train],
@@ -158,7 +158,7 @@ def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
     for (title, label), values in expected.items():
         assert len(values) >= 2
         assert lines[title, 0, label] == values
-    (run,) = found.data["runs"]
+    (run,) = parsed.data["runs"]
     for axis in ("step", "seconds", "tokens"):
         assert run["train"][axis] == [line[axis] for line in train]
     assert run["valid"]["step"] == [100, 200]
@@ -166,13 +166,13 @@ def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
     at = {line["step"]: line["tokens"] for line in train}
     assert run["valid"]["tokens"] == [at[100], at[200]]
     card = (tiny / "card.md").read_text(encoding="utf-8")
-    facts = {row[0]: row[1] for row in found.cells if len(row) == 2}
+    facts = {row[0]: row[1] for row in parsed.cells if len(row) == 2}
     for name in ("model", "vocabulary", "training text", "begun"):
         assert f"- {name}: {facts[name]}\n" in card
     assert facts["steps"] == "200 (finished)"
     assert facts["skipped updates"] == "0"
     assert f"BLEU {Run.open(tiny).scores['best']['bleu']:.2f}" in facts["best weights"]
-    assert [line["sample"] for line in valid][-1] in found.text
+    assert [line["sample"] for line in valid][-1] in parsed.text
     source = (tiny / "store" / "valid.src.txt").read_text(encoding="utf-8").split("\n")[0]
     assert facts["source"] == source
 
@@ -180,7 +180,7 @@ def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
 def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     values = np.random.default_rng(0).uniform(1, 2, 200)
     run = a_run(tmp_path / "run", tokenizers, [train_line(i + 1, nll=float(v)) for i, v in enumerate(values)])
-    given, means = (np.array(history(run).train[name], float) for name in ("nll", "nll_smoothed"))
+    given, means = (np.array(read_history(run).train[name], float) for name in ("nll", "nll_smoothed"))
     reach = 200 // 40
     middle = np.convolve(given, np.ones(2 * reach + 1) / (2 * reach + 1), mode="valid")
     np.testing.assert_allclose(means[reach:-reach], middle, rtol=1e-5)
@@ -194,8 +194,8 @@ def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers
         train_line(2, loss=math.nan, nll=math.nan, norm=math.inf, skipped=1),
         train_line(3, skipped=1),
     ]
-    found = checked([a_run(tmp_path / "run", tokenizers, [*lines, valid_line(3, loss=None, perplexity=None)])])
-    lines_found = lines_of(found)
+    parsed = checked([a_run(tmp_path / "run", tokenizers, [*lines, valid_line(3, loss=None, perplexity=None)])])
+    lines_found = lines_of(parsed)
     assert lines_found["Loss", 0, "training"] == [7.0, None, pytest.approx(7 / 3, rel=1e-5)]
     assert lines_found["Gradient norm", 0, "norm"] == [1.5, None, 1.5]
     assert lines_found["Skipped updates", 0, "skipped"] == [0, 1, 1]
@@ -206,10 +206,10 @@ def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers
 
 @pytest.mark.parametrize("lines", [None, []], ids=["no log", "an empty log"])
 def test_a_run_that_has_just_begun(lines: list[Any] | None, tmp_path: Path, tokenizers: TokenizerPair) -> None:
-    found = checked([a_run(tmp_path / "run", tokenizers, lines)])
-    assert found.data["charts"] == []
-    assert "Nothing is logged yet" in found.text
-    facts = {row[0]: row[1] for row in found.cells}
+    parsed = checked([a_run(tmp_path / "run", tokenizers, lines)])
+    assert parsed.data["charts"] == []
+    assert "Nothing is logged yet" in parsed.text
+    facts = {row[0]: row[1] for row in parsed.cells}
     assert facts["steps"] == "none logged yet"
     assert facts["command"] == "qkv train --run <b>&"
     assert re.fullmatch(r"transformer, [\d,]+ parameters, d_model 512, 6 \+ 6 layers, 8 heads", facts["model"])
@@ -219,28 +219,28 @@ def test_a_run_that_is_going_on(tmp_path: Path, tokenizers: TokenizerPair) -> No
     run = a_run(tmp_path / "run", tokenizers, [train_line(10), train_line(20)], train={"steps": 1000})
     with run.log.open("a", encoding="utf-8") as file:
         file.write('{"event": "train", "step": 30, "lo')
-    found = checked([run])
-    assert found.data["runs"][0]["train"]["step"] == [10, 20]
-    assert ["steps", "20 (not finished, of at most 1,000)"] in found.cells
+    parsed = checked([run])
+    assert parsed.data["runs"][0]["train"]["step"] == [10, 20]
+    assert ["steps", "20 (not finished, of at most 1,000)"] in parsed.cells
 
 
 def test_a_run_that_was_resumed_counts_each_step_once(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     logged = [train_line(1), train_line(2), train_line(3), train_line(2, nll=0.5), train_line(3), train_line(4)]
     run = a_run(tmp_path / "run", tokenizers, logged)
     run.write_scores({"finished": 2, "chosen": "best"})  # and then went on
-    found = checked([run])
-    assert found.data["runs"][0]["train"]["step"] == [1, 2, 3, 4]
-    assert lines_of(found)["Loss", 0, "training"][1] == 0.5
-    assert any(row[0] == "steps" and row[1].startswith("4 (not finished") for row in found.cells)
+    parsed = checked([run])
+    assert parsed.data["runs"][0]["train"]["step"] == [1, 2, 3, 4]
+    assert lines_of(parsed)["Loss", 0, "training"][1] == 0.5
+    assert any(row[0] == "steps" and row[1].startswith("4 (not finished") for row in parsed.cells)
 
 
 def test_a_single_validation_and_no_training_line(tmp_path: Path, tokenizers: TokenizerPair) -> None:
-    found = checked(
+    parsed = checked(
         [a_run(tmp_path / "<!--<script>", tokenizers, [valid_line(5, bleu=12.5, sample="</script><b>uno & due")])]
     )
-    assert lines_of(found) == {("Loss", 0, "validation"): [1.2], ("BLEU", 0, "BLEU"): [12.5]}
-    assert found.data["runs"][0]["valid"]["tokens"] == [500]
-    assert "</script><b>uno & due" in found.text  # as text
+    assert lines_of(parsed) == {("Loss", 0, "validation"): [1.2], ("BLEU", 0, "BLEU"): [12.5]}
+    assert parsed.data["runs"][0]["valid"]["tokens"] == [500]
+    assert "</script><b>uno & due" in parsed.text  # as text
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "rnn", "conv"])
@@ -250,16 +250,16 @@ def test_every_kind_of_model_has_a_report(kind: str, tmp_path: Path, tokenizers:
     lines = [train_line(1), train_line(2), valid_line(2, **bits, sample="one\ntwo", attention_entropy={name: 1.25})]
     run = a_run(tmp_path / "run", tokenizers, lines, model={"kind": kind})
     run.write_scores({"best": {"step": 2, "loss": 3.0, "bleu": None, **bits}, "chosen": "best", "finished": 2})
-    found = checked([run])
-    lines_found = lines_of(found)
+    parsed = checked([run])
+    lines_found = lines_of(parsed)
     assert ("Objective", 0, "as logged") in lines_found
     assert ("Bits per byte", 0, "bits per byte") in lines_found or kind != "decoder"
     assert not any(title == "BLEU" for title, _, _ in lines_found)
     (entropy,) = [values for (title, _, _), values in lines_found.items() if title.startswith("Entropy")]
     assert entropy == [1.25]
     words = "2.0200 bits per byte, loss 3.0000, at step 2 (used)" if bits else "loss 3.0000, at step 2 (used)"
-    assert ["best weights", words] in found.cells
-    assert ["step 2", "one\ntwo"] in found.cells
+    assert ["best weights", words] in parsed.cells
+    assert ["step 2", "one\ntwo"] in parsed.cells
 
 
 # ---- two runs --------------------------------------------------------------------------------------------------------
@@ -276,15 +276,15 @@ def test_two_runs_share_their_axes_and_show_where_they_differ(
         train={"steps": 20},
     )
     runs = [Run.open(tiny), other]
-    found = checked(runs)
-    assert [run["name"] for run in found.data["runs"]] == ["tiny", "other"]
-    lines = lines_of(found)
+    parsed = checked(runs)
+    assert [run["name"] for run in parsed.data["runs"]] == ["tiny", "other"]
+    lines = lines_of(parsed)
     assert lines["Loss", 1, "training"] == [0.7, 0.35]
     assert lines["BLEU", 1, "BLEU"] == [50.0]
     assert lines["BLEU", 0, "BLEU"] == [line["bleu"] for line in entries(tiny, "valid")]
-    assert len({chart["title"] for chart in found.data["charts"]}) == len(found.data["charts"])
+    assert len({chart["title"] for chart in parsed.data["charts"]}) == len(parsed.data["charts"])
     differences = runs[0].config.difference(other.config)
-    shown = {row[0]: row[1:] for row in found.cells if row[0] in dict.fromkeys(path for path, _, _ in differences)}
+    shown = {row[0]: row[1:] for row in parsed.cells if row[0] in dict.fromkeys(path for path, _, _ in differences)}
     assert len(shown) == len(differences) > 10
     assert shown["train.steps"] == ["200", "20"]
     assert shown["model.heads"] == ["2", "–"]
@@ -297,13 +297,13 @@ def test_two_runs_share_their_axes_and_show_where_they_differ(
 
 def test_the_report_is_written_and_wrong_calls_are_refused(tiny: Path, tmp_path: Path) -> None:
     run = Run.open(tiny)
-    report([run], tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page([run])
+    write_training_report([run], tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report_html([run])
     with pytest.raises(UsageError, match=r"report\.pdf.*\.html"):
-        report([run], tmp_path / "report.pdf")
+        write_training_report([run], tmp_path / "report.pdf")
     for runs in ([], [run] * 3):
-        with pytest.raises(UsageError, match="one run, or of two"):
-            page(runs)
+        with pytest.raises(UsageError, match="one run or two"):
+            report_html(runs)
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def test_the_page_in_a_browser(tiny: Path, tmp_path: Path, tokenizers: Tokenizer
     uncounted = {key: value for key, value in valid_line(20, bleu=50.0, seconds=0.25).items() if key != "tokens"}
     other = a_run(tmp_path / "other", tokenizers, [uncounted])  # as older runs have it
     empty = a_run(tmp_path / "empty", tokenizers, [])
-    report([Run.open(tiny), other], tmp_path / "two.html")
-    report([empty], tmp_path / "empty.html")
+    write_training_report([Run.open(tiny), other], tmp_path / "two.html")
+    write_training_report([empty], tmp_path / "empty.html")
     wrong: list[str] = []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -359,7 +359,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: TokenizerPair) -> None:
-    """−Σ a log a, in numpy, of rows that were never padded; the batch, which is, must come to the same mean."""
+    """The padded batch gives the mean of −Σ a log a of the unpadded rows, computed in numpy."""
     torch.manual_seed(0)
     spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
@@ -378,7 +378,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 
     alone: dict[str, list[float]] = {}
     with torch.inference_mode():
-        found = validate.attention_entropy(
+        entropies_of_batch = validate.attention_entropy(
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
@@ -388,10 +388,10 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
                 weights = torch.cat(parts, dim=2)[0].double().numpy()  # (heads, queries, keys)
                 entropies = -np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0).sum(-1)
                 alone.setdefault(name, []).extend(entropies.mean(0).tolist())
-    assert found.keys() == alone.keys() != set()
+    assert entropies_of_batch.keys() == alone.keys() != set()
     for name, values in alone.items():
-        assert found[name] == pytest.approx(np.mean(values), rel=1e-4)
-        assert 0 < found[name] < math.log(max(map(len, rows)) + 1)
+        assert entropies_of_batch[name] == pytest.approx(np.mean(values), rel=1e-4)
+        assert 0 < entropies_of_batch[name] < math.log(max(map(len, rows)) + 1)
 
 
 def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,10 +413,12 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: 
 
 
 def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
-    """What is not a number cannot be written as JSON."""
+    """NaN cannot be written as JSON."""
     model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]
-    found = validate.attention_entropy(model, collate(row, row, tokenizers), tokenizers.tgt.pad, torch.device("cpu"))
-    assert found == {}
+    entropies_of_batch = validate.attention_entropy(
+        model, collate(row, row, tokenizers), tokenizers.tgt.pad, torch.device("cpu")
+    )
+    assert entropies_of_batch == {}

@@ -36,7 +36,7 @@ from qkv import cli
 from qkv.core import files
 from qkv.data.job import Job
 from qkv.run import Run
-from qkv.train import begin, log, loop
+from qkv.train import log, loop
 
 PLACES = {
     "sync": (files, "sync"),
@@ -448,8 +448,8 @@ def test_resume_needs_a_run(call: Call, tmp_path: Path, recipe: Path) -> None:
     for arguments, words in [
         (["--resume"], "--resume needs --run"),
         (["--resume", "--run", tmp_path / "none"], "no such run folder"),
-        ([recipe, "--resume", "--run", tmp_path], "takes what the run folder holds"),
-        (["--resume", "--run", tmp_path, "--minutes", "3"], "takes what the run folder holds"),
+        ([recipe, "--resume", "--run", tmp_path], "takes text and config from the run folder"),
+        (["--resume", "--run", tmp_path, "--minutes", "3"], "takes text and config from the run folder"),
     ]:
         done = call("train", *arguments)
         assert (done.code, words in done.error) == (2, True)

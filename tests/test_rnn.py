@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.decode.search import search
+from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.models import record
 from qkv.models.attention import attention_weights
 from qkv.models.rnn import Layer, Recurrent, gru, lstm
-from qkv.options import DecodeConfig, RnnConfig
+from qkv.options import RnnConfig
 
 VOCAB = 20
 TIES = ("all", "output", "none")
@@ -315,10 +315,10 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(options: tuple[str
 @pytest.mark.parametrize("beam", [1, 3])
 def test_the_search_finds_the_same_alone_and_in_company(options: tuple[str, str, bool, bool, int], beam: int) -> None:
     model, (source, lengths, _) = model_of(options, "none"), batch(8)
-    settings: dict[str, Any] = {"spec": DecodeConfig(beam=beam, extra_length=6), "bos": 1, "eos": 2, "pad": 0}
-    together = search(model, source, lengths, n_best=beam, **settings)
+    options, special = SearchOptions(beam=beam, extra_length=6, n_best=beam), SpecialTokens(bos=1, eos=2, pad=0)
+    together = search(model, source, lengths, options, special)
     for row, length in enumerate(lengths.tolist()):
-        (alone,) = search(model, source[row : row + 1, :length], lengths[row : row + 1], n_best=beam, **settings)
+        (alone,) = search(model, source[row : row + 1, :length], lengths[row : row + 1], options, special)
         assert [found.tokens for found in alone] == [found.tokens for found in together[row]]
         assert [found.logprob for found in alone] == pytest.approx([found.logprob for found in together[row]], abs=1e-4)
 

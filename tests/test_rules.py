@@ -13,21 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.decode.board import Board, Hypothesis
-from qkv.decode.rules import NoRepeat, Repetition, Rules, UnlessForced
-from qkv.decode.sampling import Sampling
-from qkv.decode.search import search
+from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
-from qkv.options import DecodeConfig
-from test_search import BOS, EOS, PAD, Table, TableModel, random_table
+from qkv.models.attention import record
+from test_search import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
 rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min_size=1, max_size=4)
 
 
-def board_of(written: list[list[int]], length: int, capacity: int) -> Board:
+def board_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
     """A board of one sentence; behind what was written there is something else, which nobody must look at."""
-    board = Board.empty(1, len(written), 1, capacity, torch.device("cpu"))
+    board = SearchState.empty(1, len(written), 1, capacity, torch.device("cpu"))
     board.place(
         torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
     )
@@ -48,7 +47,7 @@ def test_repetition_penalty_touches_what_was_written(
 ) -> None:
     before = some_log_probs(len(written))
     after = before.clone()
-    Repetition(factor)(after, board_of(written, length, 6 + spare))
+    RepetitionPenalty(factor)(after, board_of(written, length, 6 + spare))
     for row, tokens in enumerate(written):
         for token in range(2, VOCAB):  # <s> is never chosen, whatever it has
             expected = before[0, row, token] * (factor if token in tokens[:length] else 1.0)
@@ -59,7 +58,7 @@ def test_repetition_penalty_touches_what_was_written(
 def test_no_ngram_comes_twice(written: list[list[int]], length: int, n: int, spare: int) -> None:
     after = some_log_probs(len(written))
     before = after.clone()
-    NoRepeat(n)(after, board_of(written, length, 6 + spare))
+    NoRepeatNgram(n)(after, board_of(written, length, 6 + spare))
     for row, whole in enumerate(written):
         tokens = whole[:length]
         had = {tuple(tokens[i : i + n]) for i in range(length - n + 1)}
@@ -68,35 +67,20 @@ def test_no_ngram_comes_twice(written: list[list[int]], length: int, n: int, spa
             assert float(after[0, row, token]) == (-math.inf if repeats else float(before[0, row, token]))
 
 
-def test_a_forced_token_is_not_for_rules_to_forbid() -> None:
-    board = board_of([[4, 4, 5, 5, 5]], 3, 7)
-    board.forced[0, 3] = 5
-    after = some_log_probs(1)
-    before = after.clone()
-    UnlessForced((NoRepeat(1),))(after, board)
-    assert after[0, 0, 4] == -math.inf
-    assert after[0, 0, 5] == before[0, 0, 5]
-    assert UnlessForced((NoRepeat(1),)).capturable
-
-
 # ---- in a search -----------------------------------------------------------------------------------------------------
 
 
 def found_by(
-    table: Table, rules: Rules, *, beam: int = 3, n_best: int = 1, longest: int = 7, **more: Any
+    table: Table, options: DecodingOptions, *, beam: int = 3, n_best: int = 1, longest: int = 7, **more: Any
 ) -> list[Hypothesis]:
-    spec = DecodeConfig(beam=beam)
     (found,) = search(
         TableModel(table),
         torch.tensor([[0]]),
         torch.tensor([1]),
-        spec,
-        bos=BOS,
-        eos=EOS,
-        pad=PAD,
-        n_best=n_best,
+        dataclasses.replace(options, beam=beam, n_best=n_best),
+        SpecialTokens(BOS, EOS, PAD),
         longest=torch.tensor([longest]),
-        choice=rules.choice(),
+        start=start_variant,
         **more,
     )
     return found
@@ -108,7 +92,7 @@ def assert_own_logprob(table: Table, found: Hypothesis) -> None:
 
 
 rule_sets = st.builds(
-    Rules,
+    DecodingOptions,
     min_length=st.integers(0, 8),
     repetition_penalty=st.sampled_from([1.0, 1.5, 0.7]),
     no_repeat_ngram=st.integers(0, 3),
@@ -119,7 +103,7 @@ rule_sets = st.builds(
 
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), rule_sets, st.sampled_from([1, 4]), st.booleans())
-def test_rules_hold_and_scores_are_the_models_own(seed: int, rules: Rules, beam: int, draws: bool) -> None:
+def test_rules_hold_and_scores_are_the_models_own(seed: int, rules: DecodingOptions, beam: int, draws: bool) -> None:
     table = random_table(seed, 12, sharpness=0.3)
     if draws or beam == 1:
         rules = dataclasses.replace(rules, groups=1, sampling=Sampling(seed=seed) if draws else None)
@@ -145,17 +129,58 @@ def test_greedy_under_rules_is_what_it_says(seed: int, n: int) -> None:
         if best == EOS:
             break
         written = (*written, best)
-    (found,) = found_by(table, Rules(repetition_penalty=1.5, no_repeat_ngram=n), beam=1)
+    (found,) = found_by(table, DecodingOptions(repetition_penalty=1.5, no_repeat_ngram=n), beam=1)
     assert tuple(found.tokens) == written
+
+
+def test_processors_cannot_forbid_a_forced_token() -> None:
+    table = random_table(1, 5)
+    prefix = torch.tensor([[4, 4, 5]])
+    for beam in (1, 3):
+        (found,) = found_by(table, DecodingOptions(no_repeat_ngram=1), prefix=prefix, longest=4, beam=beam)
+        assert found.tokens[:3] == [4, 4, 5]
+        assert set(found.tokens[3:]).isdisjoint({4, 5})
+        assert_own_logprob(table, found)
 
 
 def test_a_repetition_in_a_prefix_is_nobodys_fault() -> None:
     table = random_table(1, 5)
     prefix = torch.tensor([[4, 4, 4]])
-    (found,) = found_by(table, Rules(no_repeat_ngram=1, min_length=7), prefix=prefix, longest=5)
+    (found,) = found_by(table, DecodingOptions(no_repeat_ngram=1, min_length=7), prefix=prefix, longest=5)
     assert found.tokens[:3] == [4, 4, 4]
     assert len(found.tokens) == 5
     assert len(set(found.tokens[2:])) == 3
+
+
+# Alone, "a" is the most probable first token: ln 0.5 = -0.69 against ln 0.4 = -0.92 for "b". A group that comes after
+# one that took "a" sees -0.69 - diversity.
+@pytest.mark.parametrize(("diversity", "first"), [(0.0, {3}), (0.2, {3}), (0.25, {3, 4}), (5.0, {3, 4})])
+def test_diversity_keeps_groups_apart(diversity: float, first: set[int]) -> None:
+    def table(_sentence: int, prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return np.array([0.0, 0.0, 1.0, 0.0, 0.0] if prefix else [0.0, 0.0, 0.1, 0.5, 0.4])
+
+    found = found_by(table, DecodingOptions(groups=2, diversity=diversity, length_penalty="none"), beam=2, n_best=2)
+    assert {hypothesis.tokens[0] for hypothesis in found} == first
+    for hypothesis in found:
+        assert_own_logprob(table, hypothesis)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
+    """The score again by forced decoding: β Σ log min(1, attention that a source token has had over all steps)."""
+    source, lengths = sources(6)
+    options = DecodingOptions(beam=4, n_best=2, extra_length=4, coverage=0.7, groups=groups, length_penalty="none")
+    every = search(transformer(), source, lengths, options, SPECIAL, start=start_variant)
+    for row, length, hypotheses in zip(source, lengths.tolist(), every, strict=True):
+        for hypothesis in hypotheses:
+            fed = torch.tensor([[BOS, *hypothesis.tokens]])
+            with torch.inference_mode(), record() as recording:
+                encoded = transformer().encode(row[None, :length], torch.tensor([length]))
+                transformer().step(fed, transformer().start(encoded))
+            (weights,) = recording.weights["decoder.1.cross"]  # (1, heads, target, source)
+            covered = weights.mean(1).sum(1).clamp(max=1.0)
+            expected = hypothesis.logprob + 0.7 * float(covered.log().sum())
+            assert hypothesis.score == pytest.approx(expected, abs=1e-3)
 
 
 def test_wrong_rules_are_refused() -> None:
@@ -174,9 +199,9 @@ def test_wrong_rules_are_refused() -> None:
     ]
     for options in wrong:
         with pytest.raises(UsageError, match=r"must be|more than|leave"):
-            Rules(**options)
-    assert Rules().choice().forbid == Rules().choice().prefer == ()
-    assert hash(Rules(no_repeat_ngram=2, repetition_penalty=2.0).choice())  # a search is kept by what it was made for
+            DecodingOptions(**options)
+    assert DecodingOptions().logits_processors() == ()
+    assert hash(DecodingOptions(no_repeat_ngram=2, repetition_penalty=2.0))  # a search is kept by what it was made for
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
@@ -231,8 +256,8 @@ def test_the_table_world_loops_until_it_is_told_not_to() -> None:
     def table(_sentence: int, _prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.array([0.0, 0.0, 0.1, 0.6, 0.1, 0.1, 0.1])
 
-    (found,) = found_by(table, Rules(), beam=1, longest=20)
+    (found,) = found_by(table, DecodingOptions(), beam=1, longest=20)
     loop = find_loop(found.tokens)
     assert loop == Loop(0, 1, 20)
-    (again,) = found_by(table, Rules(no_repeat_ngram=breaking(loop)), beam=1, longest=20)
+    (again,) = found_by(table, DecodingOptions(no_repeat_ngram=breaking(loop)), beam=1, longest=20)
     assert find_loop(again.tokens) is None

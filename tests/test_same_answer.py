@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import score_all, search_all
 from qkv.data import batches
 from qkv.data.loader import Batch, collate
-from qkv.decode.batched import score_all, search_all
-from qkv.decode.search import search
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE
-from qkv.options import DecodeConfig, TransformerConfig
+from qkv.options import TransformerConfig
 from qkv.train.loss import smoothed_loss
 
 SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
@@ -69,7 +69,7 @@ def batch_of(sources: list[list[int]], targets: list[list[int]]) -> Batch:
     return collate([np.array(s) for s in sources], [np.array(t) for t in targets], tokenizers())
 
 
-BOTH = {"bos": 1, "eos": 2, "pad": 0}
+SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 
 # ---- stepped = whole -------------------------------------------------------------------------------------------------
 
@@ -215,13 +215,13 @@ def test_logits_are_the_same_in_any_company(variant: int, order: list[int], wide
 @pytest.mark.parametrize("beam", [1, 3])
 def test_search_is_the_same_in_any_company(variant: int, beam: int) -> None:
     model, sources = model_of(variant), some_text(12, seed=7)
-    spec = DecodeConfig(beam=beam, extra_length=6)
-    alone = [search_all(model, [s], spec, tokenizers(), n_best=beam, device=CPU)[0] for s in sources]
+    spec = SearchOptions(beam=beam, extra_length=6, n_best=beam)
+    alone = [search_all(model, [s], spec, tokenizers(), device=CPU)[0] for s in sources]
     random = np.random.default_rng(0)
     for tokens in (1, 60, 10_000):
         order = random.permutation(len(sources))
         crowded = dataclasses.replace(spec, batch_tokens=tokens)
-        found = search_all(model, [sources[i] for i in order], crowded, tokenizers(), n_best=beam, device=CPU)
+        found = search_all(model, [sources[i] for i in order], crowded, tokenizers(), device=CPU)
         for hypotheses, i in zip(found, order, strict=True):
             assert [h.tokens for h in hypotheses] == [h.tokens for h in alone[i]]
             assert [h.logprob for h in hypotheses] == pytest.approx([h.logprob for h in alone[i]], abs=1e-4)
@@ -306,6 +306,6 @@ def test_torch_nn_transformer_with_our_weights_is_our_model(norm: str, bias: boo
         a, b = ours(batch.source, batch.lengths, batch.target), theirs(batch.source, batch.lengths, batch.target)
         torch.testing.assert_close(a[real], b[real], atol=1e-4, rtol=1e-4)
     for beam in (1, 3):
-        spec = DecodeConfig(beam=beam, extra_length=4)
-        a, b = (search(m, batch.source, batch.lengths, spec, n_best=beam, **BOTH) for m in (ours, theirs))
+        spec = SearchOptions(beam=beam, extra_length=4, n_best=beam)
+        a, b = (search(m, batch.source, batch.lengths, spec, SPECIAL) for m in (ours, theirs))
         assert [[h.tokens for h in found] for found in a] == [[h.tokens for h in found] for found in b]

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decode.batched import search_all
-from qkv.decode.rules import Rules
-from qkv.decode.sampling import Sampling, draw, uniform_numbers
-from qkv.decode.search import search
-from qkv.options import DecodeConfig
+from qkv.core.translate import search_all
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.logits_processors import Sampling, draw, uniform_numbers
 from test_same_answer import model_of, some_text
-from test_search import EOS, TableModel, random_table
+from test_search import EOS, SPECIAL, TableModel, random_table
 
 CPU = torch.device("cpu")
 samplings = st.builds(
@@ -106,12 +105,10 @@ def test_samples_of_a_search_follow_the_models_probabilities() -> None:
         TableModel(table),
         source,
         torch.ones(count, dtype=torch.long),
-        DecodeConfig(),
-        bos=1,
-        eos=EOS,
-        pad=0,
+        DecodingOptions(sampling=Sampling(seed=1)),
+        SPECIAL,
         longest=torch.full((count,), 1),
-        choice=Rules(sampling=Sampling(seed=1)).choice(),
+        start=start_variant,
     )
     drawn = Counter(tuple(hypotheses[0].tokens) for hypotheses in found)
     # <pad> and <s> have some probability in a table, but are never drawn; after one word only </s> may follow.
@@ -125,15 +122,14 @@ def test_samples_of_a_search_follow_the_models_probabilities() -> None:
 @given(st.integers(0, 10**6), st.permutations(range(9)), st.integers(1, 3))
 def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: list[int], rows: int) -> None:
     table = random_table(seed, 5, sharpness=0.5)
-    choice = Rules(sampling=Sampling(seed=seed, temperature=1.5)).choice()
 
     def drawn(numbers: list[int]) -> list[Any]:
         source = torch.tensor(numbers)[:, None]
         ones = torch.ones(len(numbers), dtype=torch.long)
         longest = torch.tensor([3 + number % 4 for number in numbers])
-        spec = DecodeConfig(beam=5)
-        options: dict[str, Any] = {"bos": 1, "eos": EOS, "pad": 0, "n_best": rows, "longest": longest}
-        return search(TableModel(table), source, ones, spec, choice=choice, numbers=numbers, **options)
+        options = DecodingOptions(beam=5, n_best=rows, sampling=Sampling(seed=seed, temperature=1.5))
+        more: dict[str, Any] = {"longest": longest, "numbers": numbers, "start": start_variant}
+        return search(TableModel(table), source, ones, options, SPECIAL, **more)
 
     together = drawn(order)
     for number, hypotheses in zip(order, together, strict=True):
@@ -144,21 +140,21 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
 def test_a_real_model_draws_the_same_in_any_batch() -> None:
     texts = some_text(12)
     either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
-    choice = Rules(sampling=Sampling(seed=5, top_p=0.95)).choice()
-    spec = DecodeConfig(extra_length=8)
+    more: dict[str, Any] = {"device": CPU, "start": start_variant}
 
     def drawn(places: list[int], tokens: int) -> dict[int, list[int]]:
         sources = [texts[i] for i in places]
-        small = DecodeConfig(extra_length=8, batch_tokens=tokens)
-        found = search_all(model_of(0), sources, small, either, device=CPU, choice=choice, numbers=places)
+        sampling = Sampling(seed=5, top_p=0.95)
+        small = DecodingOptions(extra_length=8, batch_tokens=tokens, sampling=sampling)
+        found = search_all(model_of(0), sources, small, either, numbers=places, **more)
         return {place: each[0].tokens for place, each in zip(places, found, strict=True)}
 
     everything = drawn(list(range(12)), 1000)
     assert drawn(list(reversed(range(12))), 30) == everything
     assert drawn([7], 1000) == {7: everything[7]}
-    greedy = search_all(model_of(0), texts, DecodeConfig(beam=1, extra_length=8), either, device=CPU)
-    cold = Rules(sampling=Sampling(temperature=0.0)).choice()
-    same = search_all(model_of(0), texts, spec, either, device=CPU, choice=cold)
+    greedy = search_all(model_of(0), texts, SearchOptions(beam=1, extra_length=8), either, device=CPU)
+    cold = DecodingOptions(extra_length=8, sampling=Sampling(temperature=0.0))
+    same = search_all(model_of(0), texts, cold, either, **more)
     assert [each[0].tokens for each in same] == [each[0].tokens for each in greedy]
     assert [each[0].tokens for each in greedy] != [everything[i] for i in range(12)]
 

@@ -16,16 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError
+from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import collate
-from qkv.decode.board import Hypothesis
-from qkv.decode.score import token_logprobs
-from qkv.decode.search import search
-from qkv.decode.step import length_penalty
 from qkv.models import Transformer
 from qkv.options import DecodeConfig, TransformerConfig
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
+SPECIAL = SpecialTokens(BOS, EOS, PAD)
 Prefix = tuple[int, ...]
 Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, what was written) → probabilities of all tokens
 
@@ -70,7 +69,7 @@ def find(
     numbers = torch.arange(len(limits))[:, None]
     ones = torch.ones(len(limits), dtype=torch.long)
     model = TableModel(table)
-    return search(model, numbers, ones, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best, longest=limits)
+    return search(model, numbers, ones, SearchOptions.of(spec, n_best=n_best), SPECIAL, longest=limits)
 
 
 def by_hand(entries: dict[str, dict[str, float]]) -> Table:
@@ -198,8 +197,7 @@ def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
     for penalty in ("none", "average"):
         model = TableModel(LONG_OR_SHORT)
         limit, one = torch.tensor([6]), torch.tensor([[0]])
-        spec = DecodeConfig(beam=2, length_penalty=penalty)
-        search(model, one, torch.tensor([1]), spec, bos=BOS, eos=EOS, pad=PAD, longest=limit)
+        search(model, one, torch.tensor([1]), SearchOptions(beam=2, length_penalty=penalty), SPECIAL, longest=limit)
         steps[penalty] = model.steps
     assert steps == {"none": 2, "average": 4}
 
@@ -305,6 +303,15 @@ def test_broken_weights_are_reported(beam: int) -> None:
         find(table, 4, DecodeConfig(beam=beam), sentences=2)
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_broken_sentence_is_not_hidden_by_healthy_ones_that_end_with_it(beam: int) -> None:
+    def table(sentence: int, _prefix: Prefix) -> np.ndarray[Any, Any]:
+        return np.full(5, math.nan) if sentence == 1 else np.array([0.0, 0.0, 0.9, 0.05, 0.05])
+
+    with pytest.raises(QkvError, match="not numbers"):
+        find(table, 4, DecodeConfig(beam=beam, length_penalty="none"), sentences=3)
+
+
 # ---- a Transformer ---------------------------------------------------------------------------------------------------
 
 VOCAB = 12  # so few that </s> comes often
@@ -333,8 +340,8 @@ def sources(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("penalty", ["gnmt", "average", "none"])
 def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty: str) -> None:
     source, lengths = sources(12)
-    spec = DecodeConfig(beam=beam, length_penalty=penalty, extra_length=7)
-    found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=n_best)
+    spec = SearchOptions(beam=beam, length_penalty=penalty, extra_length=7, n_best=n_best)
+    found = search(transformer(), source, lengths, spec, SPECIAL)
     either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     truncated = set()
     for row, hypotheses in enumerate(found):
@@ -353,9 +360,9 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
 
 def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:
     source, lengths = sources(24)
-    spec = DecodeConfig(length_penalty="none", extra_length=5)
+    spec = SearchOptions(length_penalty="none", extra_length=5)
     totals = []
     for beam in (1, 2, 8):
-        found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), bos=BOS, eos=EOS, pad=PAD)
+        found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), SPECIAL)
         totals.append(sum(h[0].logprob for h in found))
     assert totals == sorted(totals)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decode.batched import search_all
-from qkv.decode.board import Hypothesis
-from qkv.decode.rules import Rules
-from qkv.decode.sampling import Sampling
-from qkv.decode.step import PLAIN, Special
-from qkv.decode.trace import trace
-from qkv.engines.cuda_decoding.continuous_batching import Pool, Slots, can_hold
+from qkv.core.translate import search_all
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.constraints import Avoid
+from qkv.decoding.logits_processors import Sampling
+from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding, SlotScheduler
 from qkv.models import Transformer
 from qkv.models.attention import heads_of, record, without
-from qkv.options import DecodeConfig, TransformerConfig
+from qkv.options import TransformerConfig
 
 BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
     ],
 )
 def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> None:
-    made, spec = model(**options), DecodeConfig(beam=beam, extra_length=5)
+    made, spec = model(**options), SearchOptions(beam=beam, extra_length=5, n_best=beam)
     lines = sentences(30)
-    expected = search_all(made, lines, spec, BYTES, device=CPU, n_best=beam)
-    assert_alike(search_all(made, lines, spec, BYTES, device=CPU, n_best=beam, pool=Pool(made)), expected)
+    expected = search_all(made, lines, spec, BYTES, device=CPU)
+    assert_alike(SlotDecoding(made, BYTES).search_all(lines, spec), expected)
 
 
 @settings(max_examples=25)
@@ -73,13 +73,13 @@ def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> No
 def test_any_number_of_slots_in_any_order(
     seed: int, slots: int, count: int, beam: int, lag: int, data: st.DataObject
 ) -> None:
-    made, spec = model(), DecodeConfig(beam=beam)
+    made, spec = model(), SearchOptions(beam=beam)
     lines = sentences(count, seed)
     order = data.draw(st.permutations(range(count)))
     prefixes = [lines[i][: i % 3] for i in range(count)]
     longest = [data.draw(st.integers(1, 8)) for _ in range(count)]
-    special = Special(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
-    made_slots = Slots(made, spec, special, slots=slots, capacity=16, source=16, choice=PLAIN)
+    special = SpecialTokens(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
+    made_slots = SlotScheduler(made, spec, special, slots=slots, capacity=16, source=16)
     made_slots.lag = lag  # as on a GPU, where the host sees what was some steps before
     for _ in range(2):  # what is left of one call must not be seen in the next
         found: dict[int, list[Hypothesis]] = {}
@@ -95,72 +95,78 @@ def test_any_number_of_slots_in_any_order(
             finished=finished,
         )
         for i in range(count):
-            options: dict[str, Any] = {"max_length": longest[i], "prefixes": [prefixes[i]]}
-            alone = search_all(made, [lines[i]], spec, BYTES, device=CPU, **options)
+            limited = dataclasses.replace(spec, max_length=longest[i])
+            alone = search_all(made, [lines[i]], limited, BYTES, device=CPU, prefixes=[prefixes[i]])
             assert_alike([found[i]], alone)
 
 
-def test_a_pool_serves_what_has_steps_of_one_shape() -> None:
-    made = model()
-    pool = Pool(made)
-    assert pool.serves(made, PLAIN)
-    assert pool.serves(made, Rules(no_repeat_ngram=2, repetition_penalty=1.2).choice())
-    assert not pool.serves(model(), PLAIN)  # another model
-    assert not pool.serves(made, Rules(coverage=0.2).choice())
-    assert not pool.serves(made, Rules(sampling=Sampling()).choice())
-    assert not can_hold(model(attention="additive"))
+def test_slots_support_options_whose_steps_have_one_shape() -> None:
+    slots = SlotDecoding(model(), BYTES)
+    assert slots.supports(SearchOptions()) is None
+    assert slots.supports(DecodingOptions(no_repeat_ngram=2, repetition_penalty=1.2)) is None
+    assert "coverage" in str(slots.supports(DecodingOptions(coverage=0.2)))
+    assert "sampling" in str(slots.supports(DecodingOptions(sampling=Sampling())))
+    assert "Transformer" in str(SlotDecoding(model(attention="additive"), BYTES).supports(SearchOptions()))
+
+
+def test_one_processor_that_cannot_be_captured_is_enough_to_refuse() -> None:
+    avoid = Avoid(["a"], BYTES.tgt)
+    mixed = DecodingOptions(no_repeat_ngram=2, repetition_penalty=1.2, processors=(avoid,))
+    assert [processor.capturable for processor in mixed.logits_processors()] == [True, False, True]
+    assert "host" in str(SlotDecoding(model(), BYTES).supports(mixed))
 
 
 def test_rules_hold_in_slots() -> None:
-    made, spec = model(), DecodeConfig(beam=3, extra_length=12)
-    lines, choice = sentences(12, 5), Rules(no_repeat_ngram=2, min_length=4).choice()
-    expected = search_all(made, lines, spec, BYTES, device=CPU, choice=choice)
-    assert_alike(search_all(made, lines, spec, BYTES, device=CPU, choice=choice, pool=Pool(made)), expected)
+    made, lines = model(), sentences(12, 5)
+    for options in (
+        DecodingOptions(beam=3, extra_length=12, no_repeat_ngram=2, min_length=4),
+        DecodingOptions(beam=4, extra_length=12, groups=2, repetition_penalty=1.5),
+    ):
+        expected = search_all(made, lines, options, BYTES, device=CPU, start=start_variant)
+        assert_alike(SlotDecoding(made, BYTES).search_all(lines, options), expected)
 
 
 def test_what_is_watched_is_no_work_for_a_pool() -> None:
     made = model()
-    pool = Pool(made)
-    with trace():
-        assert not pool.serves(made, PLAIN)
+    slots = SlotDecoding(made, BYTES)
     with without(["decoder.0.cross"], heads_of(made, CPU)):
-        assert not pool.serves(made, PLAIN)
+        assert "muted" in str(slots.supports(SearchOptions()))
     with record():
-        assert not pool.serves(made, PLAIN)
+        assert "recorded" in str(slots.supports(SearchOptions()))
 
 
 def test_learned_positions_are_used_to_the_last() -> None:
-    made, spec = model(positions="learned", max_positions=27), DecodeConfig(beam=2, extra_length=16)
+    made, spec = model(positions="learned", max_positions=27), SearchOptions(beam=2, extra_length=16)
     lines = [*sentences(3), list(range(5, 14))]  # 9 + 16 + 2 positions
     expected = search_all(made, lines, spec, BYTES, device=CPU)
-    assert_alike(search_all(made, lines, spec, BYTES, device=CPU, pool=Pool(made)), expected)
+    assert_alike(SlotDecoding(made, BYTES).search_all(lines, spec), expected)
 
 
 def test_a_prefix_that_writes_nothing_is_refused() -> None:
-    made = model()
-    for pool in (None, Pool(made)):
-        with pytest.raises(UsageError, match="prefix"):
-            search_all(made, [[7]], DecodeConfig(), BYTES, device=CPU, prefixes=[[BYTES.tgt.eos]], pool=pool)
+    made, prefixes = model(), [[BYTES.tgt.eos]]
+    with pytest.raises(UsageError, match="prefix"):
+        search_all(made, [[7]], SearchOptions(), BYTES, device=CPU, prefixes=prefixes)
+    with pytest.raises(UsageError, match="prefix"):
+        SlotDecoding(made, BYTES).search_all([[7]], SearchOptions(), prefixes=prefixes)
 
 
 def test_options_that_one_beam_cannot_serve_are_refused() -> None:
-    for rules in (Rules(groups=2), Rules(coverage=0.5)):
+    for options in (DecodingOptions(beam=1, groups=2), DecodingOptions(beam=1, coverage=0.5)):
         with pytest.raises(UsageError, match="beam"):
-            search_all(model(), [[7]], DecodeConfig(beam=1), BYTES, device=CPU, choice=rules.choice())
+            search_all(model(), [[7]], options, BYTES, device=CPU, start=start_variant)
 
 
 def test_a_pool_makes_a_search_once_and_forgets_old_ones() -> None:
-    made = model()
-    pool = Pool(made, keep=2)
+    slots = SlotDecoding(model(), BYTES, keep=2)
     for beam in (1, 2, 1, 3):
-        search_all(made, sentences(4), DecodeConfig(beam=beam), BYTES, device=CPU, pool=pool)
-    assert [key[0].beam for key in pool.made] == [1, 3]
-    kept = pool.made[next(iter(pool.made))]
-    search_all(made, sentences(4), DecodeConfig(beam=1), BYTES, device=CPU, pool=pool)
-    assert list(pool.made.values())[-1] is kept
+        slots.search_all(sentences(4), SearchOptions(beam=beam))
+    assert [key[0].beam for key in slots.schedulers] == [1, 3]
+    kept = slots.schedulers[next(iter(slots.schedulers))]
+    slots.search_all(sentences(4), SearchOptions(beam=1))
+    assert list(slots.schedulers.values())[-1] is kept
 
 
 def test_learned_positions_that_do_not_suffice_are_refused() -> None:
     made = model(positions="learned", max_positions=24)
     with pytest.raises(UsageError, match="max_positions"):
-        search_all(made, sentences(3), DecodeConfig(beam=1), BYTES, device=CPU, pool=Pool(made))
+        SlotDecoding(made, BYTES).search_all(sentences(3), SearchOptions(beam=1))

@@ -44,6 +44,42 @@ def test_pieces_and_separators_are_the_text(text: str, limit: int) -> None:
 
 
 @given(texts, st.integers(0, 40))
+def test_sentences_and_separators_are_the_text(text: str, limit: int) -> None:
+    for fits in (characters(limit), characters(10**6)):
+        cut = split(text, fits, sentences=True)
+        assert cut.join(cut.pieces) == text
+        assert all(piece and piece == piece.strip() for piece in cut)
+        assert all(len(piece) <= max(limit, 1) or fits(piece) for piece in cut)
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        ["The cat sleeps.", "The dog eats!", "My friend buys a book."],
+        ["Dr. Smith came at 3.5 p.m. and left.", "He said: “Stop!”", "Then he went…", "No"],
+        ["你好。", "再见！", "好"],
+        ["Hello. ?"],
+        ["What ?! ...", "No."],
+        ["a ? ! .", "B ?"],
+        [". . ."],
+        ["3. Mai ist ein Tag.", "1. Open it.", "2. Close it."],
+    ],
+)
+def test_every_sentence_is_a_piece(expected: list[str]) -> None:
+    """What has no letter or digit is no sentence; a line break is a border whatever it stands between."""
+    gap = "" if expected[0].endswith("。") else " "
+    assert list(split(gap.join(expected), lambda piece: True, sentences=True)) == expected
+    assert list(split(gap.join(expected), lambda piece: True)) == [gap.join(expected)]
+    twice = split("\n".join([gap.join(expected)] * 2), lambda piece: True, sentences=True)
+    assert list(twice) == expected * 2
+
+
+def test_a_long_sentence_is_cut_and_the_others_stay_whole() -> None:
+    cut = split("Go. One two, three four five. Stop. No.", words(3), sentences=True)
+    assert list(cut) == ["Go.", "One two,", "three four five.", "Stop.", "No."]
+
+
+@given(texts, st.integers(0, 40))
 def test_every_piece_fits(text: str, limit: int) -> None:
     assert all(len(piece) <= max(limit, 1) for piece in split(text, characters(limit)))
 

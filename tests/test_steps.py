@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import collate
-from qkv.decode.board import Hypothesis
-from qkv.decode.score import token_logprobs
-from qkv.decode.search import search
-from qkv.decode.step import length_penalty
-from qkv.decode.trace import Trace, trace
-from qkv.explain.decoding_tree import CANDIDATES, Decoding, decoding, forced_steps
+from qkv.decoding.beam_variants import DecodingOptions
+from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, decoding, forced_steps
 from qkv.options import DecodeConfig
 from test_search import (
     BOS,
@@ -29,6 +27,7 @@ from test_search import (
     GARDEN_PATH,
     LONG_OR_SHORT,
     PAD,
+    SPECIAL,
     Rows,
     Table,
     TableModel,
@@ -68,9 +67,9 @@ def tell(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> Deco
 
 
 def find(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> list[Hypothesis]:
-    model, limit = PrefixModel(table), torch.tensor([longest])
-    ids = {"bos": BOS, "eos": EOS, "pad": PAD}
-    (found,) = search(model, torch.tensor([[0]]), torch.tensor([1]), spec, **ids, longest=limit, **options)
+    model, limit, n_best = PrefixModel(table), torch.tensor([longest]), options.pop("n_best", 1)
+    asked = SearchOptions.of(spec, n_best=n_best)
+    (found,) = search(model, torch.tensor([[0]]), torch.tensor([1]), asked, SPECIAL, longest=limit, **options)
     return found
 
 
@@ -220,30 +219,33 @@ def test_a_hypothesis_that_nothing_continues_is_said_to_be_pruned() -> None:
 @pytest.mark.parametrize("beam", [1, 3])
 def test_many_sentences_are_traced_as_each_alone(beam: int) -> None:
     source, lengths = sources(9)
-    spec = DecodeConfig(beam=beam, extra_length=4)
-    ids = {"bos": BOS, "eos": EOS, "pad": PAD}
-    plain = search(transformer(), source, lengths, spec, **ids, n_best=beam)
-    with trace() as together:
-        told = search(transformer(), source, lengths, spec, **ids, n_best=beam)
-        search(transformer(), source[:2], lengths[:2], spec, **ids, n_best=beam)  # added behind
+    options, together = SearchOptions(beam=beam, extra_length=4, n_best=beam), SearchTrace()
+    plain = search(transformer(), source, lengths, options, SPECIAL)
+    told = search(transformer(), source, lengths, options, SPECIAL, start=together.start)
+    search(transformer(), source[:2], lengths[:2], options, SPECIAL, start=together.start)  # added behind
     for found, expected in zip(told, plain, strict=True):
         assert_same(found, expected)
     assert len(together.sentences) == 11
     for number in range(9):
         row, length = source[number : number + 1, : lengths[number]], lengths[number : number + 1]
-        with trace() as alone:
-            search(transformer(), row, length, spec, **ids, n_best=beam)
+        alone = SearchTrace()
+        search(transformer(), row, length, options, SPECIAL, start=alone.start)
         for ours, theirs in zip(together.sentences[number].steps, alone.sentences[0].steps, strict=True):
             assert ours.tokens == theirs.tokens
             assert (ours.kept, ours.ended, ours.parents) == (theirs.kept, theirs.ended, theirs.parents)
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_nobody_traces_and_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("begin", "greedy", "beam"):
-        monkeypatch.setattr(Trace, name, lambda *_: pytest.fail("gathered for nobody"))
+def test_without_a_trace_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.core.search.RankedStep", lambda *_: pytest.fail("gathered without a hook"))
     for beam in (1, 2):
         find(GARDEN_PATH, 4, DecodeConfig(beam=beam))
+
+
+def test_groups_are_no_tree() -> None:
+    source, lengths = sources(1)
+    with pytest.raises(UsageError, match="groups"):
+        search(transformer(), source, lengths, DecodingOptions(groups=2), SPECIAL, start=SearchTrace().start)
 
 
 @pytest.mark.parametrize("beam", [1, 2])
@@ -317,8 +319,8 @@ def test_greedy_goes_on_from_its_own_beginning_to_the_same_end(
 @pytest.mark.parametrize("beam", [1, 2, 4])
 def test_forced_decoding_gives_the_score_of_what_was_begun(beam: int) -> None:
     source, lengths = sources(8)
-    spec, prefix = DecodeConfig(beam=beam, extra_length=5), torch.randint(3, 12, (8, 3))
-    found = search(transformer(), source, lengths, spec, bos=BOS, eos=EOS, pad=PAD, n_best=beam, prefix=prefix)
+    spec, prefix = SearchOptions(beam=beam, extra_length=5, n_best=beam), torch.randint(3, 12, (8, 3))
+    found = search(transformer(), source, lengths, spec, SPECIAL, prefix=prefix)
     for row, hypotheses in enumerate(found):
         given_ = source[row, : lengths[row] - 1].numpy()
         batch = collate([given_] * beam, [np.array(h.tokens, np.int64) for h in hypotheses], BYTES)

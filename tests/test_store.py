@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkv.api.run_training import several_sentences
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import corpus, job, passes, store
@@ -155,6 +156,20 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
     assert prepared.train.src(0).tolist()[1:] == both.src.encode(same[0][0])
     assert int(prepared.train.src_lengths[0]) == len(both.src.encode(same[0][0])) + 1
     assert prepared.train.tgt(0).tolist() == both.tgt.encode(same[0][1])
+
+
+@pytest.mark.parametrize(("sample", "share"), [(2000, 0.25), (16, 0.25), (1, 0.0)])
+def test_lines_of_several_sentences_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, share: float
+) -> None:
+    """Their share is taken from a sample over the whole text; a language tag is no sentence."""
+    monkeypatch.setattr("qkv.api.run_training.SAMPLE", sample)
+    pairs = [(f"{src[:-1]}! And more." if i % 4 == 3 else src, tgt) for i, (src, tgt) in enumerate(sentences(80))]
+    train, valid = write(tmp_path, pairs), write(tmp_path, sentences(20, seed=1), "valid")
+    tagged = CorpusConfig(train.src, train.tgt, tag="de")
+    prepared = prepare(DataConfig(train=(tagged,), valid=(valid,)), CHARS, tmp_path / "store")
+    assert len(prepared.train) == 80
+    assert several_sentences(prepared) == share
 
 
 def test_plain_text(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ import torch
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.core import files
-from qkv.core.config import option_path
+from qkv.core.search import SearchOptions
+from qkv.core.translate import search_all
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
-from qkv.decode.batched import search_all
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -37,6 +37,7 @@ from qkv.options import (
     RnnConfig,
     TokenizerConfig,
     TransformerConfig,
+    option_path,
 )
 from qkv.run import Run
 from qkv.train import loop, optim
@@ -374,7 +375,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
         (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
     )
     translator = qkv.load(run, weights="100")
-    ids, spec = list(map(run.tokenizers.src.encode, source)), dataclasses.replace(run.config.decode, beam=1)
+    ids, spec = list(map(run.tokenizers.src.encode, source)), SearchOptions.of(run.config.decode, beam=1)
     hypotheses = search_all(translator.model, ids, spec, run.tokenizers, device=torch.device("cpu"))
     found = [run.tokenizers.tgt.decode(each[0].tokens) for each in hypotheses]
     for text, translation in zip(found, translator.translate(source, beam=1), strict=True):

@@ -348,7 +348,7 @@ import os, random, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_translate_files as tests
-from qkv.api import journal
+from qkv.api import output_journal as journal
 
 def run(out, at):
     steps = 0
@@ -487,7 +487,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_translate_files as tests
 from qkv import cli
-from qkv.api import Translation, files, journal
+from qkv.api import Translation, file_translation as files, output_journal as journal
 
 journal.INTERVAL = 0.0
 out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._held
@@ -599,15 +599,17 @@ HOW: dict[str, tuple[list[str], Any]] = {
     "shortlist": ([], True),
     "rerank": (["chrf"], "chrf"),
     "candidates": (["8"], 8),
+    "split": ([], False),
     "tag": (["it"], "it"),
 }
+NEGATED = {"split": "no_split"}
 
 
 def test_options_are_handed_on_if_given(tiny: Path, call: Call, recorder: Recorder) -> None:
     assert call("translate", tiny, input=b"x\n").code == 0
     assert recorder.asked.pop() == {}
     for name, (values, expected) in HOW.items():
-        option = f"--{name.replace('_', '-')}"
+        option = f"--{NEGATED.get(name, name).replace('_', '-')}"
         words = [word for value in values for word in (option, value)] or [option]
         assert call("translate", tiny, *words, input=b"x\n").code == 0
         assert recorder.asked.pop() == {name: expected}
@@ -618,10 +620,10 @@ def test_every_option_of_decoding_is_there() -> None:
 
     from qkv import cli
     from qkv.api import Options
-    from qkv.cli.translation_verbs import AROUND
+    from qkv.cli.translation_verbs import NOT_SEARCH
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
-    assert {each.name for each in command.params} - {*AROUND, "help"} == set(HOW)
+    assert {each.name for each in command.params} - {*NOT_SEARCH, "help"} == {NEGATED.get(name, name) for name in HOW}
     assert set(HOW) == set(Options.__annotations__) - {"first", "progress"}
 
 
@@ -649,6 +651,7 @@ def test_every_option_is_on_the_page() -> None:
         (["--weights", "100"], 'models was ["tiny "] and is ["tiny 100"]'),
         (["--with", "."], "models was"),
         (["--dtype", "int8"], 'dtype was "auto" and is "int8"'),
+        (["--no-split"], "split was true and is false"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -720,12 +723,12 @@ def test_several_processes_need_two_files(tiny: Path, call: Call, monkeypatch: p
 SLOW = """
 import itertools, os, signal, sys, time
 from qkv import api
-from qkv.api import journal
-from qkv.cli import main, translating
+from qkv.api import output_journal as journal
+from qkv.cli import main, translation_verbs as translating
 
 api.CHUNK, journal.INTERVAL = 20, 0.0
 pause, fatal, hang = float(sys.argv[1]), int(os.environ.get("FATAL", -1)), int(os.environ.get("HELD", -1))
-make, begun = translating._work, itertools.count()
+make, begun = translating._chunk_work, itertools.count()
 
 def slow(*arguments):
     real = make(*arguments)
@@ -736,7 +739,7 @@ def slow(*arguments):
         return real(chunk)
     return work
 
-translating._work = slow
+translating._chunk_work = slow
 sys.argv = ["qkv", *sys.argv[2:]]
 main()
 """

@@ -21,7 +21,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.store import Prepared
 from qkv.decoding.constraints import find
-from qkv.decoding.search_request import Asked
+from qkv.decoding.search_request import SearchRequest
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
 from qkv.models.base import TranslationModel
 from qkv.segmentation.sentences import split
@@ -193,8 +193,8 @@ def test_several_processes_translate_as_one_does(tiny: Path, translator: Transla
     for name in ("plain", "samples", "prefix", "phrases", "avoid"):
         ours, theirs = several.translate(TEXTS, **EVERY[name]), translator.translate(TEXTS, **EVERY[name])
         assert [each.text for each in ours] == [each.text for each in theirs]
-    assert several.crew is not None
-    several.crew.close()
+    assert several.workers is not None
+    several.workers.close()
 
 
 def test_dtype_and_workers_are_checked_when_a_run_is_opened(tiny: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_loop_is_found_broken_and_flagged(tiny: Path) -> None:
     tgt = translator.tokenizers.tgt
     (word,) = tgt.encode("e")
     stuck = Stuck(word, tgt.size)
-    translator.finder = dataclasses.replace(translator.finder, model=stuck)
+    translator.runner = dataclasses.replace(translator.runner, model=stuck)
     found = translator.translate(["One cat.", "e " * 10, ""], beam=1, max_length=10)
     assert [each.looped for each in found] == [True, False, False]  # the second source says it as often
     assert found[0].text == "e e e e"
@@ -383,12 +383,12 @@ def test_a_shortlist_of_another_vocabulary_is_refused(translator: Translator, tm
 
 
 def test_options_are_made_of_the_config(translator: Translator) -> None:
-    asked = Asked.of(translator.config, translator.tokenizers.tgt, beam=7, alpha=0.1)
-    assert (asked.spec.beam, asked.spec.alpha) == (7, 0.1)
-    assert asked.spec.length_penalty == translator.config.decode.length_penalty
+    asked = SearchRequest.of(translator.config, translator.tokenizers.tgt, beam=7, alpha=0.1)
+    assert (asked.options.beam, asked.options.alpha) == (7, 0.1)
+    assert asked.options.length_penalty == translator.config.decode.length_penalty
     assert asked.whole_words
     chinese = translator.config.replace(data={"tgt_lang": "zh-CN"})
-    assert not Asked.of(chinese, translator.tokenizers.tgt).whole_words
+    assert not SearchRequest.of(chinese, translator.tokenizers.tgt).whole_words
 
 
 def test_the_engine_says_what_it_is(tiny: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 import qkv
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import token_logprobs
 from qkv.data.loader import Batch, collate
-from qkv.decode.score import token_logprobs
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record

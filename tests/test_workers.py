@@ -13,36 +13,36 @@ import pytest
 
 from conftest import sentences, wait_until
 from qkv.core.errors import QkvError, UsageError
-from qkv.decode.batched import search_all
-from qkv.decode.workers import CPU, Opened, open_run, search_in, worker_count
-from qkv.options import DecodeConfig
+from qkv.core.search import SearchOptions
+from qkv.core.translate import search_all
+from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, open_run, worker_count
 from qkv.worker_pool import ProcessWorkers
 
 
 @pytest.fixture(scope="module")
-def workers(tiny: Path) -> Iterator[ProcessWorkers[Opened]]:
+def workers(tiny: Path) -> Iterator[ProcessWorkers[OpenedRun]]:
     with ProcessWorkers(2, open_run, str(tiny), "", "fp32") as crew:
         yield crew
 
 
 @pytest.fixture(scope="module")
-def opened(tiny: Path) -> Opened:
+def opened(tiny: Path) -> OpenedRun:
     return open_run(str(tiny), "", "fp32")
 
 
-def ids(opened: Opened, count: int) -> list[list[int]]:
+def ids(opened: OpenedRun, count: int) -> list[list[int]]:
     return [opened[1].src.encode(source) for source, _ in sentences(count, seed=3)]
 
 
 @pytest.mark.parametrize(("beam", "n_best"), [(1, 1), (3, 2)])
 def test_processes_give_what_one_gives_in_the_same_order(
-    workers: ProcessWorkers[Opened], opened: Opened, beam: int, n_best: int
+    workers: ProcessWorkers[OpenedRun], opened: OpenedRun, beam: int, n_best: int
 ) -> None:
-    spec = DecodeConfig(beam=beam, batch_tokens=60)
+    options = SearchOptions(beam=beam, n_best=n_best, batch_tokens=60)
     sources = [*ids(opened, 40), []]
-    alone = search_all(opened[0], sources, spec, opened[1], n_best=n_best, device=CPU)
+    alone = search_all(opened[0], sources, options, opened[1], device=CPU)
     heard: list[int] = []
-    found = search_in(workers, sources, spec, n_best=n_best, progress=heard.extend)
+    found = ProcessDecoding(workers).search_all(sources, options, progress=heard.extend)
     assert [[h.tokens for h in hypotheses] for hypotheses in found] == [[h.tokens for h in each] for each in alone]
     for ours, theirs in zip(found, alone, strict=True):
         assert [h.logprob for h in ours] == pytest.approx([h.logprob for h in theirs], abs=1e-4)
@@ -50,11 +50,11 @@ def test_processes_give_what_one_gives_in_the_same_order(
     assert heard != sorted(heard)  # the longest came first
 
 
-def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[Opened]) -> None:
-    assert search_in(workers, [], DecodeConfig()) == []
+def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[OpenedRun]) -> None:
+    assert ProcessDecoding(workers).search_all([], SearchOptions()) == []
 
 
-def last_first(opened: Opened, number: int, folder: str) -> tuple[int, int]:
+def last_first(opened: OpenedRun, number: int, folder: str) -> tuple[int, int]:
     """Finish the first task after the last, so that results come in another order than tasks went."""
     if number == 0:
         wait_until(Path(folder, "5").exists)
@@ -64,7 +64,7 @@ def last_first(opened: Opened, number: int, folder: str) -> tuple[int, int]:
 
 
 def test_results_are_in_the_order_of_the_tasks_and_from_every_process(
-    workers: ProcessWorkers[Opened], tmp_path: Path
+    workers: ProcessWorkers[OpenedRun], tmp_path: Path
 ) -> None:
     came: list[int] = []
     tasks = [(number, str(tmp_path)) for number in range(6)]
@@ -75,7 +75,7 @@ def test_results_are_in_the_order_of_the_tasks_and_from_every_process(
     assert came != sorted(came)
 
 
-def misbehave(opened: Opened, how: str) -> str:
+def misbehave(opened: OpenedRun, how: str) -> str:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
@@ -97,7 +97,7 @@ def misbehave(opened: Opened, how: str) -> str:
     ],
 )
 def test_a_process_that_dies_or_fails_says_why(
-    workers: ProcessWorkers[Opened], how: str, kind: type[QkvError], message: str
+    workers: ProcessWorkers[OpenedRun], how: str, kind: type[QkvError], message: str
 ) -> None:
     tasks = [("well",), (how,), ("well",), ("well",)]
     workers.start()
@@ -124,20 +124,20 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
+from qkv.core.search import SearchOptions
+from qkv.engines.cpu.native_search import ProcessDecoding, open_run
 from qkv import options as config
-from qkv.decode.workers import open_run, search_in
 from qkv.worker_pool import ProcessWorkers
 workers = ProcessWorkers(1, open_run, sys.argv[1])
-print(search_in(workers, [[5, 6]], config.DecodeConfig(beam=1))[0][0].tokens)
+print(ProcessDecoding(workers).search_all([[5, 6]], SearchOptions(beam=1))[0][0].tokens)
 print(workers.workers[0].process.pid)
 """
 
 
-def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: Opened) -> None:
+def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: OpenedRun) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, tiny], capture_output=True, text=True, check=True)
     found, process = done.stdout.splitlines()
-    spec = DecodeConfig(beam=1)
-    assert found == str(search_all(opened[0], [[5, 6]], spec, opened[1], device=CPU)[0][0].tokens)
+    assert found == str(search_all(opened[0], [[5, 6]], SearchOptions(beam=1), opened[1], device=CPU)[0][0].tokens)
     with pytest.raises(ProcessLookupError):
         os.kill(int(process), 0)
 

@@ -6,9 +6,11 @@ declared here once; every engine refuses it until its allow-list names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from qkv.core import config
 from qkv.core.config import DecodeConfig, ModelConfig, check_positions, option
@@ -30,6 +32,7 @@ __all__ = [
     "TrainConfig",
     "TransformerConfig",
     "TranslationConfig",
+    "option_path",
 ]
 
 
@@ -230,6 +233,35 @@ class Config(config.Config):
             return super().longest()
         return self.data.max_length + isinstance(self.model, EncoderOnlyConfig)  # an encoder reads </s> too
 
+    def assign(self, settings: Sequence[str]) -> Self:
+        """Apply `section.key=value` settings, as `--set` gives them; the value is TOML or a bare string."""
+        tree = self.to_dict()
+        # A model of another kind has other options: its defaults come first.
+        for setting in sorted(settings, key=lambda setting: option_path(setting) != "model.kind"):
+            path, equals, text = setting.partition("=")
+            section, dot, key = path.strip().partition(".")
+            if not (equals and dot and key):
+                raise UsageError(f"--set {setting}: write section.key=value, e.g. train.steps=1000")
+            try:
+                value = tomllib.loads(f"value = {text.strip()}")["value"]
+            except tomllib.TOMLDecodeError:
+                value = text.strip()
+            if section not in tree:
+                raise UsageError(config.unknown_key("section", section, list(tree), ""))
+            if isinstance(tree[section].get(key), str) and not isinstance(value, str):
+                value = text.strip()  # data.store=2026 is a name, not a number
+            if path.strip() == "model.kind" and value != tree["model"]["kind"]:
+                tree["model"] = dataclasses.asdict(self._model_class({"kind": value})())
+            tree[section][key] = value
+        return self.from_dict(tree)
+
+    def difference(self, other: config.Config) -> list[tuple[str, Any, Any]]:
+        """List the options in which two configs differ: (path, ours, theirs)."""
+        left = {path: value for path, _, value in self.options()}
+        right = {path: value for path, _, value in other.options()}
+        paths = list(dict.fromkeys([*left, *right]))
+        return [(p, left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)]
+
     def check(self) -> None:
         super().check()
         tokenizer, train, translates = self.tokenizer, self.train, isinstance(self.model, TranslationConfig)
@@ -289,3 +321,8 @@ class Config(config.Config):
                 "train.guided_alignment needs the tokens that were aligned, but tokenizer.dropout changes them in "
                 "every pass: set one to 0"
             )
+
+
+def option_path(setting: str) -> str:
+    """Return the path of a setting: `section.key` of `section.key=value`."""
+    return setting.partition("=")[0].strip()

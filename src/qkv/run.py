@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
+SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,13 @@ class Run:
         store: Path | None = None,
         command: str = "",
         start: Run | None = None,
+        several_sentences: float = 0.0,
     ) -> Run:
         """A new run folder, in which what will be trained is settled; `run.json` comes last and makes it one.
 
-        `store` is where the tokenised text lies, if not in the folder itself; `start` is a run whose weights it begins
-        with, which are copied: that run may go its own way.
+        `several_sentences` is the share of source lines with several sentences. `store` is where the tokenised text
+        lies, if not in the folder itself; `start` is a run whose weights it begins with, which are copied: that run may
+        go its own way.
         """
         import torch
 
@@ -83,6 +86,7 @@ class Run:
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": command,
             "store": "store" if store is None or store == path / "store" else str(store.resolve()),
+            "several_sentences": several_sentences,
         }
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
@@ -121,6 +125,14 @@ class Run:
     def about(self) -> dict[str, Any]:
         """What run.json says: format, versions, when and by which command it was made."""
         return _read_json(self.marker)
+
+    @property
+    def by_sentence(self) -> bool:
+        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
+
+        An older run folder has no record of that, and its texts are translated sentence by sentence.
+        """
+        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
 
     @property
     def store(self) -> Path:

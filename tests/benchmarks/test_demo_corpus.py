@@ -296,7 +296,7 @@ SOMETIMES_FUNCTION = frozenset("want wants like likes get gets got".split())  # 
 
 
 def test_no_held_out_bag_of_content_words_is_in_training(corpus: Corpus) -> None:
-    """The same rule, told from the text alone."""
+    """The same rule, checked on the text alone."""
 
     def bag(example: demo.Example) -> frozenset[str]:
         return frozenset(w.lower() for w in demo.words(example.source)) - FUNCTION_WORDS
@@ -415,7 +415,7 @@ def test_the_shipped_files_hold_what_the_generator_makes(corpus: Corpus, monkeyp
 
 
 def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command writes each text compressed, over what was there."""
+    """The command writes each text compressed and overwrites old files."""
     few = {"test.en": "Your cat.\n", "test.it": "Il tuo gatto è qui.\n"}
     monkeypatch.setattr(demo, "texts", lambda seed=0: few if seed == 7 else {})
     folder = tmp_path / "a" / "b"
@@ -427,7 +427,7 @@ def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_found_by_name() -> None:
-    """`demo:NAME` stands for a file of the corpus wherever a file may stand."""
+    """`demo:NAME` is accepted as a file name and means a file of the corpus."""
     assert find("demo:test.it", "elsewhere").is_file()
     assert read_lines("demo:test.it")[0] == "Il tuo gatto è un gatto adorabile."
     assert len(read_lines("demo:valid.align")) == demo.SIZES["valid"]

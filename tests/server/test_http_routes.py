@@ -89,6 +89,28 @@ def test_details_equal_those_of_the_translation(server: Server, translator: qkv.
     assert tagged.json["details"]["length_ratio"] == pytest.approx(expected.length_ratio)
 
 
+def test_every_sentence_is_translated_by_itself(server: Server, translator: qkv.Translator) -> None:
+    """On each route that translates text, also between tags and in documents."""
+    text = f"{LINES[0]} {LINES[1]}  {LINES[2]}"
+    one, two, three = (each.text for each in translator.translate(LINES[:3]))
+    expected = f"{one} {two}  {three}"
+    assert server.translate(text) == expected
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    assert server.ask("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
+    first, last = LINES[0].split(maxsplit=1)
+    marked = f"<p><b>{first}</b> {last} {LINES[1]}  <i>{LINES[2]}</i></p>"
+    found = server.translate(marked, format="html")
+    assert re.sub("<[^>]*>", "", found) == expected
+    assert found.endswith(f" {two}  <i>{three}</i></p>")
+    assert "<b>" in found[: found.index(two)]
+    for name, document in (("a.txt", text), ("a.md", f"**{first}** {last} {LINES[1]} {LINES[2]}\n")):
+        place = f"/documents/{server.ask(f'/documents?name={name}&target=it', document.encode()).json['id']}"
+        server.until(lambda place=place: server.ask(place).json["state"] != "running")
+        written = server.ask(f"{place}/file").data.decode()
+        assert written.replace("**", "").rstrip() == f"{one} {two} {three}"  # a segment has single spaces
+        assert name == "a.txt" or written.index("**") < written.index(two)
+
+
 def test_forms_and_json_give_the_same_response(server: Server) -> None:
     plain = {"q": LINES[1], "source": "en", "target": "it", "alternatives": "1"}
     form = server.request("/translate", urlencode(plain).encode(), headers=FORM)

@@ -17,7 +17,7 @@ from qkv.decoding.search_request import Options
 from qkv.evaluation import metrics
 from qkv.evaluation.diagnosis import Diagnosis
 from qkv.evaluation.diagnosis import diagnose as diagnose_texts
-from qkv.interop.export_folder import export
+from qkv.interop import export
 from qkv.options import DecoderOnlyConfig, TranslationConfig
 from qkv.run import Run
 

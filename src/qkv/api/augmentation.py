@@ -31,9 +31,9 @@ from qkv.core.errors import UsageError
 from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.passes import Limits
-from qkv.decode.workers import worker_count
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
+from qkv.engines.cpu.native_search import worker_count
 from qkv.evaluation.diagnosis import find_loop
 from qkv.evaluation.metrics import tokenizer_for
 from qkv.run import Run
@@ -340,5 +340,6 @@ def _task(augmenter: Augmenter, weights: str, **how: Any) -> dict[str, Any]:
         "closest_by": augmenter.closest_by,
         "seed": augmenter.seed,
         **augmenter.options,
+        "by_sentence": [member.run.by_sentence for member in translator.members],
         **how,
     }

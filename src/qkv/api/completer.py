@@ -16,8 +16,7 @@ from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.data.store import Prepared
-from qkv.decode.complete import Drawn, generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.transformer import DecoderOnly
 from qkv.train.validate import running_text, total_loss
@@ -46,7 +45,7 @@ class Completion:
 
 
 class Draws(TypedDict, total=False):
-    """How the next token is drawn (`qkv.decode.complete.Sampling`)."""
+    """How the next token is drawn (`qkv.decoding.logits_processors.Sampling`)."""
 
     temperature: float
     top_k: int
@@ -143,7 +142,7 @@ class Completer(Loaded[DecoderOnly]):
         """The prompt behind a newline, as every line of the training text is."""
         return [self.tokenizer.newline, *self.tokenizer.encode_text(prompt)]
 
-    def _drawn(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[Drawn]:
+    def _drawn(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[GeneratedToken]:
         never = (self.tokenizer.pad, self.tokenizer.bos, self.tokenizer.eos)
         return generate(
             self.model,

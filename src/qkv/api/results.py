@@ -22,7 +22,7 @@ class Alternative:
 class Translation:
     """A translation and what is known about it; `score` is `logprob` under the length penalty.
 
-    For a long input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
+    For an input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Translation:
     tokens: list[str]
     alternatives: list[Alternative]
     truncated: bool = False  # the longest length allowed was reached before the model ended
-    pieces: int = 1  # how many parts a long input was translated in; 0 for blank text
+    pieces: int = 1  # how many sentences or parts of long ones were translated; 0 for blank text
     finish_reason: str = "stop"  # stop: the model ended; length: the limit did; blank: there was nothing to translate
     length_ratio: float = 0.0  # tokens of the output for each of the input
     looped: bool = False  # it ran in a loop and was searched for again, and this is the better of the two

@@ -16,6 +16,7 @@ from qkv.data.languages import languages
 from qkv.data.store import Prepared, prepare
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
 from qkv.run import Run
+from qkv.segmentation.sentences import split
 from qkv.train.loop import Interrupted, fit
 from qkv.train.trainer import make_updates
 from qkv.training.distributed import World, joined
@@ -36,6 +37,8 @@ SETTLED = (
     "train.micro_tokens",
 )
 FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
+
+SAMPLE = 2000  # source lines, evenly over the training text, in which sentences are counted
 
 
 def train(
@@ -142,7 +145,17 @@ def _begin(
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
-    return Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start), prepared
+    several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
+    run = Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start, several)
+    return run, prepared
+
+
+def several_sentences(prepared: Prepared) -> float:
+    """The share of source lines that have more than one sentence, in a sample of the training pairs."""
+    src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
+    rows = [prepared.train.src(i * len(prepared.train) // count).tolist() for i in range(count)]
+    several = sum(len(split(src.decode(row), lambda piece: True, sentences=True)) > 1 for row in rows)
+    return round(several / count, 4)
 
 
 def _as_in(start: Run, config: Config, settings: list[str]) -> Config:

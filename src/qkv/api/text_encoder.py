@@ -16,9 +16,9 @@ from torch import Tensor
 from qkv.api.loading import Loaded
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer
+from qkv.core.translate import by_length
 from qkv.data.loader import pad
 from qkv.data.plain import hide
-from qkv.decode.batched import by_length
 from qkv.models.transformer import EncoderOnly
 
 GAP = "<mask>"
@@ -95,7 +95,7 @@ class Filler(Loaded[EncoderOnly]):
             lengths = torch.tensor([len(rows[i]) for i in indices], device=hidden.device)
             inside = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
             mean = (hidden * inside[:, :, None]).sum(1) / lengths.clamp(min=1)[:, None]
-            vectors[torch.from_numpy(indices)] = mean.float().cpu()
+            vectors[torch.tensor(indices)] = mean.float().cpu()
         if normalise:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         return vectors.numpy()

@@ -16,19 +16,18 @@ from torch import Tensor
 from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
 from qkv.api.results import Alternative, OtherWord, Scored, Translation
+from qkv.assembly import search_engines_for, start_search_for
 from qkv.console import say
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.search import Hypothesis
+from qkv.core.translate import score_all
 from qkv.data.store import Prepared
-from qkv.decode.batched import score_all
-from qkv.decode.board import Hypothesis
-from qkv.decode.rules import Rules
-from qkv.decode.workers import open_run
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
-from qkv.decoding.search_request import Asked, Finder, Options, Work, without_spaces
+from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
-from qkv.engines.cuda_decoding.continuous_batching import Pool
+from qkv.engines.cpu.native_search import open_run
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
@@ -75,9 +74,9 @@ class Translator(Explained):
             raise UsageError("an ensemble translates in one process: leave out workers")
         self.average = average
         self.dtype = checked(dtype, self.device)
-        self.crew = None
+        self.workers = None
         if workers not in (None, 1) and self.device.type == "cpu":
-            self.crew = ProcessWorkers(workers, open_run, str(self.run.path), weights, dtype)
+            self.workers = ProcessWorkers(workers, open_run, str(self.run.path), weights, dtype)
 
     @cached_property
     def engines(self) -> list[StepModel[Any, Any]]:
@@ -89,17 +88,23 @@ class Translator(Explained):
         """What computes, in words: `fp32 on avx512f, threads: 2`."""
         first = self.engines[0]
         if self.device.type == "cpu":
-            threads = f"processes: {self.crew.count}" if self.crew else f"threads: {torch.get_num_threads()}"
+            threads = f"processes: {self.workers.count}" if self.workers else f"threads: {torch.get_num_threads()}"
             return f"{getattr(first, 'engine', 'fp32')}, {threads}"
         return f"{'bf16' if first is not self.model else 'fp32'} on {describe(self.device)}"
 
     @cached_property
-    def finder(self) -> Finder:
-        """What searches."""
+    def runner(self) -> SearchRunner:
+        """Does the searches."""
         model, plain = self._together(self.engines), self._together([member.model for member in self.members])
-        pool = Pool(model) if self.device.type == "cuda" else None
-        lang = self.config.data.tgt_lang
-        return Finder(model, plain, self.tokenizers, self.device, lang, pool=pool, workers=self.crew)
+        return SearchRunner(
+            model,
+            plain,
+            self.tokenizers,
+            self.device,
+            self.config.data.tgt_lang,
+            start=start_search_for(self.device),
+            engines=search_engines_for(model, self.tokenizers, self.device, self.workers),
+        )
 
     def _together(self, models: Sequence[StepModel[Any, Any]]) -> StepModel[Any, Any]:
         return Ensemble(models, self.average) if len(models) > 1 else models[0]
@@ -113,8 +118,9 @@ class Translator(Explained):
     def translate(self, text: str | Sequence[str], **options: Unpack[Options]) -> Translation | list[Translation]:
         """Translate a text, or each of several; what is left out of the options is as the run's config has it.
 
-        Blank text stays empty without asking the model. Text longer than the model was trained on is translated in
-        pieces, cut at sentences where possible, and put together again. `progress` is told of every finished text.
+        Blank text stays empty without asking the model. Every sentence is translated by itself (unless the run's
+        training text had several to a line, or `split` is false), and one longer than the model was trained on in
+        pieces; they are put together with the white space of the source. `progress` is told of every finished text.
         """
         if isinstance(text, str):
             (only,) = self._translate([text], **options)
@@ -139,20 +145,26 @@ class Translator(Explained):
         must_include: Sequence[str] | Sequence[Sequence[str]] = (),
         tag: str = "",
         first: int = 0,
+        split: bool = True,
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> list[Translation]:
         begun, wanted = search_request.prefixes(prefix, len(texts)), search_request.phrases(must_include, len(texts))
         every = list(dict.fromkeys(phrase for phrases in wanted for phrase in phrases))
-        asked = Asked.of(self.config, self.tokenizers.tgt, must_include=every, **options)
-        if asked.shortlist and (any(begun) or every or asked.avoid):
+        request = SearchRequest.of(self.config, self.tokenizers.tgt, must_include=every, **options)
+        if request.shortlist and (any(begun) or every or request.avoid):
             raise UsageError(
                 "a shortlist has what the source can need and nothing else: leave it out with a prefix or phrases"
             )
-        if asked.shortlist and self.finder.narrow is None:
+        if request.shortlist and self.runner.narrow is None:
             self._use(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
-        parts = [self._pieces(line, len(tags)) for line in texts]
+        by_sentence = split and self.run.by_sentence
+        # A prefix and required phrases are for the text, and which of its sentences they are for is not known.
+        parts = [
+            self._pieces(line, len(tags), sentences=by_sentence and not (begun[number] or wanted[number]))
+            for number, line in enumerate(texts)
+        ]
         for number, pieces in enumerate(parts):
             if len(pieces) > 1 and (begun[number] or wanted[number]):
                 raise UsageError(
@@ -161,13 +173,13 @@ class Translator(Explained):
                 )
         line_of = [number for number, pieces in enumerate(parts) for _ in pieces]
         place_of = [place for pieces in parts for place in range(len(pieces))]
-        work = Work(
+        work = SearchInput(
             sources=[tags + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces],
             prefixes=[self.tokenizers.tgt.encode(begun[n].rstrip()) for n in line_of],
-            required=[asked.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
+            required=[request.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
             numbers=[((first + n) << 20) + place for n, place in zip(line_of, place_of, strict=True)],
         )
-        self._check_positions(max([asked.rules.max_length or 0, *map(len, work.prefixes)]))
+        self._check_positions(max([request.options.max_length or 0, *map(len, work.prefixes)]))
         missing = [len(pieces) for pieces in parts]
         progress(missing.count(0))
 
@@ -176,7 +188,7 @@ class Translator(Explained):
                 missing[line_of[i]] -= 1
             progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
 
-        found, looped = self._search(work, asked, finished)
+        found, looped = self._search(work, request, finished)
         ends = list(accumulate(map(len, parts), initial=0))
         own = [slice(start, end) for start, end in pairwise(ends)]  # the sentences of each text
         translations = [
@@ -184,24 +196,24 @@ class Translator(Explained):
             for pieces, of in zip(parts, own, strict=True)
         ]
         for number, translation in enumerate(translations, first + 1):
-            self._check(translation, asked, f"text {number}")
+            self._check(translation, request, f"text {number}")
         return translations
 
     def _search(
-        self, work: Work, asked: Asked, progress: Callable[[Sequence[int]], None]
+        self, work: SearchInput, request: SearchRequest, progress: Callable[[Sequence[int]], None]
     ) -> tuple[list[list[Hypothesis]], list[bool]]:
         """The n best hypotheses of each sentence, and whether it ran in a loop at first."""
-        found = self.finder.find(work, asked, progress)
+        found = self.runner.run(work, request, progress)
         looped = [False] * len(found)
         again: dict[int, list[int]] = {}  # by the length of the n-grams that break the loop
         for i, hypotheses in enumerate(found):
             if (loop := find_loop(hypotheses[0].tokens, work.sources[i])) is not None:
                 looped[i] = True
-                again.setdefault(breaking(loop, asked.rules.no_repeat_ngram), []).append(i)
+                again.setdefault(breaking(loop, request.options.no_repeat_ngram), []).append(i)
         for n, indices in again.items():
-            rules = dataclasses.replace(asked.rules, no_repeat_ngram=n)
+            options = dataclasses.replace(request.options, no_repeat_ngram=n)
             try:
-                second = self.finder.find(work.some(indices), dataclasses.replace(asked, rules=rules))
+                second = self.runner.run(work.some(indices), dataclasses.replace(request, options=options))
             except QkvError:  # what must be written cannot be without repetition: the first stays
                 continue
             for i, hypotheses in zip(indices, second, strict=True):
@@ -220,10 +232,10 @@ class Translator(Explained):
                     f"among them: lower max_length, or give a shorter prefix"
                 )
 
-    def _check(self, translation: Translation, asked: Asked, where: str) -> None:
+    def _check(self, translation: Translation, request: SearchRequest, where: str) -> None:
         """Phrases are forbidden in pieces; where two pieces meet, one may arise after all."""
         for text in (translation.text, *(other.text for other in translation.alternatives)):
-            if asked.avoid is not None and (phrase := asked.avoid.occurs(text)) is not None:
+            if request.avoid is not None and (phrase := request.avoid.occurs(text)) is not None:
                 raise QkvError(f'{where}: "{phrase}" is to be avoided, but arises where two pieces of the text meet')
 
     def alternatives(
@@ -232,9 +244,14 @@ class Translator(Explained):
         """The n likeliest other words at a place of a translation, each with the best way to go on from there.
 
         `position` counts the words of the translation, or of its beginning, from 0, punctuation apart; the one behind
-        the last is the word that would come next.
+        the last is the word that would come next. Of a text of several sentences the one with that word goes on, if the
+        translation has as many.
         """
-        asked = Asked.of(self.config, self.tokenizers.tgt, beam=beam)
+        sources = self._pieces(source, len(self._prefix(tag)), sentences=self.run.by_sentence)
+        targets = split(translation, lambda piece: True, sentences=True)
+        if 1 < len(sources) == len(targets):
+            return self._alternatives_in(sources, targets, position, n, tag=tag, beam=beam)
+        request = SearchRequest.of(self.config, self.tokenizers.tgt, beam=beam)
         ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
         written = tgt.encode(translation)
         spans = words(tgt.tokens(written))
@@ -246,16 +263,29 @@ class Translator(Explained):
         before, there = written[:begin], tgt.decode(written[begin:end]).strip()
         borders = Borders(tgt)
         fed = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
-        likely = likeliest_words(self.finder.plain, fed, before, borders, n + 1)
+        likely = likeliest_words(self.runner.plain, fed, before, borders, n + 1)
         others = [(tokens, logprob) for tokens, logprob in likely if tgt.decode(tokens).strip() != there][:n]
-        asked = dataclasses.replace(asked, rules=Rules(forbid=(WordEnds(borders),)))
+        options = dataclasses.replace(request.options, processors=(WordEnds(borders),))
+        request = dataclasses.replace(request, options=options)
         starts = [[*before, *tokens] for tokens, _ in others]
-        work = Work([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))
+        work = SearchInput([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))
         found = []
-        for (tokens, logprob), (best,) in zip(others, self.finder.find(work, asked), strict=True):
+        for (tokens, logprob), (best,) in zip(others, self.runner.run(work, request), strict=True):
             text = tgt.decode(best.tokens).replace("\n", " ").strip()
             found.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
         return found
+
+    def _alternatives_in(
+        self, sources: Pieces, targets: Pieces, position: int, n: int, **options: Any
+    ) -> list[OtherWord]:
+        """`alternatives` in the sentence that the word belongs to, put together with the others."""
+        tgt, number = self.tokenizers.tgt, 0
+        counts = [len(words(tgt.tokens(tgt.encode(piece)))) for piece in targets]
+        while number + 1 < len(counts) and position >= counts[number]:
+            position, number = position - counts[number], number + 1
+        found = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
+        before, after = targets.pieces[:number], targets.pieces[number + 1 :]
+        return [dataclasses.replace(each, text=targets.join([*before, each.text, *after])) for each in found]
 
     def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path | None:
         """Learn from the training pairs which target tokens each source token can need, and keep it in the run folder.
@@ -282,7 +312,7 @@ class Translator(Explained):
             models = zip(self.engines, weights, strict=True)
             return self._together([Shortlisted(each, weight, shortlist, tokens) for each, weight in models])
 
-        self.finder = dataclasses.replace(self.finder, narrow=narrow, shortlist=shortlist)
+        self.runner = dataclasses.replace(self.runner, narrow=narrow, shortlist=shortlist)
 
     def _shortlist_path(self) -> Path:
         return self.run.path / "shortlist.safetensors"
@@ -327,13 +357,13 @@ class Translator(Explained):
                     f"line {number}: {length:,} tokens: a pair is scored as a whole, at most {LONGEST_SCORED:,}: "
                     f"split it into sentences"
                 )
-        model = self.finder.plain
+        model = self.runner.plain
         logprobs = score_all(model, sources, targets, self.tokenizers, device=self.device, progress=progress)
         return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
 
-    def _pieces(self, line: str, prefix: int) -> Pieces:
+    def _pieces(self, line: str, prefix: int, *, sentences: bool) -> Pieces:
         room = self.config.data.max_length - prefix
-        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room)
+        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
 
     def _translation(
         self, pieces: Pieces, found: list[list[Hypothesis]], *, read: int = 0, looped: bool = False

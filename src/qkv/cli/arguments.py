@@ -44,6 +44,7 @@ TextFile = Annotated[str, typer.Argument(help="Text file, one segment per line; 
 Output = Annotated[
     str, typer.Option("--output", "-o", help="Output file; resumes an interrupted translation. - is standard output.")
 ]
+NoSplit = Annotated[bool, typer.Option("--no-split", help="Translate a line of several sentences in one piece.")]
 BadLines = Annotated[OnBad, typer.Option(help="Line that is not UTF-8: error, or skip (its output line is empty).")]
 
 # Search and its preferences.

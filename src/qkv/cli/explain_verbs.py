@@ -156,8 +156,8 @@ def report(
 ) -> None:
     """Write a page about a training: curves, samples, comparison."""
     from qkv.console import say
-    from qkv.explain.training_report import report as write
+    from qkv.explain.training_report import write_training_report
     from qkv.run import Run
 
-    write([Run.open(path) for path in (run, other) if path is not None], output)
+    write_training_report([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))

@@ -17,6 +17,7 @@ from qkv.cli.arguments import (
     AsJson,
     Beam,
     Device,
+    NoSplit,
     Penalty,
     RunArgument,
     Tag,
@@ -145,6 +146,12 @@ def score(
             print(f"{line.logprob:.4f}\t{line.perplexity:.4f}")
 
 
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write an .html page with plots and examples.", show_default=False),
+]
+
+
 def evaluate(
     run: RunArgument,
     source: Annotated[
@@ -162,14 +169,12 @@ def evaluate(
     beam: Beam = None,
     length_penalty: Penalty = None,
     alpha: Alpha = None,
+    no_split: NoSplit = False,
     tag: Tag = "",
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Also write the translations to this file.", show_default=False)
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write an .html page with plots and examples.", show_default=False),
-    ] = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",
@@ -194,11 +199,12 @@ def evaluate(
         _evaluate_text(loaded, source, as_json)
         return
     sources, references = held_out(run, source, reference)
+    options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, split=not no_split, tag=tag)
     theirs = api.Translator(against, device=device) if against else None
     # Open the output first, so that an unwritable file fails before the translation.
     with writer(output) if output else nullcontext(lambda line: None) as write:
         with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
-            options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, tag=tag, progress=advance)
+            options["progress"] = advance
             if theirs is None:
                 results, comparison = [api.evaluate(loaded, sources, references, **options)], None
             else:
@@ -213,7 +219,7 @@ def evaluate(
     ]
     _print_scores(systems, comparison, as_json)
     if report:
-        evaluation_page.report(systems, report, comparison)
+        evaluation_page.write_evaluation_page(systems, report, comparison)
         say(str(report))
 
 

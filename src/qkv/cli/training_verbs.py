@@ -60,7 +60,7 @@ def train(
     fine-tunes a trained run. Without a preset or config file, the recipe is chosen from the text and the device.
     """
     from qkv.api.run_training import train as run_training
-    from qkv.core.config import option_path
+    from qkv.options import option_path
     from qkv.run import Run
     from qkv.training import auto_recipe
 
@@ -232,6 +232,7 @@ def augment(
     seed: Seed = 1,
     rerank: arguments.Rerank = None,
     candidates: Candidates = None,
+    no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
     weights: arguments.Weights = "",
@@ -255,6 +256,8 @@ def augment(
     options = {
         name: value for name, value in values.items() if value is not None and value is not False and value != ""
     }
+    if no_split:
+        options["split"] = False
     first = not Crew.here().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:

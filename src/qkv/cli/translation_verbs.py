@@ -55,6 +55,7 @@ def translate(
     shortlist: arguments.Shortlist = False,
     rerank: arguments.Rerank = None,
     candidates: arguments.Candidates = None,
+    no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
     weights: arguments.Weights = "",
@@ -70,31 +71,35 @@ def translate(
     """
     from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import Crew, translate_file
-    from qkv.console import say
 
-    options = {name: value for name, value in context.params.items() if name not in NOT_SEARCH and _is_given(value)}
+    options = _given(context.params)
     runs, crew = [run, *(others or [])], Crew.here()
     if workers is None and not others and crew.world == 1:
         workers = _default_workers(file)
-    device = crew.device(device)
-    translator = Translator(run, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
+    translator = Translator(
+        run, weights=weights, device=crew.device(device), dtype=dtype, workers=workers, others=runs[1:]
+    )
     if shortlist:
         _ensure_shortlist(translator, run)
     lines = _open_lines(run, file, output, on_bad.value, crew)
-    if sys.stderr.isatty() and not crew.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
+    _say_engine(translator, file, crew)
     with _progress(file, output, crew) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if _is_stream(output):
             counts = _translate_stream(lines, output, work)
         else:
             task = _resume_key(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **options)
-            about = {"command": arguments.command_line(), "input": file}
             counts = translate_file(
-                lines, Path(output), work, size=CHUNK, task=task, about=about, crew=crew, progress=advance
+                lines,
+                Path(output),
+                work,
+                size=CHUNK,
+                task=task,
+                about={"command": arguments.command_line(), "input": file},
+                crew=crew,
+                progress=advance,
             )
-    limit = "decode.extra_length" if max_length is None else "--max-length"
-    _report(file, counts, 0 if crew.rank else lines.bad, limit)
+    _report(file, counts, 0 if crew.rank else lines.bad, max_length)
 
 
 def _ensure_shortlist(translator: Translator, run: Path) -> None:
@@ -106,15 +111,31 @@ def _ensure_shortlist(translator: Translator, run: Path) -> None:
         translator.learn_shortlist()
 
 
+def _say_engine(translator: Translator, file: str, crew: Crew) -> None:
+    """Print the engine to a terminal, unless the text is typed there."""
+    from qkv.console import say
+
+    if sys.stderr.isatty() and not crew.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
+
+
 def _default_workers(file: str) -> int:
     """Return one process per core for a large file, and no extra process for a small one."""
-    from qkv.decode.workers import worker_count
+    from qkv.engines.cpu.native_search import worker_count
 
     return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
 
 
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False and value not in ("", (), [])
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the search options that were given, by their Python names: --no-split is split=False."""
+    options = {
+        name: value
+        for name, value in params.items()
+        if name not in NOT_SEARCH and value is not None and value is not False and value not in ("", (), [])
+    }
+    if options.pop("no_split", False):
+        options["split"] = False
+    return options
 
 
 def _is_stream(output: str) -> bool:
@@ -193,13 +214,17 @@ def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any
     from qkv.api.file_translation import fingerprint
     from qkv.run import Run
 
-    return {"qkv": __version__, "models": [fingerprint(Run.open(run), weights) for run in runs], **options}
+    opened = [Run.open(run) for run in runs]
+    by_sentence = options.get("split", True) and opened[0].by_sentence
+    models = [fingerprint(each, weights) for each in opened]
+    return {"qkv": __version__, "models": models, **options, "split": by_sentence}
 
 
-def _report(file: str, counts: Mapping[str, int], bad: int, limit: str) -> None:
+def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:
     """Report truncated, repeated and undecodable lines on stderr."""
     from qkv.console import say
 
+    limit = "decode.extra_length" if max_length is None else "--max-length"
     if ended_early := counts.get("truncated"):
         say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
     if looped := counts.get("looped"):

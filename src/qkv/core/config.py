@@ -12,7 +12,7 @@ import json
 import math
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -244,35 +244,6 @@ class Config:
             tree.setdefault(name, {}).update(values)
         return self.from_dict(tree)
 
-    def assign(self, settings: Sequence[str]) -> Self:
-        """Apply `section.key=value` settings, as `--set` gives them; the value is TOML or a bare string."""
-        tree = self.to_dict()
-        # A model of another kind has other options: its defaults come first.
-        for setting in sorted(settings, key=lambda setting: option_path(setting) != "model.kind"):
-            path, equals, text = setting.partition("=")
-            section, dot, key = path.strip().partition(".")
-            if not (equals and dot and key):
-                raise UsageError(f"--set {setting}: write section.key=value, e.g. train.steps=1000")
-            try:
-                value = tomllib.loads(f"value = {text.strip()}")["value"]
-            except tomllib.TOMLDecodeError:
-                value = text.strip()
-            if section not in tree:
-                raise UsageError(_unknown("section", section, list(tree), ""))
-            if isinstance(tree[section].get(key), str) and not isinstance(value, str):
-                value = text.strip()  # data.store=2026 is a name, not a number
-            if path.strip() == "model.kind" and value != tree["model"]["kind"]:
-                tree["model"] = dataclasses.asdict(self._model_class({"kind": value})())
-            tree[section][key] = value
-        return self.from_dict(tree)
-
-    def difference(self, other: Config) -> list[tuple[str, Any, Any]]:
-        """List the options in which two configs differ: (path, ours, theirs)."""
-        left = {path: value for path, _, value in self.options()}
-        right = {path: value for path, _, value in other.options()}
-        paths = list(dict.fromkeys([*left, *right]))
-        return [(p, left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)]
-
     # ---- TOML --------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -331,7 +302,7 @@ class Config:
         arguments: dict[str, Any] = {}
         for key, value in values.items():
             if key not in known:
-                raise UsageError(_unknown("option" if path else "section", key, known, path))
+                raise UsageError(unknown_key("option" if path else "section", key, known, path))
             where = f"{path}.{key}" if path else key
             hint = cls._model_class(value) if where == "model" else hints[key]
             if dataclasses.is_dataclass(hint):
@@ -353,11 +324,6 @@ class Config:
         if not isinstance(kind, str) or kind not in cls.model_kinds:
             raise UsageError(f'model.kind = "{kind}": choose one of {", ".join(cls.model_kinds)}')
         return cls.model_kinds[kind]
-
-
-def option_path(setting: str) -> str:
-    """Return the path of a setting: `section.key` of `section.key=value`."""
-    return setting.partition("=")[0].strip()
 
 
 def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:
@@ -390,7 +356,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
-def _unknown(what: str, key: str, known: list[str], path: str) -> str:
+def unknown_key(what: str, key: str, known: list[str], path: str) -> str:
+    """Return the message about an unknown key, with the nearest known one."""
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"did you mean {path + '.' if path else ''}{nearest[0]}?" if nearest else f"known: {', '.join(known)}"
     return f"unknown {what} {path + '.' if path else ''}{key}: {hint}"

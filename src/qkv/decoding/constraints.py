@@ -8,22 +8,23 @@ In languages without spaces there are no words to be whole, and a phrase is foun
 from __future__ import annotations
 
 import bisect
+import codecs
 import math
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Search, SearchOptions, SearchState, SpecialTokens, StartSearch
 from qkv.core.tokenizer import Tokenizer
-from qkv.decode.beams import Beams
-from qkv.decode.board import Board
-from qkv.decode.search import Kind, begin
+from qkv.decoding.beam_variants import CoverageBeamSearch
+from qkv.models.state import StepModel
 
 LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
 BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less
@@ -72,6 +73,7 @@ class Avoid:
     a required phrase whose spelling is `exempt`, or behind a prefix, only what lengthens the word may follow.
     """
 
+    changes_score = True
     capturable = False
 
     def __init__(
@@ -91,9 +93,9 @@ class Avoid:
         }  # what ends a word, and </s>
         self.exempt = {spelt[:n] for spelt in exempt for n in range(1, len(spelt))}
 
-    def __call__(self, log_probs: Tensor, board: Board) -> None:
+    def __call__(self, log_probs: Tensor, state: SearchState) -> None:
         places: list[tuple[int, int, int]] = []
-        parts = (board.tokens, board.length, board.longest, board.logprob)
+        parts = (state.tokens, state.length, state.longest, state.logprob)
         for s, (sentence, length, longest, logprobs) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
             for r, (tokens, logprob) in enumerate(zip(sentence, logprobs, strict=True)):
                 if logprob > -math.inf:
@@ -184,7 +186,7 @@ def _written(tokenizer: Tokenizer) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class Required:
+class MustInclude:
     """The phrases that one translation must have, each with the tokens by which it is written if it must be."""
 
     phrases: tuple[str, ...]
@@ -196,7 +198,7 @@ class Required:
     @classmethod
     def of(
         cls, phrases: Sequence[str], tokenizer: Tokenizer, *, ordered: bool = False, whole_words: bool = True
-    ) -> Required:
+    ) -> MustInclude:
         """Several phrases, to come in this order or in any; one that is given twice is asked for twice if ordered."""
         cleaned = clean(phrases, "must_include")
         if not ordered:
@@ -220,9 +222,10 @@ class Required:
         return []
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens write; bytes that are no character, or not yet, are left out."""
+        """Return the text of tokens; a last character that is not whole yet is left out."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         joined = b"".join(map(self.tokenizer.bytes_of, tokens))
-        return joined.decode("utf-8", "ignore").replace("\n", " ").removeprefix(" ")
+        return decoder.decode(joined).replace("\n", " ").removeprefix(" ")
 
     def room(self, missing: Sequence[int]) -> int:
         """How many tokens write these phrases from the beginning."""
@@ -267,18 +270,18 @@ def check_conflict(required: Sequence[str], prefix: str, avoid: Avoid) -> None:
             raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: leave out one of the two')
 
 
-class Constrained(Beams):
-    """Beam search whose hypotheses end only when they have met all phrases (Post and Vilar, 2018).
+class ConstrainedBeamSearch(CoverageBeamSearch):
+    """Beam search whose hypotheses end only when they contain all phrases (Post and Vilar, 2018).
 
-    Those that live on are taken in turn from banks, one for each number of phrase tokens still needed, so that a
-    hypothesis that pays for a phrase is not crowded out by those that have not. As soon as no more room is left than
-    the missing phrases need, only tokens that write them may follow. What is met is a function of the tokens alone.
+    Those that go on are taken in turn from banks, one for each number of phrase tokens still needed, so that a
+    hypothesis that pays for a phrase does not lose its place to those that have not. As soon as no more room is left
+    than the missing phrases need, only tokens that write them may follow. Progress is a function of the tokens alone.
     """
 
-    def __init__(self, *args: Any, required: Sequence[Required], lengths: Tensor) -> None:
-        super().__init__(*args, lengths=lengths)
-        self.plain = False  # `choose` looks at all log-probabilities
-        self.required = required  # of each sentence in the batch
+    def __init__(self, *arguments: Any, required: Sequence[MustInclude], lengths: Tensor) -> None:
+        """`required` are the phrases of each sentence in the batch."""
+        super().__init__(*arguments, lengths=lengths)
+        self.required = required
         self.joining = _joining(required[0].tokenizer).to(lengths.device)
 
     def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
@@ -293,33 +296,31 @@ class Constrained(Beams):
                 )
         super().place(slots, longest, forced)
 
-    def choose(self, log_probs: Tensor, merit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        allowed = merit.clone()
-        written = self._written()
+    def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return up to `beam` continuations that end and as many from the banks, best first; -inf behind them."""
+        scores, vocab, written = scores.clone(), scores.shape[2], self._written()
         for slot, rows in written.items():
             for row, tokens in rows.items():
-                left = int(self.board.longest[slot]) - len(tokens)
-                self._forbid(allowed[slot, row], self.required[self.numbers[slot]], tokens, left)
-        totals, parents, chosen = super().choose(log_probs, allowed)
+                left = int(self.state.longest[slot]) - len(tokens)
+                self._forbid(scores[slot, row], self.required[self.numbers[slot]], tokens, left)
+        best, flat = super().rank(scores)
         for slot, rows in written.items():
-            best = set(zip(parents[slot, 0].tolist(), chosen[slot, 0].tolist(), strict=True))
-            values = self.board.logprob[slot, :, None] + allowed[slot]
-            kept = self._banks(values, self.required[self.numbers[slot]], rows, best)
-            if not kept and float(self.board.ended_score[slot, 0]) == -math.inf:
-                unmet = self.required[self.numbers[slot]]
-                raise UsageError(f"must_include: {unmet} cannot be met together with the other rules: ask for less")
-            totals[slot], parents[slot], chosen[slot] = -math.inf, 0, self.special.pad
+            required = self.required[self.numbers[slot]]
+            candidates = {(place // vocab, place % vocab) for place in flat[slot].tolist()}
+            kept = self._banks(scores[slot], required, rows, candidates)
+            if not kept and float(self.state.finished_scores[slot, 0, 0]) == -math.inf:
+                raise UsageError(f"must_include: {required} cannot be met together with the other rules: ask for less")
+            best[slot], flat[slot] = -math.inf, self.special.pad
             for place, (row, token) in enumerate(kept):
-                totals[slot, 0, place] = self.board.logprob[slot, row] + log_probs[slot, row, token]
-                parents[slot, 0, place], chosen[slot, 0, place] = row, token
-        return totals, parents, chosen
+                best[slot, place], flat[slot, place] = scores[slot, row, token], row * vocab + token
+        return best, flat
 
     def _written(self) -> dict[int, dict[int, list[int]]]:
-        """What each living row has written, by slot and row; where a prefix is still being forced, nothing is asked."""
-        board, found = self.board, {}
-        forced = board.forced.gather(1, board.length[:, None]).squeeze(1).tolist()
+        """Return the tokens of each living row, by slot and row; slots whose prefix is still forced are left out."""
+        state, found = self.state, {}
+        forced = state.forced.gather(1, state.length[:, None]).squeeze(1).tolist()
         rows = zip(
-            board.tokens.tolist(), board.length.tolist(), board.logprob.tolist(), board.done.tolist(), strict=True
+            state.tokens.tolist(), state.length.tolist(), state.logprob.tolist(), state.done.tolist(), strict=True
         )
         for slot, (sentence, length, logprobs, done) in enumerate(rows):
             if not done and forced[slot] < 0:
@@ -327,43 +328,42 @@ class Constrained(Beams):
                 found[slot] = {row: sentence[row][1 : 1 + length] for row in living}
         return found
 
-    def _forbid(self, merit: Tensor, required: Required, tokens: list[int], left: int) -> None:
-        """Take away, in one row (vocab,), </s> while phrases are missing, and what would leave no room for them."""
+    def _forbid(self, scores: Tensor, required: MustInclude, tokens: list[int], left: int) -> None:
+        """Forbid, in one row (vocab,), </s> while phrases are missing, and tokens that leave no room for them."""
         text = required.text(tokens)
-        lost = required.room(required.missing(text))  # what is needed after a token that writes no phrase …
+        lost = required.room(required.missing(text))  # tokens needed after one that writes no phrase …
         broken = required.room(required.missing(text + LETTER))  # … or that lengthens the last word
-        end = -math.inf if lost else merit[self.special.eos].item()
+        end = -math.inf if lost else scores[self.special.eos].item()
         if broken >= left:
-            advancing = {token: merit[token].item() for token in required.advancing(tokens)}
-            merit.masked_fill_(self.joining, -math.inf)
+            advancing = {token: scores[token].item() for token in required.advancing(tokens)}
+            scores.masked_fill_(self.joining, -math.inf)
             if lost >= left:
-                merit.masked_fill_(~self.joining, -math.inf)
+                scores.masked_fill_(~self.joining, -math.inf)
             for token, value in advancing.items():
-                merit[token] = value if required.need([*tokens, token]) < left else -math.inf
-        merit[self.special.eos] = end
+                scores[token] = value if required.need([*tokens, token]) < left else -math.inf
+        scores[self.special.eos] = end
 
     def _banks(
-        self, values: Tensor, required: Required, rows: dict[int, list[int]], best: set[tuple[int, int]]
+        self, scores: Tensor, required: MustInclude, rows: dict[int, list[int]], candidates: set[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """The continuations (row, token) that are ranked, best first: at most `width` that end and as many that do not.
+        """Return the continuations (row, token), best first: up to `beam` that end and as many that do not.
 
-        `values` (rows, vocab) are those of all; looked at are the `best` of all, the best of each row, and those that
-        advance a phrase.
+        Of scores (rows, vocab), the `candidates` are looked at, the best of each row, and those that advance a phrase.
         """
-        eos = self.special.eos
+        eos, beam = self.special.eos, self.rows
         for row, tokens in rows.items():
-            best |= {(row, token) for token in (eos, int(values[row].argmax()), *required.advancing(tokens))}
-        value = {pair: values[pair].item() for pair in best if pair[0] in rows}
+            candidates |= {(row, token) for token in (eos, int(scores[row].argmax()), *required.advancing(tokens))}
+        value = {pair: scores[pair].item() for pair in candidates if pair[0] in rows}
         ranked = sorted((pair for pair in value if value[pair] > -math.inf), key=lambda pair: (-value[pair], pair))
-        ending = [pair for pair in ranked if pair[1] == eos][: self.width]
+        ending = [pair for pair in ranked if pair[1] == eos][:beam]
         banks: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, token in ranked:
             if token != eos:
                 banks[required.need([*rows[row], token])].append((row, token))
         going_on: list[tuple[int, int]] = []
-        for turn in range(self.width):
+        for turn in range(beam):
             going_on += [banks[need][turn] for need in sorted(banks) if turn < len(banks[need])]
-        return sorted(ending + going_on[: self.width], key=lambda pair: (-value[pair], pair))
+        return sorted(ending + going_on[:beam], key=lambda pair: (-value[pair], pair))
 
 
 def _joins(piece: bytes) -> bool:
@@ -377,6 +377,21 @@ def _joining(tokenizer: Tokenizer) -> Tensor:
     return torch.tensor([_joins(tokenizer.bytes_of(token)) for token in range(tokenizer.size)])
 
 
-def constrained(required: Sequence[Required]) -> Kind:
-    """What `search` makes instead of its usual search: one in which sentence i of the batch must meet required[i]."""
-    return partial(begin, beams=partial(Constrained, required=required), narrowest=BEAM)
+def constrained(required: Mapping[int, MustInclude] | Sequence[MustInclude]) -> StartSearch:
+    """Return a `start` for `search` in which each sentence must contain the phrases of its number."""
+
+    def start(
+        model: StepModel[Any, Any],
+        options: SearchOptions,
+        special: SpecialTokens,
+        *,
+        lengths: Tensor,
+        capacity: int,
+        numbers: Sequence[int] | None = None,
+    ) -> Search:
+        rows = max(options.beam, options.n_best, BEAM)
+        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        own = [required[number] for number in (range(len(lengths)) if numbers is None else numbers)]
+        return ConstrainedBeamSearch(model, options, special, state, required=own, lengths=lengths)
+
+    return start

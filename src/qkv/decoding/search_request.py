@@ -12,22 +12,18 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.search import Hypothesis, Ids, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decode.batched import score_all, search_all
-from qkv.decode.board import Hypothesis, Ids
-from qkv.decode.rules import Rules
-from qkv.decode.sampling import Sampling
-from qkv.decode.step import length_penalty
-from qkv.decode.workers import search_in
-from qkv.decoding.constraints import Avoid, Required, check_conflict, clean, constrained
+from qkv.core.translate import DecodingEngine, score_all, search_all
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
+from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
-from qkv.engines.cuda_decoding.continuous_batching import Pool
 from qkv.evaluation.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
-from qkv.options import Config, DecodeConfig
-from qkv.worker_pool import ProcessWorkers
+from qkv.options import Config
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
 SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
@@ -37,15 +33,20 @@ class Options(TypedDict, total=False):
     """How to translate; None is as the run's config has it, or not at all.
 
     `n_best` translations of each text come back. `beam`, `length_penalty` and `alpha` are those of the config; lengths
-    are in tokens. With `sample` each is drawn, seeded for each text alone, instead of searched for; what is said of
-    drawing is in `qkv.decode.sampling.Sampling`, of the rules in `qkv.decode.rules.Rules`.
+    are in tokens. With `sample` each is drawn, seeded for each text alone, instead of searched for
+    (`qkv.decoding.logits_processors.Sampling`); the other options are in `qkv.decoding.beam_variants.DecodingOptions`.
 
     Every translation begins with `prefix`, has the phrases `must_include`, in this order if `ordered`, and none of
     `avoid` (`qkv.decoding.constraints`); for several texts, `prefix` and `must_include` may be lists with one entry for
     each. `shortlist` looks only at words that the source's can need. `rerank` is chrf or bleu: of so many `candidates`
     the one that the others agree with most. `first` is how many texts of the same input came before, for the seeds.
+
+    With `split` a text of several sentences is translated sentence by sentence, unless lines of the training text had
+    several too; without it a text is cut only where it is longer than the model can read. Lengths, draws and the n best
+    are then those of each sentence. A text with a `prefix` or with `must_include` is not cut into sentences.
     """
 
+    split: bool
     beam: int | None
     n_best: int
     length_penalty: str | None
@@ -81,13 +82,12 @@ def without_spaces(language: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the search is asked for in a call, the same for all its texts."""
+class SearchRequest:
+    """The checked options of a call, the same for all its texts."""
 
-    spec: DecodeConfig
-    rules: Rules
+    options: DecodingOptions
     n_best: int
-    candidates: int  # hypotheses searched for, of which n_best come back
+    candidates: int  # hypotheses to search for; n_best of them are returned
     rerank: str | None
     avoid: Avoid | None
     whole_words: bool
@@ -117,8 +117,8 @@ class Asked:
         rerank: str | None = None,
         candidates: int | None = None,
         **rules: Any,
-    ) -> Asked:
-        """The options of a call, with all phrases that any text must have; those of `Rules` go there as they are."""
+    ) -> SearchRequest:
+        """Check the options of a call; `must_include` are the phrases of all texts, `rules` go to `DecodingOptions`."""
         if n_best < 1:
             raise UsageError(f"n_best = {n_best}: must be at least 1")
         if sample and beam is not None:
@@ -135,7 +135,8 @@ class Asked:
         how = {name: value for name, value in drawn.items() if value is not None}
         if how and not sample:
             raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
-        spec, own = (config.replace(decode=given) if given else config).decode, Rules(**rules)
+        spec = (config.replace(decode=given) if given else config).decode
+        own = DecodingOptions.of(spec, sampling=Sampling(**how) if sample else None, **rules)
         if "diversity" in rules and own.groups == 1:
             raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
         if alpha is not None and spec.length_penalty != "gnmt":
@@ -145,13 +146,15 @@ class Asked:
         if shortlist and own.coverage:
             raise UsageError("coverage looks at attention, which the model of a shortlist does not tell: leave out one")
         whole_words = not without_spaces(config.data.tgt_lang)
-        spelt = Required.of(must_include, tokenizer, whole_words=whole_words).spelt
+        spelt = MustInclude.of(must_include, tokenizer, whole_words=whole_words).spelt
         never = Avoid(avoid, tokenizer, whole_words, exempt=spelt) if avoid else None
+        wanted = _candidates(rerank, candidates, n_best)
+        # Groups may find the same: of all that they find, the best that differ are kept.
+        searched_for = max(wanted, spec.beam) if own.groups > 1 else wanted
         return cls(
-            spec=spec,
-            rules=Rules(**rules, sampling=Sampling(**how) if sample else None, forbid=(never,) if never else ()),
+            options=dataclasses.replace(own, n_best=searched_for, processors=(never,) if never else ()),
             n_best=n_best,
-            candidates=_candidates(rerank, candidates, n_best),
+            candidates=wanted,
             rerank=rerank,
             avoid=never,
             whole_words=whole_words,
@@ -159,15 +162,15 @@ class Asked:
             shortlist=shortlist,
         )
 
-    def required(self, phrases: Sequence[str], prefix: str, tokenizer: Tokenizer) -> Required | None:
+    def required(self, phrases: Sequence[str], prefix: str, tokenizer: Tokenizer) -> MustInclude | None:
         """The phrases that one text must have, if they can be had."""
         if self.avoid is not None:
             check_conflict(clean(phrases, "must_include"), prefix, self.avoid)
         if not phrases:
             return None
-        if self.rules.sampling is not None or self.rules.groups > 1:
+        if self.options.sampling is not None or self.options.groups > 1:
             raise UsageError("must_include is for one beam: leave out sample and groups")
-        return Required.of(phrases, tokenizer, ordered=self.ordered, whole_words=self.whole_words)
+        return MustInclude.of(phrases, tokenizer, ordered=self.ordered, whole_words=self.whole_words)
 
 
 def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
@@ -213,115 +216,105 @@ def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -
     return [list(each) for each in must_include]
 
 
-# ---- From the sources of a call to its hypotheses: the right search for each, then what is done with what ------------
+# ---- the search for all sentences of a call --------------------------------------------------------------------------
 
 
-Heard = Callable[[Sequence[int]], None]
+Progress = Callable[[Sequence[int]], None]  # gets the places of the sentences that are finished
 
 
 @dataclass(frozen=True)
-class Work:
-    """Sentences to translate, and what each of them has of its own."""
+class SearchInput:
+    """Sentences to translate, and the options that each of them has of its own."""
 
     sources: list[list[int]]
     prefixes: list[list[int]]
-    required: list[Required | None]
-    numbers: list[int]  # in the whole input: draws are seeded by them
+    required: list[MustInclude | None]
+    numbers: list[int]  # in the whole input: they seed samples
 
-    def some(self, indices: Sequence[int]) -> Work:
-        """The sentences of these places."""
-        return Work(*([getattr(self, each.name)[i] for i in indices] for each in dataclasses.fields(self)))
+    def some(self, indices: Sequence[int]) -> SearchInput:
+        """Return the sentences of these places."""
+        return SearchInput(*([getattr(self, each.name)[i] for i in indices] for each in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True)
-class Finder:
-    """A model and everything it searches with."""
+class SearchRunner:
+    """A model with everything that its searches use."""
 
     model: StepModel[Any, Any]
     plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
     tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
-    narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the same with these tokens alone, …
-    shortlist: Shortlist | None = None  # … which it chooses
-    pool: Pool | None = None
-    workers: ProcessWorkers[Any] | None = None
+    narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the model with these output tokens alone …
+    shortlist: Shortlist | None = None  # … which are chosen here
+    start: StartSearch = start_variant  # an engine's, whose steps are faster
+    engines: Sequence[DecodingEngine] = ()  # the first that supports the options does the search
 
-    def find(self, work: Work, asked: Asked, progress: Heard = lambda finished: None) -> list[list[Hypothesis]]:
-        """The n best hypotheses of each sentence, by score, or by `rerank`."""
-        free = [i for i, required in enumerate(work.required) if required is None]
-        bound = [i for i, required in enumerate(work.required) if required is not None]
+    def run(
+        self, work: SearchInput, request: SearchRequest, progress: Progress = lambda finished: None
+    ) -> list[list[Hypothesis]]:
+        """Return the n best hypotheses of each sentence, by score, or by `rerank`."""
         found: list[list[Hypothesis]] = [[] for _ in work.sources]
-
-        def heard(indices: list[int]) -> Heard:
-            def tell(finished: Sequence[int]) -> None:
-                progress([indices[i] for i in finished])
-
-            return tell
-
+        bound = [i for i, required in enumerate(work.required) if required is not None]
+        free = [i for i, required in enumerate(work.required) if required is None]
         for indices in (free, bound):
             if indices:
-                for i, hypotheses in zip(indices, self._search(work.some(indices), asked, heard(indices)), strict=True):
+                reached = _renumbered(progress, indices)
+                for i, hypotheses in zip(indices, self._search(work.some(indices), request, reached), strict=True):
                     found[i] = hypotheses
-        if asked.rules.groups > 1:
+        if request.options.groups > 1:
             found = [_distinct(hypotheses) for hypotheses in found]
-        if asked.shortlist:
-            found = self._rescored(work, found, asked)
+        if request.shortlist:
+            found = self._rescored(work, found, request)
         self._check(work, found)
-        if asked.rerank is not None:
-            found = [self._reranked(hypotheses[: asked.candidates], asked) for hypotheses in found]
-        return [hypotheses[: asked.n_best] for hypotheses in found]
+        if request.rerank is not None:
+            found = [self._reranked(hypotheses[: request.candidates], request) for hypotheses in found]
+        return [hypotheses[: request.n_best] for hypotheses in found]
 
-    def _search(self, work: Work, asked: Asked, progress: Heard) -> list[list[Hypothesis]]:
-        """Sentences that all have required phrases, or none of which has."""
-        # Groups may find the same: of all that they find, the best that differ are kept.
-        wanted = max(asked.candidates, asked.spec.beam) if asked.rules.groups > 1 else asked.candidates
-        options: dict[str, Any] = {
-            "n_best": wanted,
-            "choice": asked.rules.choice(),
-            "max_length": asked.rules.max_length,
-            "progress": progress,
-        }
-        each: dict[str, Sequence[Any]] = {"prefixes": work.prefixes, "numbers": work.numbers}
-        required = [own for own in work.required if own is not None]
-        # Only the plain model tells its attention, and lets heads be muted.
-        watched = bool(asked.rules.coverage) or is_watched()
-        if self.workers is not None and not (required or asked.shortlist or asked.avoid or watched):
-            return search_in(self.workers, work.sources, asked.spec, each=each, **options)
-        if required:
-            options["kind"] = lambda batch: constrained([required[i] for i in batch])
-        else:
-            options["pool"] = self.pool
-        where: dict[str, Any] = {"device": self.device, **options, **each}
-        if asked.shortlist and self.narrow is not None and self.shortlist is not None:
-            del where["pool"], where["prefixes"]
-            return search_short(self.narrow, self.shortlist, work.sources, asked.spec, self.tokenizers, **where)
+    def _search(self, work: SearchInput, request: SearchRequest, progress: Progress) -> list[list[Hypothesis]]:
+        """Search for sentences that all have required phrases, or none of which has."""
+        options = request.options
+        each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
+        required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
+        # Attention is recorded, and heads are muted, in the plain model alone.
+        watched = bool(options.coverage) or is_watched()
+        if request.shortlist and self.narrow is not None and self.shortlist is not None:
+            each |= {"device": self.device, "start": self.start}
+            return search_short(self.narrow, self.shortlist, work.sources, options, self.tokenizers, **each)
+        each["prefixes"] = work.prefixes
+        if not (required or watched):
+            for engine in self.engines:
+                if engine.supports(options) is None:
+                    return engine.search_all(work.sources, options, **each)
+        each |= {"device": self.device, "start": constrained(required) if required else self.start}
         model = self.plain if watched else self.model
-        return search_all(model, work.sources, asked.spec, self.tokenizers, **where)
+        return search_all(model, work.sources, options, self.tokenizers, **each)
 
-    def _rescored(self, work: Work, found: list[list[Hypothesis]], asked: Asked) -> list[list[Hypothesis]]:
-        """With the model's own log-probabilities: over a shortlist all are larger."""
+    def _rescored(
+        self, work: SearchInput, found: list[list[Hypothesis]], request: SearchRequest
+    ) -> list[list[Hypothesis]]:
+        """Score the hypotheses with the whole vocabulary: over a shortlist all log-probabilities are larger."""
         sources: list[Ids] = [source for source, each in zip(work.sources, found, strict=True) for _ in each]
         targets = [hypothesis.tokens for each in found for hypothesis in each]
         rows = iter(score_all(self.model, sources, targets, self.tokenizers, device=self.device))
 
         def again(old: Hypothesis) -> Hypothesis:
             logprob = sum(next(rows))
-            gain = (logprob - old.logprob) / float(length_penalty(len(old.tokens) + 1.0, asked.spec))
+            gain = (logprob - old.logprob) / float(length_penalty(len(old.tokens) + 1.0, request.options))
             return dataclasses.replace(old, logprob=logprob, score=old.score + gain)
 
         return [sorted((again(old) for old in hypotheses), key=lambda h: -h.score) for hypotheses in found]
 
-    def _reranked(self, hypotheses: list[Hypothesis], asked: Asked) -> list[Hypothesis]:
+    def _reranked(self, hypotheses: list[Hypothesis], request: SearchRequest) -> list[Hypothesis]:
         texts = [self.tokenizers.tgt.decode(hypothesis.tokens) for hypothesis in hypotheses]
         scores = [hypothesis.score for hypothesis in hypotheses]
-        drawn = asked.rules.sampling is not None
+        drawn = request.options.sampling is not None
         logprobs = None if drawn else [hypothesis.logprob for hypothesis in hypotheses]
-        order = rerank(texts, scores, asked.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
+        order = rerank(texts, scores, request.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
         return [hypotheses[place] for place in order]
 
-    def _check(self, work: Work, found: list[list[Hypothesis]]) -> None:
-        """What was required is there: the search sees to it, and the text is the proof."""
+    def _check(self, work: SearchInput, found: list[list[Hypothesis]]) -> None:
+        """Check in the text that required phrases are there."""
         for required, hypotheses in zip(work.required, found, strict=True):
             for hypothesis in hypotheses if required is not None else ():
                 text = self.tokenizers.tgt.decode(hypothesis.tokens).replace("\n", " ")
@@ -329,7 +322,12 @@ class Finder:
                     raise QkvError(f'must_include: "{required.phrases[missing[0]]}" was not met in "{text}"')
 
 
+def _renumbered(progress: Progress, indices: list[int]) -> Progress:
+    """Return the progress of some sentences as that of all: place i among them is `indices[i]`."""
+    return lambda finished: progress([indices[i] for i in finished])
+
+
 def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    """The first of each that are alike."""
+    """Return the first of each that are equal, by score."""
     first = {tuple(hypothesis.tokens): hypothesis for hypothesis in reversed(hypotheses)}
     return sorted(first.values(), key=lambda hypothesis: -hypothesis.score)

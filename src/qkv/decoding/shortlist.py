@@ -22,14 +22,13 @@ from torch import Tensor
 
 from qkv.core import files
 from qkv.core.errors import QkvError
+from qkv.core.search import Hypothesis, Ids, SearchOptions
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import batches_by_length, search_all
 from qkv.data.loader import pad
 from qkv.data.store import Store
-from qkv.decode.batched import batch_tokens, by_length, search_all
-from qkv.decode.board import Hypothesis, Ids
 from qkv.models.base import Model
 from qkv.models.state import StepModel
-from qkv.options import DecodeConfig
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence
 LINKS = 20_000_000  # pairs of a source and a target token that the table is learned from: a few seconds, under 1 GB
@@ -181,28 +180,25 @@ def search_short(
     narrow: Callable[[Tensor], StepModel[Any, Any]],
     shortlist: Shortlist,
     sources: Sequence[Ids],
-    spec: DecodeConfig,
+    options: SearchOptions,
     tokenizers: TokenizerPair,
     *,
-    n_best: int = 1,
     device: torch.device,
     progress: Callable[[Sequence[int]], None] = lambda finished: None,
     numbers: Sequence[int] | None = None,
-    **options: Any,
+    **more: Any,
 ) -> list[list[Hypothesis]]:
-    """`search_all` with a shortlist: for each batch a model, `narrow` of the tokens that its sentences may use."""
-    numbers = numbers or range(len(sources))
+    """Do as `search_all`, with a model for each batch: `narrow` of the tokens that its sentences may use."""
     results: list[list[Hypothesis]] = [[] for _ in sources]
-    budget = batch_tokens(spec, device) // max(spec.beam, n_best)
-    for batch in by_length([len(ids) + 1 for ids in sources], budget):
+    for batch in batches_by_length(sources, options, device):
         read = [sources[i] for i in batch]
         source = pad([np.asarray(ids, np.int64) for ids in read], tokenizers.src.pad, last=tokenizers.src.eos)
         may = shortlist.allowed(source.to(device)).any(0)
         may[: tokenizers.tgt.offset] = True
         tokens = may.nonzero().flatten()
-        own = [numbers[i] for i in batch]
-        found = search_all(narrow(tokens), read, spec, tokenizers, n_best=n_best, device=device, numbers=own, **options)
+        own = [numbers[i] if numbers else i for i in batch]
+        found = search_all(narrow(tokens), read, options, tokenizers, device=device, numbers=own, **more)
         for i, hypotheses in zip(batch, found, strict=True):
             results[i] = [replace(each, tokens=tokens[each.tokens].tolist()) for each in hypotheses]
-        progress(batch.tolist())
+        progress(batch)
     return results

@@ -15,6 +15,7 @@ from functools import partial
 
 from qkv.documents.inline_markup import TAG, UNPAIRED
 from qkv.documents.segments import Segment, TextFormat, Token, split_segments
+from qkv.segmentation.sentences import split
 
 # Inline elements occur within a sentence; every other element is a boundary between sentences.
 INLINE = frozenset(
@@ -133,6 +134,40 @@ class HtmlPart:
     @property
     def has_tags(self) -> bool:
         return TAG.search(self.text) is not None
+
+    def split_sentences(self) -> list[HtmlPart]:
+        """The run cut where a sentence ends outside of all tags, so that tags go to the words of their sentence."""
+        if self.kept or not self.has_tags:
+            return [self]
+        found: list[HtmlPart] = []
+        tags = [*TAG.finditer(self.text)]
+        plain = TAG.sub("", self.text)
+        begin = gone = depth = place = 0  # of the text, the tags before here, how many are open, which is next
+        cut = split(plain, lambda piece: True, sentences=True)
+        stop = len(cut.separators[0])
+        for piece, gap in zip(cut, cut.separators[1:], strict=True):
+            stop += len(piece)
+            while place < len(tags) and tags[place].start() - gone <= stop:
+                tag = tags[place]
+                if tag.start() - gone == stop and not tag["close"]:
+                    break  # it belongs to the next sentence
+                alone = tag["empty"] or tag["name"].lower() in UNPAIRED
+                depth += 0 if alone else -1 if tag["close"] else 1
+                gone, place = gone + len(tag[0]), place + 1
+            resume = stop + len(gap)
+            inside = place < len(tags) and tags[place].start() - gone < resume  # a tag among the white space
+            if depth == 0 and gap and not inside and resume < len(plain):
+                found += [_text_part(self.text[begin : stop + gone]), HtmlPart(gap, kept=True)]
+                begin = resume + gone
+            stop = resume
+        if not found:
+            return [self]
+        return [
+            HtmlPart(self.before, kept=True),
+            *found,
+            _text_part(self.text[begin:]),
+            HtmlPart(self.after, kept=True),
+        ]
 
     @property
     def is_balanced(self) -> bool:

@@ -1,3 +1,3 @@
-"""How good translations are: scores, significance tests, and a diagnosis of what went wrong."""
+"""How good translations are: scores, significance tests, and a diagnosis of faulty sentences."""
 
 from __future__ import annotations

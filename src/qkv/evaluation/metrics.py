@@ -213,7 +213,7 @@ def tokenizer_for(tgt_lang: str) -> str:
 def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:
     from sacrebleu.metrics.bleu import BLEU
 
-    # sacreBLEU warns if the output looks tokenised: `force` suppresses the warning in all but one of its calls here.
+    # `force` suppresses sacreBLEU's warning of output that seems to be tokenised: one warning is enough.
     return BLEU(tokenize=tokenizer_for(tgt_lang), lowercase=lowercase, force=lowercase or quiet)
 
 

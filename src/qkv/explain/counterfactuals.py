@@ -8,16 +8,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decode.batched import score_all
-from qkv.decode.board import Board, Hypothesis
-from qkv.decode.step import length_penalty
+from qkv.core.translate import score_all
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import Read
 from qkv.models.attention import Head, heads_of, without
@@ -197,13 +196,15 @@ class WordEnds:
     """A rule: where a forced beginning ends in a letter, a new word comes next."""
 
     borders: Borders
+    changes_score: ClassVar[bool] = True
+    capturable: ClassVar[bool] = False
 
-    def __call__(self, log_probs: Tensor, board: Board) -> None:
-        before = (board.length - 1).clamp(min=0)
+    def __call__(self, log_probs: Tensor, state: SearchState) -> None:
+        before = (state.length - 1).clamp(min=0)
         # The token at place length + 1 is forced by forced[length].
-        forced = (board.forced.gather(1, before[:, None]).squeeze(1) >= 0) & (board.length > 0)
-        free = board.forced.gather(1, board.length[:, None]).squeeze(1) < 0
-        last = board.last().view(board.tokens.shape[:2])  # (sentences, rows)
+        forced = (state.forced.gather(1, before[:, None]).squeeze(1) >= 0) & (state.length > 0)
+        free = state.forced.gather(1, state.length[:, None]).squeeze(1) < 0
+        last = state.newest  # (sentences, rows)
         bound = (forced & free)[:, None] & self.borders.ends.to(last.device)[last]
         log_probs.masked_fill_(bound[:, :, None] & ~self.borders.begins.to(last.device), -math.inf)
 

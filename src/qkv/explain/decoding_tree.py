@@ -6,18 +6,29 @@ search ranked: its path to the root spells a hypothesis, and its fate says what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qkv.core.errors import UsageError
+from qkv.core.search import (
+    Hypothesis,
+    RankedStep,
+    Search,
+    SearchOptions,
+    SpecialTokens,
+    StartSearch,
+    length_penalty,
+    search,
+    start_search,
+)
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decode.board import Hypothesis
-from qkv.decode.search import search
-from qkv.decode.step import length_penalty
-from qkv.decode.trace import Ranking, Traced, trace
+from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
 
@@ -48,20 +59,19 @@ class Read:
     def encode(self, source: Tensor, lengths: Tensor) -> Any:
         return self.memory
 
-    def search(self, spec: DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> list[Hypothesis]:
-        """The n best hypotheses that begin with the prefix."""
-        ids, begun = self.tgt, torch.tensor([list(prefix)], device=self.source.device) if prefix else None
-        (found,) = search(
-            self,
-            self.source,
-            self.lengths,
-            spec,
-            bos=ids.bos,
-            eos=ids.eos,
-            pad=ids.pad,
-            n_best=n_best,
-            prefix=begun,
-        )
+    def search(
+        self,
+        spec: DecodeConfig,
+        *,
+        n_best: int = 1,
+        prefix: Sequence[int] = (),
+        start: StartSearch = start_search,
+    ) -> list[Hypothesis]:
+        """Return the n best hypotheses that begin with the prefix."""
+        special = SpecialTokens(self.tgt.bos, self.tgt.eos, self.tgt.pad)
+        begun = torch.tensor([list(prefix)], device=self.source.device) if prefix else None
+        options = SearchOptions.of(spec, n_best=n_best)
+        (found,) = search(self, self.source, self.lengths, options, special, prefix=begun, start=start)
         return found
 
 
@@ -77,9 +87,9 @@ def decoding(
 ) -> Decoding:
     """Search for the translation of one source, without <s> and </s>, and tell how; the encoder runs once."""
     read = Read(model, tokenizers, source_ids, device)
-    with trace() as traced:
-        found = read.search(spec, n_best=n_best, prefix=prefix)
-    tree = _Tree(traced.sentences[0], spec, tokenizers.tgt, width=max(spec.beam, n_best), n_best=n_best)
+    trace = SearchTrace()
+    found = read.search(spec, n_best=n_best, prefix=prefix, start=trace.start)
+    tree = _Tree(trace.sentences[0], spec, tokenizers.tgt, width=max(spec.beam, n_best), n_best=n_best)
     return Decoding(_steps(read, found[0].tokens), tree.to_dict(), found)
 
 
@@ -122,13 +132,86 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.tokens([token])[0]
 
 
+# ---- the trace of a search -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One step of the search for one sentence: the continuations that it ranked, best first.
+
+    Those that are neither in `ended` nor in `kept` were pruned.
+    """
+
+    parents: list[int]  # which of the living hypotheses each continues: its place in the `kept` of the step before
+    tokens: list[int]
+    logprobs: list[float]  # of the whole hypothesis
+    ended: list[int]  # places of those that finished
+    kept: list[int]  # places of those that go on, best first
+    nearest: list[float]  # of each living hypothesis, by place: its best continuation, ranked or not
+    to_beat: float  # the worst of the n best scores found so far; -inf while there are fewer
+
+
+@dataclass
+class TracedSentence:
+    """The steps of the search for one sentence."""
+
+    prefix: list[int]
+    longest: int
+    prefix_logprobs: list[float] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
+
+    def add(self, step: TracedStep) -> None:
+        """Append a step; of a step whose token was given only the log-probability is kept."""
+        if len(self.prefix_logprobs) < len(self.prefix):
+            self.prefix_logprobs.append(step.logprobs[0] - sum(self.prefix_logprobs))
+        else:
+            self.steps.append(step)
+
+
+class SearchTrace:
+    """Records which continuations a search ranks, keeps, finishes and prunes: give its `start` to the search."""
+
+    def __init__(self) -> None:
+        self.sentences: list[TracedSentence] = []  # of all searches, in the order in which they started
+
+    def start(self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **rest: Any) -> Search:
+        """Return the plain search for these options, observed."""
+        if isinstance(options, DecodingOptions) and options.groups > 1:
+            raise UsageError("a search in groups cannot be told as one tree: leave out groups")
+        search = start_variant(model, options, special, **rest)
+        search.on_step = partial(self._add, len(self.sentences))
+        return search
+
+    def _add(self, first: int, search: Search, step: RankedStep) -> None:
+        state = search.state
+        if len(self.sentences) == first:  # no sentence has left yet
+            for forced, longest in zip(state.forced.tolist(), state.longest.tolist(), strict=True):
+                self.sentences.append(TracedSentence([token for token in forced if token >= 0], longest))
+        rows = zip(search.numbers, *(part.tolist() for part in (*step, state.finished_scores[:, -1, 0])), strict=True)
+        for number, totals, parents, tokens, kept, best, to_beat in rows:
+            real = sum(total > -math.inf for total in totals)
+            if not real:  # the sentence is done, but has not left yet
+                continue
+            ends = [token == search.special.eos for token in tokens]
+            traced = TracedStep(
+                parents[:real],
+                tokens[:real],
+                totals[:real],
+                ended=[place for place in range(min(search.rows, real)) if ends[place]],
+                kept=[place for place in kept if place < real and not ends[place]],
+                nearest=best,
+                to_beat=to_beat,
+            )
+            self.sentences[first + number].add(traced)
+
+
 # ---- the tree --------------------------------------------------------------------------------------------------------
 
 
 class _Tree:
     """The nodes of one traced search, in the order in which it ranked them; the first is <s>."""
 
-    def __init__(self, traced: Traced, spec: DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
+    def __init__(self, traced: TracedSentence, spec: DecodeConfig, tgt: Tokenizer, *, width: int, n_best: int) -> None:
         self.traced, self.spec, self.tgt, self.width, self.n_best = traced, spec, tgt, width, n_best
         self.nodes: list[dict[str, Any]] = []
         root = self._add(None, 0, tgt.bos, 0.0, "went on", "where every translation begins")
@@ -149,7 +232,7 @@ class _Tree:
         self.nodes.append(node | {"logprob": logprob, "score": None, "fate": fate, "why": why})
         return len(self.nodes) - 1
 
-    def _grow(self, step: int, ranking: Ranking, living: list[int]) -> list[int]:
+    def _grow(self, step: int, ranking: TracedStep, living: list[int]) -> list[int]:
         """Add what one step ranked; return the nodes that live on."""
         kept, made = set(ranking.kept), []
         for place, (parent, token, logprob) in enumerate(
@@ -170,7 +253,7 @@ class _Tree:
                 self.nodes[node] |= {"fate": "pruned", "why": why}
         return [made[place] for place in ranking.kept]
 
-    def _why(self, step: int, ranking: Ranking, place: int, fate: str) -> str:
+    def _why(self, step: int, ranking: TracedStep, place: int, fate: str) -> str:
         """The rank of a continuation and, if it was pruned, the last that was not."""
         rank, own = f"ranked {_ordinal(place + 1)} of {len(ranking.tokens)} at step {step}", ranking.logprobs[place]
         if fate != "pruned":

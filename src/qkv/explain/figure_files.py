@@ -1,4 +1,4 @@
-"""Pictures for paper or slides, .png or .svg: one way to begin and to save them. matplotlib is an extra."""
+"""Figures as .png or .svg files, drawn with matplotlib (an optional dependency)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PICTURE_FORMATS = (".png", ".svg")
 
 
 def check_picture(path: str | Path) -> None:
-    """Refuse a picture that could not be drawn, before minutes are spent on measuring."""
+    """Refuse a picture that cannot be drawn or written, before minutes are spent on measuring."""
     if Path(path).suffix not in PICTURE_FORMATS:
-        raise UsageError(f"{path}: a picture is written as {' or '.join(PICTURE_FORMATS)}: end its name so")
+        raise UsageError(f"{path}: a picture is written as {' or '.join(PICTURE_FORMATS)}: choose such a name")
     if find_spec("matplotlib") is None:
         raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
     files.check_place(Path(path))
@@ -30,24 +30,24 @@ def check_picture(path: str | Path) -> None:
 
 @contextmanager
 def new_figure(path: str | Path, size: tuple[float, float], *, font: float = 9.0) -> Iterator[Figure]:
-    """A figure of so many inches to draw on, written when the block ends; the same drawing gives the same bytes."""
+    """Yield a figure of `size` inches and write it when the block ends; equal drawings give equal bytes."""
     check_picture(path)
     import matplotlib
     from matplotlib.figure import Figure
 
     path = Path(path)
-    # The salt keeps the ids of an SVG the same from one run to the next.
+    # The salt makes the ids of an SVG reproducible.
     with matplotlib.rc_context({"font.family": "sans-serif", "font.size": font, "svg.hashsalt": "qkv"}):
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         yield figure
-        with warnings.catch_warnings(record=True) as noted:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                # "tight" is as large as all that is drawn: the layout does not look at how wide captions are.
-                dated = {"Date": None} if path.suffix == ".svg" else None
-                figure.savefig(path, dpi=150, bbox_inches="tight", metadata=dated)
+                # "tight" includes wide captions, which the layout ignores.
+                undated = {"Date": None} if path.suffix == ".svg" else None
+                figure.savefig(path, dpi=150, bbox_inches="tight", metadata=undated)
             except OSError as error:
                 raise QkvError(f"{path}: cannot be written: {error.strerror or error}") from None
-    if noted:  # most likely a script that the font does not have
-        say(f"{path}: drawn, but {noted[0].message}")
+    if caught:  # most likely characters that the font does not have
+        say(f"{path}: written with a warning: {caught[0].message}")

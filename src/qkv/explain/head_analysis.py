@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.errors import UsageError
+from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import by_length
 from qkv.data.loader import Batch, collate
-from qkv.decode.batched import by_length
-from qkv.decode.board import Ids
 from qkv.explain import figure_files
 from qkv.models.attention import heads_of, without
 from qkv.models.state import StepModel

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import by_length
 from qkv.data import links
 from qkv.data.links import Link, tokens_of_words
 from qkv.data.loader import collate
-from qkv.decode.batched import by_length
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig

@@ -1,7 +1,7 @@
-"""Our Transformer as a model of Hugging Face's transformers: MarianMTModel, or Pegasus where the norm comes first.
+"""Convert a Transformer to Hugging Face's transformers: MarianMTModel for post-norm, Pegasus for pre-norm.
 
-Both have the sines of the positions in the first half of d_model and the cosines in the second, where ours take turns,
-so everything that touches the residual stream changes its order. Their attentions have biases: zero if ours has none.
+Both store the sines of the positions in the first half of d_model and the cosines in the second; qkv alternates them.
+All weights that read or write the residual stream are therefore permuted. Biases that qkv does not have are zero.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
-from qkv.interop.exported_weights import Linear, check, engine, penalty, projections
+from qkv.interop.conversion import (
+    LinearWeights,
+    attention_projections,
+    check_supported,
+    import_optional,
+    length_penalty_exponent,
+)
 from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.options import DecodeConfig, TransformerConfig
 
-UNUSED_SCORE = -1e6  # the score of a piece that no text is split into
-POSITIONS = 1024  # unless longer texts are to be expected: a table of them is made when the weights are loaded
-CAN: dict[str, tuple[Any, ...]] = {
-    "positions": ("sinusoidal",),  # its table of positions is not saved with the weights
+UNUSED_SCORE = -1e6  # unigram score of special tokens: no text is split into them
+POSITIONS = 1024  # smallest table of positions; transformers computes it when the weights are loaded
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "positions": ("sinusoidal",),  # transformers does not save a position table with the weights
     "activation": ("relu", "gelu"),
     "attention": ("scaled", "dot", "general"),
     "rms_norm": (False,),
@@ -33,54 +39,53 @@ CAN: dict[str, tuple[Any, ...]] = {
 
 
 def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any:
-    """A transformers model with a copy of these weights, on the CPU: `.generate`, `.save_pretrained` and all.
+    """Return a transformers model with a copy of these weights, on the CPU.
 
-    Our search's rules are in its generation config: never <pad> or <s>, and </s> at the longest length allowed.
+    Its generation config has the rules of qkv's search: never <pad> or <s>, and </s> at the length limit.
     """
     spec = model.spec
-    check(spec, "transformers", CAN | ({"tie": ("all",)} if spec.norm == "pre" else {}))  # Pegasus has one matrix
+    tie = {"tie": ("all",)} if spec.norm == "pre" else {}  # Pegasus has one matrix
+    check_supported(spec, "transformers", SUPPORTED | tie)
     for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
         if width * spec.heads != spec.d_model:
-            raise UsageError(f"model.{name} = {width}: transformers cannot express it, only d_model / heads")
-    theirs = _empty(spec, len(model.source.tokens.weight), len(model.target.tokens.weight), max_positions)
-    ours = dict(_weights(model))
-    kept = {
-        name: tensor for name, tensor in theirs.state_dict().items() if name.endswith(("positions.weight", "_bias"))
-    }
-    theirs.load_state_dict(kept | ours)
-    theirs.generation_config.update(suppress_tokens=[PAD, BOS], forced_eos_token_id=EOS)
-    return theirs.eval()
+            raise UsageError(f"model.{name} = {width}: transformers supports only d_model / heads")
+    target = _empty_model(spec, len(model.source.tokens.weight), len(model.target.tokens.weight), max_positions)
+    initial = target.state_dict()
+    kept = {name: tensor for name, tensor in initial.items() if name.endswith(("positions.weight", "_bias"))}
+    target.load_state_dict(kept | dict(_renamed_weights(model)))
+    target.generation_config.update(suppress_tokens=[PAD, BOS], forced_eos_token_id=EOS)
+    return target.eval()
 
 
 def write_huggingface(model: Transformer, folder: Path, search: DecodeConfig, longest: int) -> None:
-    """Write it as `from_pretrained` reads it, with our search as far as theirs has it, for up to `longest` tokens."""
-    theirs = to_huggingface(model, max_positions=reach(longest))
-    several = {"length_penalty": penalty(search)} if search.beam > 1 else {}
-    theirs.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **several)
-    bars = engine("transformers").utils.logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    theirs.save_pretrained(folder)
-    if shown:
-        bars.enable_progress_bar()
+    """Write a folder for `from_pretrained` with the run's search options, for outputs of up to `longest` tokens."""
+    target = to_huggingface(model, max_positions=_position_count(longest))
+    penalty = {"length_penalty": length_penalty_exponent(search)} if search.beam > 1 else {}
+    target.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **penalty)
+    logging = import_optional("transformers").utils.logging
+    bar_was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    target.save_pretrained(folder)
+    if bar_was_enabled:
+        logging.enable_progress_bar()
 
 
-def reach(longest: int) -> int:
-    """How many positions the model is given, where translations have up to `longest` tokens; a source has no more."""
+def _position_count(longest: int) -> int:
+    """Return the number of positions for outputs of up to `longest` tokens; sources are not longer."""
     return max(POSITIONS, longest + 1)
 
 
 def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokenizer:
-    """Convert a tokenizer to the file format of the tokenizers library, for readers without qkv.
+    """Convert a tokenizer to the `tokenizers` library: the same ids and the same text.
 
-    It gives the same ids, with a language tag before them if one is named and </s> after them, and the same text.
+    Encoding adds the language tag, if one is named, before the ids and </s> after them.
     """
     model: tokenizers.models.Model
     special = tokenizer.special_names
     if tokenizer.kind == "unigram":
         unused = [(name, UNUSED_SCORE) for name in special]
         model = tokenizers.models.Unigram([*unused, *zip(tokenizer.index, tokenizer.scores, strict=True)])
-    else:  # without merges, a word that is not a piece is written in bytes
+    else:  # without merges, a word that is not in the vocabulary is written in bytes
         ids = {name: number for number, name in enumerate(tokenizer.names)}
         model = tokenizers.models.BPE(ids, list(tokenizer.merges), ignore_merges=tokenizer.kind != "bpe")
     library = tokenizers.Tokenizer(model)
@@ -100,26 +105,26 @@ def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokeniz
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str = "") -> None:
-    """Write one side's tokenizer as AutoTokenizer reads it; a special token's name in a text is text to it too."""
+    """Write one side's tokenizer for AutoTokenizer; the name of a special token in a text is encoded as text."""
     pad, bos, eos = SPECIALS
-    theirs = engine("transformers").PreTrainedTokenizerFast(
+    target = import_optional("transformers").PreTrainedTokenizerFast(
         tokenizer_object=library_tokenizer(tokenizer, tag),
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
-        model_max_length=reach(longest),
+        model_max_length=_position_count(longest),
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
-    theirs.save_pretrained(folder)
+    target.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which version 4 and 5 both know
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # a name that versions 4 and 5 both accept
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
-    transformers = engine("transformers")
+def _empty_model(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_positions: int) -> Any:
+    transformers = import_optional("transformers")
     shape = {
         "vocab_size": src_vocab,
         "d_model": spec.d_model,
@@ -142,12 +147,12 @@ def _empty(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_position
     }
     if spec.norm == "pre":
         return transformers.PegasusForConditionalGeneration(transformers.PegasusConfig(**shape))
-    apart = {"share_encoder_decoder_embeddings": spec.tie == "all", "decoder_vocab_size": tgt_vocab}
-    return transformers.MarianMTModel(transformers.MarianConfig(**shape, **apart))
+    vocabularies = {"share_encoder_decoder_embeddings": spec.tie == "all", "decoder_vocab_size": tgt_vocab}
+    return transformers.MarianMTModel(transformers.MarianConfig(**shape, **vocabularies))
 
 
-def _weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Our weights under their names."""
+def _renamed_weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's weights, permuted, under the names of transformers."""
     d_model = model.spec.d_model
     order = torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])  # sines, then cosines
     source, target = (side.tokens.weight.detach().cpu()[:, order] for side in (model.source, model.target))
@@ -170,18 +175,18 @@ def _layer(layer: EncoderLayer | DecoderLayer, order: Tensor) -> Iterator[tuple[
     if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
         attentions["encoder_attn"] = layer.cross_attention
     for name, attention in attentions.items():
-        *inputs, output = projections(attention)
+        *inputs, output = attention_projections(attention)
         for part, linear in zip("qkv", inputs, strict=True):
             yield from _linear(f"{name}.{part}_proj", linear, order, reads=True)
         yield from _linear(f"{name}.out_proj", output, order, reads=False)
-    yield from _linear("fc1", Linear.of(layer.feed_forward.inner), order, reads=True)
-    yield from _linear("fc2", Linear.of(layer.feed_forward.outer), order, reads=False)
+    yield from _linear("fc1", LinearWeights.of(layer.feed_forward.inner), order, reads=True)
+    yield from _linear("fc2", LinearWeights.of(layer.feed_forward.outer), order, reads=False)
     for name, residual in zip([*attentions, "final"], layer.residuals, strict=True):
         yield from _norm(f"{name}_layer_norm", residual.norm, order)  # type: ignore[arg-type]
 
 
-def _linear(name: str, linear: Linear, order: Tensor, *, reads: bool) -> Iterator[tuple[str, Tensor]]:
-    """What reads the residual stream has its order in the columns, what writes it in the rows."""
+def _linear(name: str, linear: LinearWeights, order: Tensor, *, reads: bool) -> Iterator[tuple[str, Tensor]]:
+    """Permute the columns of a layer that reads the residual stream, the rows of a layer that writes it."""
     weight = linear.weight.cpu()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.cpu()
     yield f"{name}.weight", weight[:, order] if reads else weight[order]

@@ -1,7 +1,7 @@
-"""What a change of a recipe is worth: the same training with and without it, at equal time, with several seeds.
+"""Ablation: train a recipe with and without each change, at equal time and with several seeds, and compare BLEU.
 
-A change is written as on the command line, `train.r_drop=5`, several of them with spaces between. Each is measured
-against the recipe as it is, on the validation set, and the table says which differences are more than chance.
+A change is written as on the command line, `train.r_drop=5`; several options are separated by spaces. Each change is
+compared with the unchanged recipe on the validation set, and the table marks differences larger than the noise.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkv.core.config import option_path
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
-from qkv.options import Config, TranslationConfig
+from qkv.options import Config, TranslationConfig, option_path
 from qkv.training import auto_recipe
 
 BASELINE = "as it is"
 EQUAL = ("time", "steps")
 
-# What no row may change, and why: the rows could not be compared, or would not differ.
-LENGTH = "how long each is trained follows from the recipe as it is: set the updates of that with --steps"
-NOTHING = "it changes nothing that is measured: leave it out"
+# Options that a row may not change, with the reason: the rows could not be compared, or would be equal.
+LENGTH = "the length of each training follows from the unchanged recipe: set its updates with --steps"
+NOTHING = "it has no effect on the results: leave it out"
 NOT_COMPARABLE = {
     "train.steps": LENGTH,
     "train.epochs": LENGTH,
-    "train.patience": "all are trained to their end: leave it out",
-    "train.seed": "all have the same seeds: set their number with --seeds",
-    "train.device": "all are trained on the same device: choose it with --device",
+    "train.patience": "all trainings run to their end: leave it out",
+    "train.seed": "all rows use the same seeds: set their number with --seeds",
+    "train.device": "all rows are trained on one device: choose it with --device",
     "train.parallel": NOTHING,
     "train.metric": NOTHING,
     "train.log_every": NOTHING,
     "train.tensorboard": NOTHING,
     "train.name": NOTHING,
-    "data.store": "the tokenised text lies in the working folder: choose that with --out",
+    "data.store": "the tokenised text is stored in the working folder: choose that with --out",
     "data.workers": NOTHING,
 }
 
@@ -56,18 +55,20 @@ def measure(
     output: Sequence[str] = (),
     command: str = "",
 ) -> dict[str, Any]:
-    """Train the recipe and every change of it, print the table, write it if asked.
+    """Train the recipe and each changed recipe, print the table and write it to `output`.
 
-    With `equal="time"` what takes longer for an update has fewer of them, by the time of an update measured beforehand;
-    the schedule is stretched to them. `out` is the working directory: given again, the table goes on from there.
+    With `equal="time"` a change with slower updates gets fewer of them, from the time per update measured beforehand,
+    and its schedule is scaled. `out` is the working directory: the same directory resumes an interrupted table.
     """
     result_tables.check_outputs(output)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if not isinstance(config.model, TranslationConfig):
-        raise UsageError(f'what a change is worth is told by BLEU, which model.kind = "{config.model.kind}" has not')
+        raise UsageError(
+            f'lab ablate compares BLEU, which model.kind = "{config.model.kind}" has not: use a translation model'
+        )
     folder = Path(out)
-    # All are trained to their end: nothing else may end one of them.
+    # No early stopping: all trainings run to their planned end.
     base = config.replace(train={"device": device, "tensorboard": False, "patience": 0})
     if steps:
         base = base.replace(train={"steps": steps, "epochs": 0.0})
@@ -78,15 +79,15 @@ def measure(
     variants = {name: variant.replace(train=updates) for name, variant in variants.items()}
     if equal == "time":
         variants = _equalise_time(variants, texts, folder)
-    found = _train(variants, texts, folder, seeds, jobs or trials.default_jobs(device))
+    results = _train(variants, texts, folder, seeds, jobs or trials.default_jobs(device))
     result = {
         **result_tables.provenance(device, command),
         "equal": equal,
         "text": trials.describe_text(base, texts[BASELINE]),
-        "trials": [each.to_dict() for results in found.values() for each in results],
+        "trials": [each.to_dict() for row in results.values() for each in row],
     }
     title = f"Changes of a recipe at equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_result_table(title, found)], [], output)
+    result_tables.publish(result, [_result_table(title, results)], [], output)
     return result
 
 
@@ -94,28 +95,28 @@ def _apply_change(base: Config, change: str) -> Config:
     settings = shlex.split(change)
     for path in map(option_path, settings):
         if path in NOT_COMPARABLE:
-            raise UsageError(f"--try {change}: {path} is not for a row to change, because {NOT_COMPARABLE[path]}")
+            raise UsageError(f"--try {change}: {path} cannot differ between rows, because {NOT_COMPARABLE[path]}")
     return base.assign(settings)
 
 
 def _check_same_validation(texts: dict[str, Prepared]) -> None:
-    """Refuse a change of the text that BLEU is measured on."""
+    """Refuse changes that alter the validation text, on which BLEU is measured."""
     validation = {name: [path.read_bytes() for path in text.valid_text] for name, text in texts.items()}
     for name, sentences in validation.items():
         if sentences != validation[BASELINE]:
             raise UsageError(
-                f"--try {name}: its BLEU would be of other validation text than that of the recipe as it is: "
-                f"give all the same with --valid-src and --valid-tgt"
+                f"--try {name}: it would be measured on other validation text than the unchanged recipe: "
+                f"give one text to all rows with --valid-src and --valid-tgt"
             )
 
 
 def _updates(config: Config, prepared: Prepared) -> int:
-    """How many the recipe has; those of its passes over the text are counted by a trainer alone."""
+    """Return the number of updates; a recipe in epochs needs a trainer to count them."""
     return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
 
 
 def _equalise_time(variants: dict[str, Config], texts: dict[str, Prepared], folder: Path) -> dict[str, Config]:
-    """Every variant with as many updates as the first one's time allows it, and with its schedule over them."""
+    """Return every variant with the number of updates, and the schedule, that fit the time of the unchanged recipe."""
     seconds = {
         name: trials.cached_seconds(Trial(name, variant, texts[name]), folder, seconds_per_update)
         for name, variant in variants.items()
@@ -128,7 +129,7 @@ def seconds_per_update(config: Config, prepared: Prepared) -> float:
 
 
 def _scale_schedule(config: Config, share: float) -> Config:
-    """So much longer or shorter, with warm-up and validations in proportion."""
+    """Return the config with updates, warm-up and validation interval multiplied by `share`."""
     now = {name: getattr(config.train, name) for name in ("steps", "warmup", "validate_every")}
     return config.replace(train={name: max(1, round(value * share)) if value else 0 for name, value in now.items()})
 
@@ -136,7 +137,7 @@ def _scale_schedule(config: Config, share: float) -> Config:
 def _train(
     variants: dict[str, Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
-    """The results of every variant."""
+    """Return the results of all seeds of every variant."""
     planned = [
         Trial(name, variant.replace(train={"seed": seed}), texts[name])
         for seed in range(1, seeds + 1)
@@ -146,8 +147,8 @@ def _train(
     return {name: [result for result in results if result.name == name] for name in variants}
 
 
-def _result_table(title: str, found: dict[str, list[Result]]) -> result_tables.ResultTable:
-    good = {name: [result for result in results if not result.error] for name, results in found.items()}
+def _result_table(title: str, by_name: dict[str, list[Result]]) -> result_tables.ResultTable:
+    good = {name: [each for each in results if not each.error] for name, results in by_name.items()}
     bleus = {name: [result.bleu for result in results] for name, results in good.items()}
     losses = {name: [result.loss for result in results] for name, results in good.items()}
     spread = result_tables.pooled_deviation(bleus.values())
@@ -156,7 +157,7 @@ def _result_table(title: str, found: dict[str, list[Result]]) -> result_tables.R
         gained = ""
         if name != BASELINE and bleus[name] and bleus[BASELINE]:
             gain = result_tables.difference(bleus[name], bleus[BASELINE], spread)
-            verdict = "more than chance" if gain.told else "chance"
+            verdict = "significant" if gain.significant else "within the noise"
             gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
         steps = f"{results[0].steps:,}" if results else "failed"
         mean = [result_tables.mean_and_deviation(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]

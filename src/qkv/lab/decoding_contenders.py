@@ -1,7 +1,7 @@
-"""The engines that decode the same weights: ours in each of its settings, and those a user might choose instead.
+"""Engines that decode the same weights: qkv in all its settings, CTranslate2, transformers, torch.nn.Transformer.
 
-A setting is a name and a function that opens a run as a decoder, sentences in and tokens out; a new engine is one more
-line in `settings`. What is not installed, or cannot express the model, refuses to open and says why.
+A setting is a name and a function that opens a run as a decode function, from sentences to tokens. To add an engine,
+add a setting to `settings`. `open` raises `UsageError` if the engine is not installed or does not support the model.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ import torch
 from torch import nn
 
 from qkv import presets
+from qkv.assembly import start_search_for
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
+from qkv.core.translate import search_all
 from qkv.data.loader import pad
-from qkv.decode.batched import search_all
-from qkv.decode.board import Hypothesis
-from qkv.decode.workers import open_run, search_in
 from qkv.engines.cpu import pack
-from qkv.engines.cuda_decoding.continuous_batching import MOST, Pool
+from qkv.engines.cpu.native_search import ProcessDecoding, open_run
+from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.interop import to_ctranslate2, to_huggingface
-from qkv.interop.exported_weights import engine
+from qkv.interop.conversion import import_optional
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
-from qkv.options import Config, DecodeConfig, ModelConfig, TransformerConfig
+from qkv.options import Config, ModelConfig, TransformerConfig
 from qkv.run import Run
 from qkv.worker_pool import ProcessWorkers
 
 Sources = Sequence[Sequence[int]]
-Outputs = list[list[list[int]]]  # hypotheses of each sentence, best first, with </s> where it was written
+Outputs = list[list[list[int]]]  # hypotheses per sentence, best first, with </s> if generated
 
 OURS, TRANSFORMERS, CTRANSLATE2, TORCH = "qkv", "transformers", "CTranslate2", "torch.nn.Transformer"
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,11 +44,11 @@ FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class DecodingTask:
-    """What every engine is asked for. There is no length penalty: others divide by other things under its name."""
+    """Search options for all engines; no length penalty, because its definition differs between engines."""
 
     beam: int
-    batch: int  # sentences at once
-    extra: int  # tokens by which an output may be longer than its source
+    batch: int  # sentences per batch
+    extra: int  # maximum tokens of an output beyond its source
     n_best: int = 1
 
 
@@ -56,7 +57,7 @@ DecodeFunction = Callable[[Sources, DecodingTask], Outputs]
 
 @dataclass(frozen=True)
 class DecodingSetup:
-    """The weights that all engines share: a run folder on a device, and a folder for what they must write."""
+    """A run folder on a device, shared by all engines, and a folder for their converted files."""
 
     run: Run
     device: torch.device
@@ -67,26 +68,26 @@ class DecodingSetup:
         model = self.run.model(self.device)
         if not isinstance(model, Transformer):
             raise UsageError(
-                f"{self.run.path}: not a Transformer that translates: the other engines know no other kind"
+                f"{self.run.path}: not a Transformer for translation, which the other engines require: give another run"
             )
         return model
 
     @cached_property
     def exported(self) -> Path:
-        """The weights as CTranslate2 reads them."""
+        """The weights in CTranslate2's format."""
         to_ctranslate2(self.model, self.run.tokenizers, self.folder / "ctranslate2")
         return self.folder / "ctranslate2"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine and how it is set."""
+    """An engine with its options."""
 
     engine: str
     how: str
     open: Callable[[DecodingSetup], DecodeFunction]
-    exact: bool = False  # it computes in fp32 and so must write the same tokens
-    most: int = 0  # sentences it decodes in one round, because it is slow; 0: any number
+    exact: bool = False  # computes in fp32, so its tokens must equal the reference
+    most: int = 0  # maximum sentences per round of a slow engine; 0: no limit
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class Setting:
 
 
 def settings(device: torch.device, threads: int = 0) -> list[Setting]:
-    """All there are for a device; the first is the reference for the others' outputs."""
+    """Return all settings for a device; the first is the reference for the outputs."""
     return _on_cpu(threads or torch.get_num_threads()) if device.type == "cpu" else _on_gpu()
 
 
@@ -130,7 +131,7 @@ def _on_gpu() -> list[Setting]:
     return found
 
 
-# ---- ours ------------------------------------------------------------------------------------------------------------
+# ---- qkv -------------------------------------------------------------------------------------------------------------
 
 
 def _plain(subject: DecodingSetup, dtype: torch.dtype = torch.float32) -> DecodeFunction:
@@ -145,17 +146,16 @@ def _packed(subject: DecodingSetup, dtype: str) -> DecodeFunction:
 
 
 def _captured(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
-    """The step of the search as a graph. It has as many slots as it is given sentences, up to what it holds at most."""
+    """Search steps as CUDA graphs, with as many slots as sentences, up to the maximum."""
     model: Any = subject.run.model(subject.device).to(dtype)
-    pool, tokenizers = Pool(model), subject.run.tokenizers
+    slots = SlotDecoding(model, subject.run.tokenizers)
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        spec = _spec(sources, task)
+        options = _options(sources, task)
         outputs: Outputs = [[] for _ in sources]
         for batch in _batches(sources, task.batch if task.batch < MOST else len(sources)):
             rows = [sources[i] for i in batch]
-            found = search_all(model, rows, spec, tokenizers, n_best=task.n_best, device=subject.device, pool=pool)
-            for i, hypotheses in zip(batch, _outputs(found), strict=True):
+            for i, hypotheses in zip(batch, _outputs(slots.search_all(rows, options)), strict=True):
                 outputs[i] = hypotheses
         return outputs
 
@@ -163,11 +163,11 @@ def _captured(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
 
 
 def _in_processes(subject: DecodingSetup, dtype: str, processes: int) -> DecodeFunction:
-    _packed(subject, dtype)  # refuses here what the processes would not say
+    _packed(subject, dtype)  # raises here, because worker processes would not report it
     workers = ProcessWorkers(processes, open_run, str(subject.run.path), "", dtype)
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        return _outputs(search_in(workers, sources, _spec(sources, task), n_best=task.n_best))
+        return _outputs(ProcessDecoding(workers).search_all(sources, _options(sources, task)))
 
     return decode
 
@@ -180,21 +180,23 @@ def _search_with(model: Any, subject: DecodingSetup) -> DecodeFunction:
     tokenizers, device = subject.run.tokenizers, subject.device
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        spec = _spec(sources, task)
-        return _outputs(search_all(model, sources, spec, tokenizers, n_best=task.n_best, device=device))
+        start = start_search_for(device)
+        return _outputs(search_all(model, sources, _options(sources, task), tokenizers, device=device, start=start))
 
     return decode
 
 
-def _spec(sources: Sources, task: DecodingTask) -> DecodeConfig:
-    """Our search cuts batches by their tokens: so many that `task.batch` sentences of mean length fit."""
+def _options(sources: Sources, task: DecodingTask) -> SearchOptions:
+    """Return search options with a token budget for `task.batch` sentences of mean length."""
     tokens = sum(len(source) + 1 for source in sources) / len(sources)
     budget = max(int(tokens * task.batch), max(len(source) + 1 for source in sources)) * max(task.beam, task.n_best)
-    return DecodeConfig(beam=task.beam, length_penalty="none", extra_length=task.extra, batch_tokens=budget)
+    return SearchOptions(
+        beam=task.beam, n_best=task.n_best, length_penalty="none", extra_length=task.extra, batch_tokens=budget
+    )
 
 
 def _batches(sources: Sources, size: int) -> Iterator[list[int]]:
-    """Places of so many sentences at a time, longest first."""
+    """Return indices of batches of `size` sentences, longest first."""
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
     return (order[start : start + size] for start in range(0, len(order), size))
 
@@ -203,15 +205,15 @@ def _outputs(found: list[list[Hypothesis]]) -> Outputs:
     return [[[*hypothesis.tokens, EOS] for hypothesis in hypotheses] for hypotheses in found]
 
 
-# ---- others ----------------------------------------------------------------------------------------------------------
+# ---- other engines ---------------------------------------------------------------------------------------------------
 
 
 def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int) -> DecodeFunction:
-    package = engine("ctranslate2")
+    package = import_optional("ctranslate2")
     device, ours = subject.device.type, torch.get_num_threads()
     try:
         if dtype not in package.get_supported_compute_types(device):
-            raise UsageError(f"ctranslate2 has no {dtype} on this {device}")
+            raise UsageError(f"ctranslate2 does not support {dtype} on this {device}")
         translator = package.Translator(
             str(subject.exported),
             device=device,
@@ -223,7 +225,7 @@ def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"ctranslate2 cannot use this {device}: {error}") from None
     finally:
-        torch.set_num_threads(ours)  # both have the same OpenMP, and it sets the number for this thread too
+        torch.set_num_threads(ours)  # ctranslate2 shares OpenMP with torch and changes its number of threads
     names = subject.run.tokenizers.src.names
     ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
 
@@ -267,13 +269,13 @@ def _transformers(subject: DecodingSetup, dtype: torch.dtype = torch.float32) ->
             max_new_tokens=max(map(len, sources)) + task.extra + 1,
             **options,
         ).tolist()
-        texts = [row[1 : row.index(EOS) + 1] for row in rows]  # <s> before it, and padding behind
+        texts = [row[1 : row.index(EOS) + 1] for row in rows]  # without <s> and padding
         return [texts[i : i + task.n_best] for i in range(0, len(texts), task.n_best)]
 
     return decode
 
 
-# ---- A run folder of random weights, so that any size of model can be decoded without training it first --------------
+# ---- random weights --------------------------------------------------------------------------------------------------
 
 
 SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
@@ -284,12 +286,12 @@ SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
 
 
 def make_random_run(size: str, folder: Path, *, seed: int = 0) -> Run:
-    """A run of that size, `small`, `base` or `demo`, in the folder."""
+    """Create a run folder with random weights of a size: `small`, `base` or `demo`."""
     if size not in SIZES:
         raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
     spec, vocab = SIZES[size]
     assert isinstance(spec, TransformerConfig)
-    # Tied to the output a random embedding would have each word followed by itself.
+    # With a random embedding tied to the output, each word would be followed by itself.
     settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
     assert isinstance(settings.model, TransformerConfig)
     tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
@@ -302,9 +304,9 @@ def make_random_run(size: str, folder: Path, *, seed: int = 0) -> Run:
 
 
 def suppress_end_token(model: Transformer) -> None:
-    """Make <pad>, <s> and </s> as good as impossible: their logits are -32, whatever was read and written.
+    """Make <pad>, <s> and </s> practically impossible: their logits are always -32.
 
-    The last norm is made to give 4 in one of its d_model outputs, and these tokens read nothing but that.
+    The last norm gives a constant 4 in one of its d_model outputs, where alone these tokens have a weight, -8.
     """
     last = model.decoder_norm if model.spec.norm == "pre" else model.decoder[-1].residuals[-1].norm
     assert isinstance(last, nn.LayerNorm)
@@ -316,7 +318,7 @@ def suppress_end_token(model: Transformer) -> None:
 
 
 def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
-    """Random sources: `count` of exactly `length` tokens."""
+    """Return `count` random sources of exactly `length` tokens."""
     draws = torch.Generator().manual_seed(seed)
     drawn: list[list[int]] = torch.randint(EOS + 1, run.tokenizers.src.size, (count, length), generator=draws).tolist()
     return drawn

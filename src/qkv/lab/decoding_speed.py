@@ -1,7 +1,7 @@
-"""Decoding speed: ours in each setting against other engines on the same weights and the same sentences.
+"""Decoding speed of qkv in each setting and of other engines, on the same weights and sentences.
 
-First the outputs are compared: whatever computes in fp32 must write the same tokens. Then all settings take turns,
-round after round, so that whatever else the machine does falls on all of them alike.
+First the outputs are compared: every fp32 setting must give the same tokens. Then all settings run in turn, round after
+round, so that disturbances by other programs affect all equally.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from qkv.run import Run
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
 AT_LEAST = 3  # rounds
-SAME = 0.99  # of the sentences must have the same tokens in fp32; the rest are ties that rounding decides
-PAUSE = 0.02  # seconds in which the threads of the engine before come to rest
-ONE_BY_ONE = 8  # sentences of a round with batch 1
-DRAWN = {"cpu": (256, 40), "gpu": (512, 30)}  # random sentences, and the tokens of each
-EXTRA = 50  # tokens by which a translation may be longer than its source, as in the paper
+SAME = 0.99  # share of sentences that must have equal tokens in fp32; the others are ties decided by rounding
+PAUSE = 0.02  # seconds until the threads of the previous engine are idle
+ONE_BY_ONE = 8  # sentences per round with batch 1
+DRAWN = {"cpu": (256, 40), "gpu": (512, 30)}  # random sentences, tokens per sentence
+EXTRA = 50  # maximum length of a translation beyond its source, as in the paper
 PACKAGES = ("transformers", "ctranslate2")
-FIXED = "all hypotheses of the beam, in any order; random weights exaggerate what a lower precision changes"
+FIXED = "all hypotheses of the beam, in any order; random weights exaggerate the effect of lower precision"
 
 
 @dataclass(frozen=True)
 class Text:
-    """The sentences that are decoded, and how their outputs compare."""
+    """The sentences to decode, and how their outputs are compared."""
 
     name: str
     sources: Sources
     extra: int
-    fixed: bool  # all outputs have one length
+    fixed: bool  # all outputs have the same length
 
     def of(self, setting: Setting, batch: int) -> Sources:
-        """What a setting decodes in one round: all, or few where it is slow; every k-th, so that lengths are alike."""
+        """Return the sentences of one round: all, or every k-th for slow settings."""
         most = ONE_BY_ONE if batch == 1 else len(self.sources)
         if self.fixed and setting.engine in (decoding_contenders.TRANSFORMERS, decoding_contenders.TORCH):
-            most = min(most, max(batch, ONE_BY_ONE))  # batch after batch alike: one tells as much as several
+            most = min(most, max(batch, ONE_BY_ONE))  # all batches are equal: one is enough
         most = min(most, setting.most or most)
         return self.sources[:: max(1, len(self.sources) // most)][:most]
 
 
 @dataclass
 class Measurement:
-    """One setting with one beam and batch: what it wrote, and how fast it was in each round."""
+    """One setting with one beam and batch size: its outputs and its speed in each round."""
 
     setting: Setting
     task: DecodingTask
@@ -68,23 +68,22 @@ class Measurement:
     decode: decoding_contenders.DecodeFunction
     same: float = 0.0
     tokens: int = 0
-    speeds: list[float] = field(default_factory=list)  # tokens a second
+    speeds: list[float] = field(default_factory=list)  # tokens per second of each round
 
     @property
     def median(self) -> float:
         return statistics.median(self.speeds)
 
     def run(self) -> None:
-        """One round."""
+        """Run and time one round."""
         time.sleep(PAUSE)
         _wait()
         start = time.perf_counter()
-        found = self.decode(self.sources, self.task)
+        outputs = self.decode(self.sources, self.task)
         _wait()
         seconds = time.perf_counter() - start
-        self.tokens = sum(
-            token != EOS for hypotheses in found for token in hypotheses[0]
-        )  # some write </s>, some do not
+        # Some engines return </s>, some do not.
+        self.tokens = sum(token != EOS for hypotheses in outputs for token in hypotheses[0])
         self.speeds.append(self.tokens / seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,24 +117,24 @@ def measure_decoding(
     outputs: Sequence[str] = (),
     command: str = "",
 ) -> dict[str, Any]:
-    """Measure, print tables, and write .json or .md: random weights of a size, or a trained run on a text.
+    """Measure decoding speed with random weights of a size or a trained run; print tables, write .json or .md files.
 
-    `only` keeps the settings whose names hold one of these words. The result says where, with what and on what it was
-    measured; `rows` has every setting with each beam and batch, `ratios` our fastest against each peer's fastest, by
-    batch (None: of any), in fp32 and in any precision; `missing` has the reason for what is not there.
+    `only` selects settings by words in their names. In the result, `rows` has every setting with each beam and batch
+    size; `ratios` has the fastest of qkv against the fastest of each other engine, by batch size (None: any), in fp32
+    and in any precision; `missing` has the reasons for settings that did not run.
     """
     check_outputs(outputs)
     beams, batches = beams or BEAMS, batches or BATCHES
     if bool(run) != bool(src) or (run and model):
-        raise UsageError("give --run and --src together, a trained run and a text, or --model alone")
+        raise UsageError("give --run and --src together, or --model alone")
     if min(*beams, *batches, 1) < 1:
-        raise UsageError("--beam and --batch: give numbers from 1")
+        raise UsageError("--beam and --batch: give numbers of at least 1")
     chosen = choose_device(device)
     with tempfile.TemporaryDirectory(prefix="qkv-") as folder:
         size = model or ("small" if chosen.type == "cpu" else "base")
         opened = Run.open(run) if run else decoding_contenders.make_random_run(size, Path(folder) / "run")
         subject = DecodingSetup(opened, chosen, Path(folder))
-        text = _read(opened, src) if src else _draw(opened, chosen, max(batches))
+        text = _read_text(opened, src) if src else _random_text(opened, chosen, max(batches))
         decoders, missing = _open(subject, only)
         reference = decoding_contenders.settings(chosen)[0].open(subject)
         rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
@@ -155,15 +154,15 @@ def measure_decoding(
     return result
 
 
-def _read(run: Run, src: str) -> Text:
+def _read_text(run: Run, src: str) -> Text:
     lines = [line for line in Lines(src) if line]
     if not lines:
-        raise UsageError(f"{src}: no text in it")
+        raise UsageError(f"{src}: the file contains no text")
     sources = [run.tokenizers.src.encode(line) for line in lines]
     return Text(f"{src}, {len(sources):,} lines", sources, EXTRA, fixed=False)
 
 
-def _draw(run: Run, device: torch.device, batch: int) -> Text:
+def _random_text(run: Run, device: torch.device, batch: int) -> Text:
     count, length = DRAWN["cpu" if device.type == "cpu" else "gpu"]
     count = max(count, batch) if batch > 1 else ONE_BY_ONE
     sources = decoding_contenders.random_sentences(run, count, length)
@@ -180,21 +179,21 @@ def _version(package: str) -> str:
 def _open(
     subject: DecodingSetup, only: Sequence[str]
 ) -> tuple[dict[Setting, decoding_contenders.DecodeFunction], dict[str, str]]:
-    """The settings that are to be had, and why the others are not."""
+    """Open the selected settings; return them, and the reasons why others cannot run."""
     known = decoding_contenders.settings(subject.device)
     wanted = [each for each in known if not only or any(word in each.name for word in only)]
     if not wanted:
         names = "; ".join(each.name for each in known)
-        raise UsageError(f"--only {' '.join(only)}: no setting is called so; there are {names}")
-    found, missing = {}, {}
+        raise UsageError(f"--only {' '.join(only)}: no setting has such a name; choose among {names}")
+    decoders, missing = {}, {}
     for setting in wanted:
         try:
-            found[setting] = setting.open(subject)
+            decoders[setting] = setting.open(subject)
         except UsageError as reason:
             missing[setting.name] = str(reason)
-    if not found:
+    if not decoders:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
-    return found, missing
+    return decoders, missing
 
 
 # ---- comparing and timing --------------------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ def _measure_in_turns(
     batches: Sequence[int],
     seconds: float,
 ) -> list[Measurement]:
-    """Every setting with every batch, at one beam: outputs compared, then rounds in which each runs once."""
+    """Compare the outputs of all settings and batch sizes at one beam size, then time them in turn."""
     rows = [
         Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode)
         for batch in batches
@@ -216,22 +215,22 @@ def _measure_in_turns(
         if not setting.most or batch <= setting.most
     ]
     if not rows:
-        raise UsageError("--batch: these settings are measured with smaller batches only: give one of up to 64")
+        raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
     _compare(rows, reference, text.fixed)
-    say(f"beam {beam}: the outputs are compared, {len(rows)} rows take turns")
-    begun = time.perf_counter()
-    while time.perf_counter() < begun + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST:
+    say(f"beam {beam}: outputs compared, timing {len(rows)} rows")
+    started = time.perf_counter()
+    while time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST:
         for row in rows:
             row.run()
-        say(f"beam {beam}: {len(rows[0].speeds)} rounds in {time.perf_counter() - begun:.0f} s")
+        say(f"beam {beam}: {len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
     return rows
 
 
 def _compare(rows: Sequence[Measurement], reference: decoding_contenders.DecodeFunction, fixed: bool) -> None:
-    """The share of sentences for which each row writes the reference's tokens; less in fp32 than it must is refused.
+    """Set the share of sentences on which each row equals the reference; refuse fp32 rows below `SAME`.
 
-    Where all outputs are cut at one length, engines rank them with </s>, which ours writes, or without: all hypotheses
-    of the beam are compared, in any order.
+    Where all outputs end at the same length, engines rank them with or without the score of </s>, so all hypotheses of
+    the beam are compared, in any order.
     """
     known: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for row in rows:
@@ -239,21 +238,21 @@ def _compare(rows: Sequence[Measurement], reference: decoding_contenders.DecodeF
         missing = [source for source in row.sources if tuple(source) not in known]
         if missing:
             batch = replace(task, batch=64)
-            known |= zip(map(tuple, missing), map(_written, reference(missing, batch)), strict=True)
-        found = map(_written, row.decode(row.sources, task))
+            known |= zip(map(tuple, missing), map(_token_sets, reference(missing, batch)), strict=True)
+        outputs = map(_token_sets, row.decode(row.sources, task))
         if task != row.task:
-            row.decode(row.sources, row.task)  # whatever is made only once is now made
-        equal = [written == known[tuple(source)] for source, written in zip(row.sources, found, strict=True)]
+            row.decode(row.sources, row.task)  # warm-up with the timed options
+        equal = [output == known[tuple(source)] for source, output in zip(row.sources, outputs, strict=True)]
         row.same = sum(equal) / len(equal)
         if row.setting.exact and row.same < SAME:
             raise QkvError(
-                f"{row.setting.name}, beam {task.beam}, batch {task.batch}: {row.same:.1%} of the sentences have the "
-                f"tokens that our plain model writes: the comparison would mean nothing"
+                f"{row.setting.name}, beam {task.beam}, batch {task.batch}: only {row.same:.1%} of the sentences have "
+                f"the tokens of the plain model: the speeds are not comparable"
             )
 
 
-def _written(hypotheses: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
-    """The texts of one sentence's hypotheses, without </s>."""
+def _token_sets(hypotheses: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
+    """Return the hypotheses of one sentence as a set of token tuples, without </s>."""
     return {tuple(token for token in tokens if token != EOS) for tokens in hypotheses}
 
 
@@ -266,20 +265,20 @@ def _wait() -> None:
 
 
 def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Our fastest setting against each peer's: in fp32 and in any precision, with each batch and with any."""
-    found = []
+    """Compare the fastest settings of qkv and of each other engine, by batch size and precision."""
+    ratios = []
     for beam in dict.fromkeys(row.task.beam for row in rows):
-        several = [row for row in rows if row.task.beam == beam]
-        batches = [*dict.fromkeys(row.task.batch for row in several)]
+        same_beam = [row for row in rows if row.task.beam == beam]
+        batches = [*dict.fromkeys(row.task.batch for row in same_beam)]
         for batch in [*batches, None] if len(batches) > 1 else batches:
             for exact in (True, False):
                 chosen = [
                     row
-                    for row in several
+                    for row in same_beam
                     if (batch is None or row.task.batch == batch) and (row.setting.exact or not exact)
                 ]
-                found += [{"beam": beam, "batch": batch, "fp32": exact} | ratio for ratio in _against(chosen)]
-    return found
+                ratios += [{"beam": beam, "batch": batch, "fp32": exact} | ratio for ratio in _against(chosen)]
+    return ratios
 
 
 def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -287,12 +286,12 @@ def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     for row in sorted(rows, key=lambda row: row.median):
         best[row.setting.engine] = row
     ours = best.pop(decoding_contenders.OURS, None)
-    found: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
     if ours is None:
-        return found
+        return comparisons
     for peer, row in best.items():
         ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=True)]
-        found.append(
+        comparisons.append(
             {
                 "peer": peer,
                 "ours": _label(ours),
@@ -302,7 +301,7 @@ def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
                 "high": max(ratios),
             }
         )
-    return found
+    return comparisons
 
 
 def _label(row: Measurement) -> str:
@@ -319,7 +318,7 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
             own = {row["batch"]: row for row in rows if row["setting"] == name}
             same = min(row["same"] for row in own.values())
             lines.append((name, f"{same:.1%}", *(_cell(own.get(batch)) for batch in batches)))
-        title = f"{'greedy' if beam == 1 else f'beam {beam}'}: tokens a second, median (range)"
+        title = f"{'greedy' if beam == 1 else f'beam {beam}'}: tokens per second, median (range)"
         sheets.append(ResultTable(title, ("", "same tokens", *(f"batch {batch}" for batch in batches)), tuple(lines)))
     lines = [
         (
@@ -335,13 +334,13 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
     if not lines:
         return sheets
     columns = ("", "precision", "peer", "ours / peer", "ours", "theirs")
-    return [*sheets, ResultTable("our fastest setting against each peer's fastest", columns, tuple(lines))]
+    return [*sheets, ResultTable("fastest qkv against the fastest of each other engine", columns, tuple(lines))]
 
 
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    latency = f", {row['ms_per_token']:.2f} ms a token" if row["ms_per_token"] and row["beam"] == 1 else ""
+    latency = f", {row['ms_per_token']:.2f} ms per token" if row["ms_per_token"] and row["beam"] == 1 else ""
     return f"{row['tokens_per_second']:,.0f} ({row['low']:,.0f} – {row['high']:,.0f}){latency}"
 
 
@@ -350,27 +349,26 @@ def _remarks(result: dict[str, Any]) -> list[str]:
     return [
         f"{result['model']}; {result['text']}; {result['cores']} cores, {result['threads']} threads; {versions}",
         f"same tokens: {result['compared']}",
-        *(f"left out: {name}: {reason}" for name, reason in result["missing"].items()),
+        *(f"not measured: {name}: {reason}" for name, reason in result["missing"].items()),
     ]
 
 
-# ---- `qkv lab speed`: which speed is measured, of training or of decoding, each in a module of its own ---------------
+# ---- qkv lab speed ---------------------------------------------------------------------------------------------------
 
-
-DECODING = {"run": "--run", "src": "--src", "beams": "--beam", "batches": "--batch"}  # what training has no use for
+DECODING = {"run": "--run", "src": "--src", "beams": "--beam", "batches": "--batch"}  # options without use in training
 
 
 def measure_speed(what: str, *, outputs: Sequence[str] = (), tokens: int = 0, **options: Any) -> dict[str, Any]:
-    """The speed of training, of decoding, or of both; options are those of their own `measure`."""
+    """Measure the speed of training, decoding or both; options are those of the measuring functions."""
     if what not in ("train", "decode", "all"):
         raise UsageError(f"lab speed {what}: choose one of train, decode, all")
     if what == "all" and outputs:
-        raise UsageError("--output: one file for one table: measure train and decode one after the other")
+        raise UsageError("--output: one file per table: measure train and decode separately")
     if what == "decode" and tokens:
-        raise UsageError("--tokens is for lab speed train: leave it out, or give --batch")
+        raise UsageError("--tokens belongs to lab speed train: use --batch for decode")
     given = {name: value for name, value in options.items() if name in DECODING and value}
     if what == "train" and given:
-        raise UsageError(f"{DECODING[next(iter(given))]} is for lab speed decode: leave it out")
+        raise UsageError(f"{DECODING[next(iter(given))]} belongs to lab speed decode: leave it out")
     results = {}
     if what != "decode":
         shared = {name: value for name, value in options.items() if name not in DECODING}

@@ -1,4 +1,4 @@
-"""Is this installation sound? Versions, devices, and a self-test in which a tiny model must learn and translate."""
+"""`qkv doctor`: versions, devices, and a self-test in which a tiny model must learn and translate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 
 from qkv import __version__
 from qkv.core.device import choose_device, choose_precision, describe
+from qkv.core.search import SearchOptions
+from qkv.core.translate import score_all, search_all
 from qkv.data.loader import collate
 from qkv.data.subwords import learn
-from qkv.decode.batched import score_all, search_all
 from qkv.models.build import build
-from qkv.options import DecodeConfig, TokenizerConfig, TrainConfig, TransformerConfig
+from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
 from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 
@@ -23,7 +24,7 @@ PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", 
 
 
 def examine(say: Callable[[str], object]) -> bool:
-    """Say what is there, test it, and tell whether all is well."""
+    """Print versions, devices and the results of the self-test; return whether everything passed."""
     say(f"qkv {__version__}, Python {platform.python_version()}, {platform.platform()}")
     for name in PACKAGES:
         try:
@@ -37,16 +38,16 @@ def examine(say: Callable[[str], object]) -> bool:
     for name, passed, detail in self_test(device):
         say(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}")
         well &= passed
-    say("all is well" if well else "something is wrong: please report the lines above")
+    say("all is well" if well else "a check failed: please report the lines above")
     return well
 
 
 def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
-    """(what, whether it passed, figures) of each check: a few seconds."""
+    """Run the checks; return (name, passed, detail) of each. Takes a few seconds."""
     text = ["ein kleiner Test — è così 🙂", "one two three", "  spaces  ", "two three one", "three one two"]
     tokenizers = learn(text, text, TokenizerConfig(vocab=280), ())
     back = [tokenizers.src.decode(tokenizers.src.encode(line)) for line in text]
-    results = [("text comes back exactly", back == text, f"{len(text)} lines")]
+    results = [("tokenizer is lossless", back == text, f"{len(text)} lines")]
 
     torch.manual_seed(0)
     spec = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre")
@@ -67,10 +68,10 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
 
     model.eval()
     sources = [row.tolist() for row in rows]
-    found = [h[0] for h in search_all(model, sources, DecodeConfig(beam=2), tokenizers, device=device)]
+    found = [h[0] for h in search_all(model, sources, SearchOptions(beam=2), tokenizers, device=device)]
     copied = [tokenizers.tgt.decode(h.tokens) for h in found]
-    results.append(("it writes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
+    results.append(("it decodes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
     forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)
     gap = max(abs(sum(row) - h.logprob) for row, h in zip(forced, found, strict=True))
-    results.append(("scores are re-derived by forced decoding", gap < 1e-3, f"largest difference {gap:.1e}"))
+    results.append(("forced decoding gives the same scores", gap < 1e-3, f"largest difference {gap:.1e}"))
     return results

@@ -1,7 +1,7 @@
-"""The layer types of the paper's Table 1, each as one operation, and all that can be counted of them without a clock.
+"""The layer types of the paper's Table 1 as operations, and counts of FLOPs, sequential operations and path lengths.
 
-Self-attention is counted as the paper counts it: queries, keys and values are given, the projections left out. The
-recurrence is a GRU, the convolutions are the gated ones of ConvS2S; constant factors do not matter here.
+Self-attention is counted as in the paper: queries, keys and values are given, without projections. The recurrence is a
+GRU and the convolutions are the gated ones of ConvS2S; constant factors do not matter here.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
 from qkv.options import ConvS2SConfig
 
-WIDTH = 64  # of an attention head: more of them as d grows, as in the paper's two models
-SMALL = 8  # d where only the pattern of dependence matters
+WIDTH = 64  # of an attention head; the number of heads grows with d, as in the paper's two models
+SMALL = 8  # d of measurements that only depend on the pattern of dependence
 
 Operation = Callable[[Tensor], Tensor]  # (batch, n, d) → (batch, n, d)
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer is made from; its length n is its input's."""
+    """Hyperparameters of one layer; the length n comes from the input."""
 
     d: int
     span: int = 0  # r of restricted attention, k of a convolution
-    causal: bool = False  # as in a decoder
-    layer: int = 0  # its place in a stack, which decides on its dilation
-    written_out: bool = False  # in the operations of its equations rather than by a fused kernel
+    causal: bool = False  # decoder
+    layer: int = 0  # index in the stack; sets the dilation
+    written_out: bool = False  # one operation per equation instead of a fused kernel
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class PathLength:
-    """How many applications join the two ends of n positions: the paper's O(…) as an exact number."""
+    """Number of layers that connect the two ends of n positions: the paper's O(…) as an exact number."""
 
     where: str
     causal: bool
     formula: str
-    length: Callable[[int, int], int] | None  # of n and the span
-    inside: bool = False  # of n positions with as many before and behind them, not of a whole sentence
+    length: Callable[[int, int], int] | None  # function of n and the span
+    inside: bool = False  # n positions inside a longer sentence, with n on each side
 
 
 @dataclass(frozen=True)
 class LayerType:
-    """One row of Table 1: what the paper says of it, and how to make one."""
+    """One row of Table 1: the paper's formulas, and a constructor of the layer."""
 
     name: str
-    span: str  # the formulae's symbol for it, if they have one
+    span: str  # its symbol in the formulas: r, k or none
     complexity: str
-    operations: Callable[[int, int, int], float]  # the same, of n, d and the span
+    operations: Callable[[int, int, int], float]  # the same as a function of n, d and the span
     sequential: str
     path: str
     paths: tuple[PathLength, ...]
     make: Callable[[LayerShape], Operation]
-    recurrent: bool = False  # one application is one step at every position, not a whole layer
+    recurrent: bool = False  # one application is one time step at every position, not a layer
 
 
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
 def self_attention(shape: LayerShape) -> Operation:
-    """Attention of x to itself, in heads; restricted to `span` positions on each side if that is given."""
+    """Multi-head self-attention of x, restricted to `span` positions on each side if given."""
 
     def fused(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (max(1, shape.d // WIDTH), -1)).transpose(1, 2)  # (batch, heads, n, width)
-        found = attend(heads, heads, heads, causal=shape.causal, window=shape.span)
-        return found.transpose(1, 2).flatten(2)
+        mixed = attend(heads, heads, heads, causal=shape.causal, window=shape.span)
+        return mixed.transpose(1, 2).flatten(2)
 
     def written_out(x: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
@@ -92,7 +92,7 @@ def recurrence(shape: LayerShape) -> Operation:
 
 
 def recurrent_step(shape: LayerShape) -> Callable[[Tensor, Tensor], Tensor]:
-    """One step at every position at once: h_t of x_t and of the h_{t−1} that the application before this one made."""
+    """One time step at every position: h_t from x_t and from h_{t−1} of the previous application."""
     weights = _gru(shape).cell.all_weights[0]
 
     def step(x: Tensor, h: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ def convolution(kind: str) -> Callable[[LayerShape], Operation]:
     def make(shape: LayerShape) -> Operation:
         spec = ConvS2SConfig(d_model=shape.d, kernel=shape.span, convolution=kind, dropout=0.0)
         *_, dilation = dilations(spec, shape.layer + 1)
-        made = GatedConvolution(spec, dilation, causal=shape.causal).to(shape.device, shape.dtype)
+        layer = GatedConvolution(spec, dilation, causal=shape.causal).to(shape.device, shape.dtype)
         with torch.no_grad():
-            weights = made.weights()  # normalised once, whatever n
-        return lambda x: made(x, x.shape[1], weights)
+            weights = layer.weights()  # normalise once, independent of n
+        return lambda x: layer(x, x.shape[1], weights)
 
     return make
 
@@ -127,7 +127,7 @@ def _ceil_ratio(length: int, reach: int) -> int:
 
 
 def _ceil_log(length: int, base: int) -> int:
-    """⌈log_base length⌉, in whole numbers."""
+    """⌈log_base length⌉ in integer arithmetic."""
     return next(m for m in count() if base**m >= length)
 
 
@@ -135,10 +135,10 @@ def _both_sides(formula: str, length: Callable[[int, int], int]) -> tuple[PathLe
     return PathLength("encoder", False, formula, length), PathLength("decoder", True, formula, length)
 
 
-# A centred kernel reaches (k − 1)/2 to each side, one that ends at its position k − 1 to the left. Dilated by 1, k, k²
-# and so on, m layers reach (k^m − 1)/2 to each side, or k^m − 1 to the left. To each side there is but one way for each
-# distance, two to the right being one to the left and three to the right; at the ends of a sentence that way may lead
-# outside, and such a pair of positions waits for the dilations to begin anew.
+# A centred kernel reaches (k − 1)/2 positions on each side; a causal kernel reaches k − 1 to the left. With dilations
+# 1, k, k², … m layers reach (k^m − 1)/2 on each side, or k^m − 1 to the left. For centred kernels each distance has
+# exactly one path (two to the right is three to the right and one to the left). Near the ends of a sentence this path
+# can lead outside; such a pair is connected only after the cycle of dilations restarts.
 CONTIGUOUS = (
     PathLength("encoder", False, "⌈2(n−1)/(k−1)⌉", lambda n, k: _ceil_ratio(2 * (n - 1), k - 1)),
     PathLength("decoder", True, "⌈(n−1)/(k−1)⌉", lambda n, k: _ceil_ratio(n - 1, k - 1)),
@@ -202,13 +202,13 @@ LAYER_TYPES = {
 }
 
 
-# ---- what can be counted ---------------------------------------------------------------------------------------------
+# ---- counts ----------------------------------------------------------------------------------------------------------
 
 
 def floating_point_operations(kind: LayerType, shape: LayerShape, n: int) -> int:
-    """Of the matrix products and convolutions."""
+    """Count the FLOPs of matrix products and convolutions."""
     counter = FlopCounterMode(display=False)
-    # On "meta" nothing is computed, so any size is free; but for a long chain of small operations it is slow.
+    # The meta device computes nothing, so any size is cheap; it is slow only for long chains of small operations.
     shape = replace(shape, written_out=True) if kind.recurrent else replace(shape, device="meta")
     with torch.inference_mode():
         operation, x = kind.make(shape), torch.zeros(1, n, shape.d, device=shape.device, dtype=shape.dtype)
@@ -218,16 +218,16 @@ def floating_point_operations(kind: LayerType, shape: LayerShape, n: int) -> int
 
 
 def sequential_operations(kind: LayerType, shape: LayerShape, n: int) -> int:
-    """The longest chain of operations that wait for one another, between one layer's input and its output."""
+    """Return the longest chain of dependent operations between input and output of one layer."""
     operation = kind.make(replace(shape, written_out=True))
     return longest_chain(operation(torch.randn(1, n, shape.d, requires_grad=True)))
 
 
 def longest_chain(out: Tensor) -> int:
-    """Found in the graph that autograd keeps. A matrix product or a softmax counts as one, as in the paper."""
+    """Measure the autograd graph; a matrix product or a softmax counts as one operation, as in the paper."""
     longest: dict[object, int] = {}
     stack = [out.grad_fn]
-    while stack:  # a chain may be longer than Python's recursion goes
+    while stack:  # iterative: a chain can exceed Python's recursion limit
         node = stack[-1]
         assert node is not None
         before = [other for other, _ in node.next_functions if other is not None]
@@ -241,15 +241,15 @@ def longest_chain(out: Tensor) -> int:
 
 
 def path_length(kind: LayerType, n: int, span: int = 0, *, causal: bool, inside: bool = False) -> int:
-    """After how many applications every output position depends on every input position that it may depend on."""
-    length, asked = (3 * n, slice(n, 2 * n)) if inside else (n, slice(None))
+    """Return after how many applications every output position depends on all input positions it may see."""
+    length, inner = (3 * n, slice(n, 2 * n)) if inside else (n, slice(None))
     goal = torch.ones(n, n, dtype=torch.bool)
     if causal:
         goal = goal.tril()
-    # A stack of layers begins with the input itself; a recurrence, with states that know nothing.
+    # A stack of layers starts from the input itself; a recurrence starts from states without input.
     known = torch.zeros(length, length) if kind.recurrent else torch.eye(length)  # (output, input)
     for applications in range(10 * n + 1):
-        if torch.equal(known[asked, asked] > 0, goal):
+        if torch.equal(known[inner, inner] > 0, goal):
             return applications
         shape = LayerShape(SMALL, span, causal, layer=applications, dtype=torch.float64)
         of_input, of_last = dependence(kind, shape, length)
@@ -258,10 +258,10 @@ def path_length(kind: LayerType, n: int, span: int = 0, *, causal: bool, inside:
 
 
 def dependence(kind: LayerType, shape: LayerShape, n: int) -> tuple[Tensor, Tensor]:
-    """Which outputs of one application depend on which inputs x, and on which outputs h of the last: 0 or 1, (n, n).
+    """Return which outputs depend on which inputs x, and on which previous outputs h: two 0/1 matrices (n, n).
 
-    These are the blocks of the Jacobian that are not zero, with random weights. Of n copies of x and h, copy i is asked
-    for output i alone, so that one backward pass finds all rows.
+    An entry is 1 where the block of the Jacobian is nonzero, with random weights. The input is copied n times and copy
+    i contributes output i only, so that one backward pass gives all rows.
     """
     x, h = (torch.randn(n, shape.d, dtype=shape.dtype).repeat(n, 1, 1).requires_grad_() for _ in range(2))
     applied = recurrent_step(shape)(x, h) if kind.recurrent else kind.make(shape)(h)

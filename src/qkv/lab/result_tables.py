@@ -1,4 +1,4 @@
-"""Figures with their spread over seeds, which differences are more than chance, and tables for people and Markdown."""
+"""Tables of measurements: mean and spread over seeds, noise of differences, output as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qkv.core import files
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
 
-STANDARD_ERRORS = 2.0  # standard errors by which two means must differ to be told apart
+STANDARD_ERRORS = 2.0  # two means differ significantly if they are this many standard errors apart
 
 
 def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
-    """Mean ± standard deviation, which a single value has not."""
+    """Format mean ± standard deviation; a single value has no deviation."""
     if not values:
         return "–"
     mean = f"{statistics.fmean(values):.{digits}f}"
@@ -32,7 +32,7 @@ def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
 
 
 def pooled_deviation(groups: Iterable[Sequence[float]]) -> float:
-    """The standard deviation between seeds, from all rows together, as each has few; NaN if every row has but one."""
+    """Return the standard deviation between seeds, pooled over all rows; NaN if every row has one seed."""
     many = [group for group in groups if len(group) > 1]
     if not many:
         return math.nan
@@ -42,14 +42,14 @@ def pooled_deviation(groups: Iterable[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the mean of one group exceeds that of another, and by how much it may by chance (NaN: not known)."""
+    """Difference of two means, and the noise it must exceed to be significant (NaN if unknown)."""
 
     value: float
     noise: float
 
     @property
-    def told(self) -> bool:
-        """Whether it is more than chance."""
+    def significant(self) -> bool:
+        """Whether the difference exceeds the noise."""
         return abs(self.value) > self.noise
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ class Difference:
 
 
 def difference(a: Sequence[float], b: Sequence[float], deviation: float) -> Difference:
-    """Of two means, whose noise is two standard errors."""
+    """Return the difference of the means of `a` and `b`; its noise is two standard errors."""
     error = deviation * math.sqrt(1 / len(a) + 1 / len(b))
     return Difference(statistics.fmean(a) - statistics.fmean(b), STANDARD_ERRORS * error)
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of words and figures."""
+    """A table of text cells with a title."""
 
     title: str
     columns: tuple[str, ...]
@@ -75,7 +75,7 @@ class ResultTable:
         console.print(self.title, markup=False, soft_wrap=True)
         table = Table()
         for number, column in enumerate(self.columns):
-            # On a narrow terminal cells are broken, never cropped: half a figure reads like another one.
+            # On a narrow terminal wrap cells instead of cropping them: a cropped number is a wrong number.
             table.add_column(column, justify="right" if number else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
@@ -88,7 +88,7 @@ class ResultTable:
 
 
 def provenance(device: str, command: str) -> dict[str, Any]:
-    """Where and with what figures were measured."""
+    """Return machine, versions and command of a measurement."""
     return {
         "machine": f"{platform.processor() or platform.machine()}, {describe(choose_device(device))}",
         "torch": torch.__version__,
@@ -98,7 +98,7 @@ def provenance(device: str, command: str) -> dict[str, Any]:
 
 
 def check_outputs(outputs: Sequence[str]) -> None:
-    """Refuse, before hours of work, what could not be written after them."""
+    """Refuse unknown output formats before the measurement starts."""
     for output in outputs:
         if Path(output).suffix not in (".json", ".md"):
             raise UsageError(f"--output {output}: write to a .json file (everything) or a .md file (the tables)")
@@ -107,10 +107,10 @@ def check_outputs(outputs: Sequence[str]) -> None:
 def publish(
     result: dict[str, Any], sheets: Sequence[ResultTable], remarks: Sequence[str], outputs: Sequence[str]
 ) -> None:
-    """Print tables and remarks, and write them: .json has the whole result, .md what was printed."""
+    """Print tables and remarks; write the full result to .json outputs, the printed text to .md outputs."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a file is as wide as its lines
+        console.width = 200  # do not wrap in files and pipes
     where = f"{result['machine']}; torch {result['torch']}, qkv {result['qkv']}"
     console.print(where, markup=False)
     for sheet in sheets:

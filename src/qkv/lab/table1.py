@@ -1,10 +1,9 @@
-"""The paper's Table 1, measured: what a layer costs, how much of it must wait, and how far apart two positions are.
+"""The paper's Table 1, measured: complexity per layer, sequential operations and maximum path length.
 
-Times are fitted by c · n^a · d^b (· r^e or k^e), by least squares between logarithms, and so is what was counted and
-what the paper's formula says on the same sizes: exponents that stand side by side. The sizes take turns for several
-rounds, and a size's time is its median: the least would flatter the short ones, which find a quiet moment more often.
-On a CPU it is the time of one core in this process: how work grows is then not mixed up with how well it is shared, nor
-with whatever else the machine does.
+Measured times, counted operations and the paper's formula are fitted on the same sizes by c · n^a · d^b (· r^e or k^e),
+by least squares on logarithms; the table shows the exponents next to each other. All sizes are timed in turn for
+several rounds. The time of a size is its median; the minimum would favour short calls, which are disturbed less often.
+On a CPU it is the process time of one core, so that neither parallel efficiency nor other programs affect the result.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of one layer type at which arithmetic outweighs all else: all n with all d, the further spans with one."""
+    """Sizes at which arithmetic dominates: every n with every d for the first span, one size for each other span."""
 
     n: tuple[int, ...]
     d: tuple[int, ...]
@@ -67,14 +66,14 @@ def _convolutions(grid: Grid) -> dict[str, Grid]:
 
 ONE_TO_16K = (1024, 2048, 4096, 8192, 16384)
 GRIDS = {
-    # No more than some 50 MB at once: the C library gives larger pieces back, and every call pays for new ones.
+    # At most about 50 MB per tensor: the C library returns larger blocks to the system, which makes each call slower.
     "cpu": {
         "self-attention": Grid((512, 1024, 2048, 4096), (128, 256, 512)),
         "restricted": Grid((1024, 2048, 4096, 8192), (64, 128, 256), (64, 32, 128, 256)),
         "recurrent": Grid((128, 256, 512, 1024), (128, 256, 512), batch=8),
         **_convolutions(Grid((256, 512, 1024, 2048), (128, 256, 512), (3, 5, 7))),
     },
-    # Enough at once to keep thousands of cores busy.
+    # Large enough to occupy thousands of cores.
     "cuda": {
         "self-attention": Grid((1024, 2048, 4096, 8192), (512, 1024, 2048), batch=8),
         "restricted": Grid(ONE_TO_16K, (512, 1024, 2048), (64, 32, 128, 256), batch=16),
@@ -82,20 +81,20 @@ GRIDS = {
         **_convolutions(Grid((512, 1024, 2048, 4096), (512, 1024, 2048), (3, 5, 7), batch=16)),
     },
 }
-WINDOW, WINDOW_N = 64, ONE_TO_16K  # where restricted self-attention is promised to be linear
-COUNTED_N = (16, 32, 64)  # where chains and paths are counted
+WINDOW, WINDOW_N = 64, ONE_TO_16K  # sizes at which restricted self-attention must be linear
+COUNTED_N = (16, 32, 64)  # lengths at which chains and paths are counted
 COUNTED_SPAN = {"": 0, "r": 4, "k": 3}
 ROUNDS = 5
 SOURCES = ("formula", "counted", "measured")  # of exponents
 DILATED_NOTE = (
-    "Inside: with as many positions before and behind. At the ends of a sentence the one dilated path may lead outside "
-    "it, and the pair waits for the dilations to begin anew."
+    "Inside: n positions within a longer sentence. Near the ends of a sentence the only dilated path can lead outside "
+    "it; such a pair is connected after the cycle of dilations restarts."
 )
 
 
 @dataclass
 class Point:
-    """One layer at one size, and how long each of its calls took."""
+    """One layer at one size, and the time of each call."""
 
     kind: LayerType
     shape: LayerShape
@@ -105,19 +104,19 @@ class Point:
 
     @property
     def seconds(self) -> float:
-        """For one sequence."""
+        """Median time per sequence."""
         return statistics.median(self.times) / self.batch
 
 
 def measure(
     *, device: str = "auto", seconds: float = 60.0, output: str | None = None, plot: str | None = None
 ) -> dict[str, Any]:
-    """Measure for about so many seconds, print the table, write JSON and draw a plot (.png, .svg) if asked."""
+    """Measure for about `seconds`, print the table, and write JSON (`output`) and a plot (`plot`: .png, .svg)."""
     if plot:
         figure_files.check_picture(plot)
     chosen = choose_device(device)
     torch.manual_seed(0)
-    # Full fp32: cuDNN would round to TF32, and only the recurrence would gain.
+    # Full fp32: with TF32 in cuDNN only the recurrence would become faster.
     with _one_core(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         result = _measure(chosen, seconds)
     if output:
@@ -131,13 +130,13 @@ def measure(
 def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     grids = GRIDS["cpu" if device.type == "cpu" else "cuda"]
     d, batch = grids["restricted"].d[1], grids["restricted"].batch
-    base = LayerShape(d, WINDOW, device=device)  # fp32: arithmetic outweighs all else at smaller sizes than in bf16
+    base = LayerShape(d, WINDOW, device=device)  # fp32: arithmetic dominates at smaller sizes than in bf16
     points = {name: _grid_points(LAYER_TYPES[name], grid, base) for name, grid in grids.items()}
     window = {
         where: [Point(LAYER_TYPES["restricted"], replace(base, causal=causal), n, batch) for n in WINDOW_N]
         for where, causal in (("encoder", False), ("decoder", True))
     }
-    _time_points([point for some in (*points.values(), *window.values()) for point in some], seconds)
+    _time_points([point for group in (*points.values(), *window.values()) for point in group], seconds)
     return {
         "machine": f"{platform.processor() or platform.machine()}, {describe(device)}",
         "torch": torch.__version__,
@@ -160,7 +159,7 @@ def _one_core() -> Iterator[None]:
 
 
 def fit_exponents(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """The exponents a, b … of values ≈ c · x^a · y^b …, where `sizes` are the (x, y …) of each value."""
+    """Fit values ≈ c · x^a · y^b … and return the exponents a, b …; `sizes` has the (x, y …) of each value."""
     logarithms = np.log(np.asarray(sizes, dtype=np.float64))
     columns = np.column_stack([logarithms, np.ones(len(values))])
     exponents, *_ = np.linalg.lstsq(columns, np.log(np.asarray(values, dtype=np.float64)), rcond=None)
@@ -171,22 +170,22 @@ def fit_exponents(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
 
 def _grid_points(kind: LayerType, grid: Grid, base: LayerShape) -> list[Point]:
-    # The second layer of a stack is the first that is dilated.
+    # The second layer of a stack is the first dilated one.
     return [Point(kind, replace(base, d=d, span=span, layer=1), n, grid.batch) for n, d, span in grid]
 
 
 @torch.inference_mode()
 def _time_points(points: list[Point], seconds: float) -> None:
-    """Time all points, round after round, each at least once in a round."""
-    made: dict[tuple[str, LayerShape], Operation] = {}
+    """Time all points in turn, round after round, each at least once per round."""
+    operations: dict[tuple[str, LayerShape], Operation] = {}
     share = seconds / (ROUNDS * len(points))
     with counter("sizes", ROUNDS * len(points)) as advance:
         for _ in range(ROUNDS):
             for point in points:
                 key = point.kind.name, point.shape
-                if key not in made:
-                    made[key] = point.kind.make(point.shape)
-                point.times += _time_calls(made[key], _input(point), share)
+                if key not in operations:
+                    operations[key] = point.kind.make(point.shape)
+                point.times += _time_calls(operations[key], _input(point), share)
                 advance(1)
 
 
@@ -196,7 +195,7 @@ def _input(point: Point) -> Tensor:
 
 
 def _time_calls(operation: Operation, x: Tensor, seconds: float) -> list[float]:
-    """How long calls took, for so many seconds and once at least; the first is not counted."""
+    """Call for `seconds`, at least once after a warm-up call, and return the time of each call."""
     until = time.perf_counter() + seconds
     operation(x)
     times: list[float] = []
@@ -237,7 +236,7 @@ def _complexity(kind: LayerType, points: list[Point]) -> dict[str, Any]:
 
 
 def _window(points: list[Point]) -> dict[str, Any]:
-    """Exponents in n of the time and of the memory that restricted self-attention takes."""
+    """Return time and memory of restricted self-attention, with their exponents in n."""
     n = [point.n for point in points]
     peaks = [_peak(point) // point.batch for point in points]
     times = [point.seconds for point in points]
@@ -253,7 +252,7 @@ def _window(points: list[Point]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _peak(point: Point) -> int:
-    """Bytes in memory at once, those of the input too: on CUDA what was allocated, elsewhere what tensors hold."""
+    """Return peak memory in bytes, input included: allocated on CUDA, held by tensors elsewhere."""
     operation = point.kind.make(point.shape)
     if torch.device(point.shape.device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(point.shape.device)
@@ -267,9 +266,9 @@ def _peak(point: Point) -> int:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside the block, and how many were alive at once at most.
+    """Context manager that measures the peak memory of the tensors created inside it.
 
-    What a kernel needs for itself while it runs is not seen; nor, in inference mode, what a composite operation makes.
+    It misses the workspace of kernels and, in inference mode, intermediate tensors of composite operations.
     """
 
     def __init__(self) -> None:
@@ -280,14 +279,14 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
+        results = func(*args, **(kwargs or {}))
+        for tensor in results if isinstance(results, tuple | list) else (results,):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
+                self._add(tensor.untyped_storage())
         self.peak = max(self.peak, sum(self.alive.values()))
-        return made
+        return results
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
         if address not in self.alive:
             self.alive[address] = storage.nbytes()
@@ -304,7 +303,7 @@ def _sequential(kind: LayerType) -> dict[str, Any]:
 
 
 def growth(n: Sequence[int], values: Sequence[int]) -> str:
-    """1 where the values are all the same, n where they lie on a line; otherwise the power of n that fits them best."""
+    """Return "1" for constant values, "n" for linear ones, otherwise the best-fitting power of n."""
     slopes = {(b - a) / (later - n_) for n_, later, a, b in zip(n, n[1:], values, values[1:], strict=False)}
     if len(slopes) == 1:
         return "n" if slopes.pop() else "1"
@@ -324,7 +323,7 @@ def _path(kind: LayerType) -> dict[str, Any]:
     return {"paper": kind.path, "n": COUNTED_N, "span": span, "lengths": lengths}
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- printed tables --------------------------------------------------------------------------------------------------
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -378,10 +377,9 @@ def _add_paths(table: Table, name: str, row: dict[str, Any]) -> None:
     table.add_section()
 
 
-# ---- The picture of Table 1: time against n and against d on logarithmic axes, one line a layer type -----------------
+# ---- plot ------------------------------------------------------------------------------------------------------------
 
-
-# Told apart by marker and dash as well as by colour; a family shares a colour.
+# Marker and dash distinguish the lines as well as colour; a family of layer types shares a colour.
 STYLES: dict[str, dict[str, Any]] = {
     "self-attention": {"color": "#b5121b", "marker": "o", "linestyle": "-"},
     "restricted": {"color": "#b5121b", "marker": "s", "linestyle": "--"},
@@ -393,7 +391,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Two panels from what `qkv.lab.table1.measure` returns."""
+    """Draw the result of `measure`: time against n and against d on logarithmic axes."""
     with figure_files.new_figure(path, (11, 5), font=10) as figure:
         left, right = figure.subplots(1, 2)
         for axes, symbol, held, name in ((left, "n", "d", "sequence length n"), (right, "d", "n", "width d")):
@@ -404,11 +402,11 @@ def draw(result: dict[str, Any], path: str) -> None:
 
 
 def _panel(axes: Axes, rows: dict[str, Any], symbol: str, held: str) -> None:
-    """Time over one size, the other held at the greatest value that all layer types have in common."""
+    """Plot time against one size, with the other fixed at the largest value common to all layer types."""
     common = set.intersection(*({point[held] for point in row["points"]} for row in rows.values()))
     for name, row in rows.items():
         first, exponents = row["points"][0], row["measured"]
-        spans = [other for other in exponents if other not in "nd"]  # r or k, held too
+        spans = [other for other in exponents if other not in "nd"]  # r or k, fixed too
         at = max(common or {point[held] for point in row["points"]})
         points = [p for p in row["points"] if p[held] == at and all(p[span] == first[span] for span in spans)]
         label = ", ".join([name, *(f"{span} = {first[span]}" for span in spans)])

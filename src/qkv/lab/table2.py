@@ -1,8 +1,8 @@
-"""Table 2 at our scale: a recurrent network, ConvS2S and the Transformer, on the same text with as many parameters.
+"""Table 2 at small scale: RNN, ConvS2S and Transformer on the same text with the same number of parameters.
 
-They train for as many floating-point operations, or as long, or as many updates. Each has the best of some learning
-rates, chosen on the first seed. The paper's claim, better BLEU at a fraction of the training cost, is put to the test:
-at what cost does the Transformer reach the loss that each rival ends with?
+The training budget is equal in floating-point operations, in time or in updates. The learning rate of each model is
+tuned on the first seed. The table tests the paper's claim of better BLEU at a fraction of the training cost: at what
+cost does the Transformer reach the final loss of each competitor?
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from qkv.training.model_card import parameters, shape
 
 OURS = "Transformer"
 EQUAL = ("flops", "time", "steps")
-MAX_LENGTH = 128  # tokens of a sentence
-STEPS, TOKENS = (1200, 2000), (1024, 8192)  # on a CPU, and on anything faster
+MAX_LENGTH = 128  # tokens per sentence
+STEPS, TOKENS = (1200, 2000), (1024, 8192)  # on a CPU, on an accelerator
 
 # The paper's own, English to German on newstest2014: BLEU and training cost in floating-point operations.
 PAPER: dict[str, tuple[float, float | None]] = {
@@ -62,12 +62,12 @@ def measure(
     output: Sequence[str] = (),
     command: str = "",
 ) -> dict[str, Any]:
-    """Train all three with so many seeds, print the table and the verdict, write them if asked.
+    """Train the three models with all seeds, print the table and the verdict, and write them to `output`.
 
-    `steps` are the Transformer's: the others have as many as come to the same. `rates` are factors on the usual
-    learning rate; `norm` is the Transformer's, post as in the paper or pre. What is left out or 0 is chosen by the
-    device; without files, the text is the demo corpus. `out` is the working directory: give it again to go on with a
-    table, or to print it once more.
+    `steps` is the Transformer's number of updates; the other models get the number with the same cost. `rates` are
+    factors on the standard learning rate; `norm` (post, as in the paper, or pre) is the Transformer's. The device sets
+    options that are 0; without files the text is the demo corpus. `out` is the working directory: the same directory
+    resumes an interrupted table, or prints a finished one again.
     """
     result_tables.check_outputs(output)
     if equal not in EQUAL:
@@ -75,7 +75,7 @@ def measure(
     if norm not in ("post", "pre"):
         raise UsageError(f"--norm {norm}: choose post or pre")
     if bool(test_src) != bool(test_tgt):
-        raise UsageError(f"{test_src or test_tgt}: a test set has two files: give --test-src and --test-tgt")
+        raise UsageError(f"{test_src or test_tgt}: a test set needs two files: give --test-src and --test-tgt")
     fast = choose_device(device).type != "cpu"
     folder, steps, tokens = Path(out), steps or STEPS[fast], tokens or TOKENS[fast]
     base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
@@ -83,9 +83,9 @@ def measure(
     models = matched_models(base, prepared, norm)
     table = EqualCostTraining(base, prepared, folder, models, tokens=tokens, device=device)
     table.set_updates(equal, steps)
-    jobs = 1 if equal == "time" else jobs or trials.default_jobs(device)  # side by side, time would mean little
-    found = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
-    remarks = [*table.remarks(rates, jobs), *verdict(found)]
+    jobs = 1 if equal == "time" else jobs or trials.default_jobs(device)  # parallel trainings disturb each other's time
+    results = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
+    remarks = [*table.remarks(rates, jobs), *verdict(results)]
     result = {
         **result_tables.provenance(device, command),
         "text": trials.describe_text(base, prepared),
@@ -96,7 +96,7 @@ def measure(
         "trials": [each.to_dict() for each in table.results.values()],
     }
     title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_result_table(title, found), _paper()], remarks, output)
+    result_tables.publish(result, [_result_table(title, results), _paper()], remarks, output)
     return result
 
 
@@ -104,9 +104,9 @@ def measure(
 
 
 def matched_models(base: Config, prepared: Prepared, norm: str = "post") -> dict[str, ModelConfig]:
-    """The Transformer for a text of this size, and its rivals with as many parameters.
+    """Return the Transformer for a text of this size, and an RNN and a ConvS2S with as many parameters.
 
-    The recurrent network is Bahdanau's, with input feeding: on small texts it learns more than two layers of LSTM.
+    The RNN is Bahdanau's with input feeding, which scores higher on small texts than two layers of LSTM.
     """
     ours: ModelConfig = base.model
     if base.data.train != demo().data.train:
@@ -114,7 +114,9 @@ def matched_models(base: Config, prepared: Prepared, norm: str = "post") -> dict
     assert isinstance(ours, TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
-    layers = 2 * ours.encoder_layers  # about as many parameters as a layer of the Transformer has, of the same width
+    layers = (
+        2 * ours.encoder_layers
+    )  # two convolution layers have about the parameters of one Transformer layer of equal width
     conv = ConvS2SConfig(encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout)
     rnn = RnnConfig(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
@@ -126,25 +128,25 @@ def matched_models(base: Config, prepared: Prepared, norm: str = "post") -> dict
 
 
 def match_parameters(model: TranslationConfig, target: int, tokenizers: TokenizerPair) -> TranslationConfig:
-    """The model with the even d_model that comes nearest to so many parameters."""
+    """Return the model with the even d_model whose number of parameters is closest to `target`."""
 
-    def of(half: int) -> TranslationConfig:
+    def with_width(half: int) -> TranslationConfig:
         return dataclasses.replace(model, d_model=2 * half)
 
     low, high = 1, 2
-    while parameters(of(high), tokenizers) < target:
+    while parameters(with_width(high), tokenizers) < target:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if parameters(of(middle), tokenizers) < target else (low, middle)
-    return min(of(low), of(high), key=lambda found: abs(parameters(found, tokenizers) - target))
+        low, high = (middle, high) if parameters(with_width(middle), tokenizers) < target else (low, middle)
+    return min(with_width(low), with_width(high), key=lambda sized: abs(parameters(sized, tokenizers) - target))
 
 
 # ---- equal cost ------------------------------------------------------------------------------------------------------
 
 
 class EqualCostTraining:
-    """Models on one text, and what is settled about their training: updates of each, and its learning rate."""
+    """Models trained on one text at equal cost: updates, learning rate and results of each."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class EqualCostTraining:
         self.steps = dict.fromkeys(models, 1)
         self.rates = dict.fromkeys(models, 1.0)
         self.shapes: list[str] = []
-        self.results: dict[str, Result] = {}  # of all trials, those of other learning rates too
+        self.results: dict[str, Result] = {}  # all trials, including other learning rates
 
     def config(self, name: str, rate: float = 1.0, seed: int = 1) -> Config:
         model = self.models[name]
@@ -170,8 +172,8 @@ class EqualCostTraining:
         return dataclasses.replace(self.base, model=model).replace(train={**train, "name": name})
 
     def set_updates(self, equal: str, steps: int) -> None:
-        """As many updates for each as cost what the Transformer's do."""
-        self.steps = dict.fromkeys(self.models, steps)  # a cost is known by a config, so by the same one every time
+        """Set the updates of each model so that the cost equals the Transformer's with `steps` updates."""
+        self.steps = dict.fromkeys(self.models, steps)  # costs are stored by config, so measure all with the same steps
         costs = {name: self._cost(name, equal) for name in self.models}
         self.steps = {name: max(1, round(steps * costs[OURS] / cost)) for name, cost in costs.items()}
         for name, model in self.models.items():
@@ -180,7 +182,7 @@ class EqualCostTraining:
             say(self.shapes[-1])
 
     def _cost(self, name: str, equal: str) -> float:
-        """Of the same text, in operations or seconds."""
+        """Return the cost of one update in FLOPs, seconds or updates."""
         if equal == "flops":
             return trials.flops_per_token(self.config(name), self.prepared)
         if equal == "time":
@@ -191,7 +193,7 @@ class EqualCostTraining:
     def run(
         self, seeds: int, rates: Sequence[float], jobs: int, test: trials.FilePair | None
     ) -> dict[str, list[Result]]:
-        """The results of all seeds, each model with the rate that leaves it the lowest loss on the first."""
+        """Return the results of all seeds, each model with the rate of lowest loss on the first seed."""
         tried = [(name, rate) for name in self.models for rate in rates]
         first = self._run([Trial(name, self.config(name, rate), self.prepared) for name, rate in tried], jobs)
         losses = {pair: math.inf if result.error else result.loss for pair, result in zip(tried, first, strict=True)}
@@ -212,20 +214,20 @@ class EqualCostTraining:
     def remarks(self, rates: Sequence[float], jobs: int) -> list[str]:
         edges = {min(rates), max(rates)} if len(rates) > 1 else set()
         chosen = ", ".join(
-            f"{name} × {rate:g}{' (the edge of what was tried)' if rate in edges else ''}"
+            f"{name} × {rate:g}{' (at the edge of the search)' if rate in edges else ''}"
             for name, rate in self.rates.items()
         )
-        together = f"; seconds are those of {jobs} trainings side by side" if jobs > 1 else ""
-        return [*self.shapes, f"learning rates, the best of those tried: {chosen} of 1e-3 · √(512 / d_model){together}"]
+        together = f"; seconds with {jobs} trainings in parallel" if jobs > 1 else ""
+        return [*self.shapes, f"best learning rates: {chosen} of 1e-3 · √(512 / d_model){together}"]
 
 
 # ---- the claim -------------------------------------------------------------------------------------------------------
 
 
 def cost_to_reach(result: Result, loss: float) -> tuple[float, float]:
-    """Operations and seconds of training after which the validation loss was first so low; infinite if never.
+    """Return FLOPs and seconds until the validation loss first reached `loss`; infinite if it never did.
 
-    While the learning rate is high, the loss is above what a shorter training would end with: this is an upper bound.
+    An upper bound: during a long schedule the loss is higher than at the end of a shorter training.
     """
     for point in result.curve:
         if point.loss <= loss:
@@ -233,9 +235,9 @@ def cost_to_reach(result: Result, loss: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Whether better BLEU at a fraction of the training cost holds against each rival and in all, with the figures."""
-    good = {name: [result for result in results if not result.error] for name, results in found.items()}
+def verdict(by_name: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Judge "better BLEU at a fraction of the training cost" against each competitor and overall, with figures."""
+    good = {name: [result for result in results if not result.error] for name, results in by_name.items()}
     if missing := [name for name, results in good.items() if not results]:
         return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
     spread = result_tables.pooled_deviation([[result.bleu for result in results] for results in good.values()])
@@ -250,13 +252,15 @@ def verdict(found: Mapping[str, Sequence[Result]]) -> list[str]:
             f"{OURS} against {name}: BLEU {gap}; {OURS} cost_to_reach {name}'s final loss {_share(cost, name)}; "
             f"{name} cost_to_reach {OURS}'s {_share(back, OURS)}"
         )
-        signs.append(0 if not gap.told and cost[0] < 1 else 1 if gap.told and gap.value > 0 and cost[0] < 1 else -1)
+        signs.append(
+            0 if not gap.significant and cost[0] < 1 else 1 if gap.significant and gap.value > 0 and cost[0] < 1 else -1
+        )
     holds = "HOLDS" if min(signs) > 0 else "DOES NOT HOLD" if min(signs) < 0 else "WITHIN THE NOISE in BLEU"
     return [*lines, f"better BLEU at a fraction of the training cost, at this scale: {holds}"]
 
 
 def _cost_of_reaching(ours: Sequence[Result], theirs: Sequence[Result]) -> tuple[float, float]:
-    """Of the operations and of the seconds that theirs took, the share after which ours have come to their loss."""
+    """Return the share of their FLOPs and of their seconds after which ours reach their final loss."""
     costs = [cost_to_reach(result, statistics.fmean(r.loss for r in theirs)) for result in ours]
     operations, seconds = (statistics.fmean(each) for each in zip(*costs, strict=True))
     return (
@@ -272,10 +276,10 @@ def _share(cost: tuple[float, float], whose: str) -> str:
     return f"after {operations:.0%} of {whose}'s operations ({seconds:.0%} of its time)"
 
 
-def _result_table(title: str, found: Mapping[str, Sequence[Result]]) -> result_tables.ResultTable:
+def _result_table(title: str, by_name: Mapping[str, Sequence[Result]]) -> result_tables.ResultTable:
     columns = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
     rows = []
-    for name, results in found.items():
+    for name, results in by_name.items():
         good = [result for result in results if not result.error]
         label = name + (f" ({len(results) - len(good)} of {len(results)} failed)" if len(good) < len(results) else "")
         if not good:

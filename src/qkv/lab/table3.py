@@ -1,8 +1,8 @@
-"""Table 3 at our scale: every variation of the base model, on the validation text, beside what the paper found.
+"""Table 3 at small scale: every variation of the base model, compared with the paper's figures and conclusions.
 
-The paper trained each row once, for 100,000 updates on 4.5 million pairs. Here all widths and depths are multiplied by
-one factor each, the text is small, and every row is trained with several seeds: which of the paper's conclusions hold
-is decided by the figures and their noise.
+The paper trained each row once, for 100,000 updates on 4.5 million pairs. Here widths and depths are scaled by one
+factor each, the text is small and every row has several seeds. Each of the paper's conclusions is tested against the
+noise between seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qkv.presets import PRESETS, TABLE_3
 
 BASE, BIG = "paper_base", "paper_big"
 ROWS = (BASE, *TABLE_3, BIG)
-MAX_LENGTH = 128  # tokens of a sentence
+MAX_LENGTH = 128  # tokens per sentence
 
 # The paper's own figures: perplexity per subword and BLEU on newstest2013, millions of parameters (if not the base's).
 PAPER: dict[str, tuple[float, float, int]] = {
@@ -53,7 +53,7 @@ PAPER: dict[str, tuple[float, float, int]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much smaller than in the paper: factors of width and depth, and the length of training."""
+    """Scale relative to the paper: factors of width and depth, updates, tokens per update."""
 
     width: float
     depth: float
@@ -61,8 +61,8 @@ class Scale:
     tokens: int
 
 
-# Half the depth: in so short a training six post-norm layers a side never leave the plateau of word frequencies.
-CPU = Scale(width=1 / 8, depth=1 / 2, steps=2400, tokens=256)  # a little over a minute a trial on a core
+# Half the depth: in a short training six post-norm layers per side do not get past the unigram plateau.
+CPU = Scale(width=1 / 8, depth=1 / 2, steps=2400, tokens=256)  # a little over a minute per trial and core
 GPU = Scale(width=1 / 4, depth=1 / 2, steps=1000, tokens=8192)
 
 
@@ -84,10 +84,10 @@ def measure(
     output: Sequence[str] = (),
     command: str = "",
 ) -> dict[str, Any]:
-    """Train every row (or those named) with so many seeds, print the table and the conclusions, write them if asked.
+    """Train all rows, or the named ones, with all seeds; print table and conclusions and write them to `output`.
 
-    What is left out or 0 is chosen by the device; without files, the text is the demo corpus. `out` is the working
-    directory: give it again to go on with a table, or to print it once more.
+    The device sets options that are 0; without files the text is the demo corpus. `out` is the working directory: the
+    same directory resumes an interrupted table, or prints a finished one again.
     """
     result_tables.check_outputs(output)
     if unknown := set(rows) - set(ROWS):
@@ -103,15 +103,15 @@ def measure(
         for seed in range(1, seeds + 1)
         for name in names
     ]
-    found = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
-    by_name = {name: [result for result in found if result.name == name] for name in names}
+    results = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
+    by_name = {name: [result for result in results if result.name == name] for name in names}
     conclusions = [judge(claim, by_name) for claim in CLAIMS]
     result = {
         **result_tables.provenance(device, command),
         "scale": dataclasses.asdict(scale),
         "text": trials.describe_text(base, prepared),
         "conclusions": [dataclasses.asdict(conclusion) for conclusion in conclusions],
-        "trials": [each.to_dict() for each in found],
+        "trials": [each.to_dict() for each in results],
     }
     title = (
         f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
@@ -122,11 +122,11 @@ def measure(
 
 
 def scaled_config(name: str, scale: Scale, base: Config, *, device: str, seed: int) -> Config:
-    """A row's config on this text: the paper's model, smaller, and one recipe for all; the big one trains longer."""
+    """Return a row's config: the paper's model scaled down, one recipe for all; the big model trains longer."""
     preset = PRESETS[name]()
     assert isinstance(preset.model, TransformerConfig)
     model = trials.scaled(preset.model, scale.width, scale.depth)
-    if model.positions == "learned":  # no more of them than a translation can need
+    if model.positions == "learned":  # as many as the longest translation needs
         longest = base.data.max_length + base.decode.extra_length + 2
         model = dataclasses.replace(model, max_positions=longest)
     longer = preset.train.steps / PRESETS[BASE]().train.steps
@@ -142,7 +142,7 @@ def scaled_config(name: str, scale: Scale, base: Config, *, device: str, seed: i
 
 
 def peak_rate(d_model: int) -> float:
-    """The paper's, 7e-4 at d_model 512, which falls with √d_model: deep post-norm stacks diverge at much more."""
+    """Return the paper's peak rate, 7e-4 at d_model 512, scaled by 1/√d_model; deep post-norm diverges above it."""
     return round(7e-4 * math.sqrt(512 / d_model), 6)
 
 
@@ -176,9 +176,9 @@ HEADS = ("table3_a_4_heads", BASE, "table3_a_16_heads", "table3_a_32_heads")
 
 @dataclass(frozen=True)
 class Claim:
-    """Something the paper concludes: one row is better than another, by these measures; or they are alike.
+    """A conclusion of the paper: one row is better than another by some measures, or both are equal (`alike`).
 
-    Where several rows could be the better one, it is the one with the lowest perplexity.
+    Of several candidates for the better row, the one with the lowest perplexity is compared.
     """
 
     text: str
@@ -205,7 +205,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Conclusion:
-    """A claim, what became of it, and the figures that say so."""
+    """A claim, its verdict and the figures behind it."""
 
     claim: str
     verdict: str
@@ -216,10 +216,10 @@ class Conclusion:
 
 
 def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
-    """Whether a claim holds: by at least one measure beyond the noise, and by none the other way round.
+    """Test a claim: at least one measure must differ by more than the noise, and none in the opposite direction.
 
-    The noise of a difference is two standard errors, from the deviation between seeds over all rows; with one seed
-    nothing can be told.
+    The noise is two standard errors, from the deviation between seeds pooled over all rows. With one seed the verdict
+    is always "within the noise".
     """
     good = {name: [result for result in results if not result.error] for name, results in by_name.items()}
     candidates = [name for name in claim.better if name != claim.worse and good.get(name)]
@@ -229,7 +229,7 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
     pair = good[best], good[claim.worse]
     gains, words = [], []
     for measure in claim.by:
-        # Perplexities are compared as losses, whose noise does not grow with them.
+        # Perplexities are compared as losses, because the noise of a perplexity grows with its value.
         what = "loss" if measure == PERPLEXITY else "bleu"
         values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
         gap = result_tables.difference(
@@ -238,13 +238,13 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
         gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
         means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
         words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")
-    told = [gain.value > 0 for gain in gains if gain.told]
+    directions = [gain.value > 0 for gain in gains if gain.significant]
     if any(math.isnan(gain.noise) for gain in gains):
         verdict = NOISE
     elif claim.alike:
-        verdict = FAILS if told else HOLDS
+        verdict = FAILS if directions else HOLDS
     else:
-        verdict = NOISE if not told else HOLDS if all(told) else FAILS
+        verdict = NOISE if not directions else HOLDS if all(directions) else FAILS
     return Conclusion(claim.text, verdict, f"{best} against {claim.worse}: {'; '.join(words)}")
 
 

@@ -1,8 +1,8 @@
-"""Those who train the same model: ours, and what a user might write instead, each set up as who knows it well would.
+"""Implementations that train the same model: qkv, transformers, torch.nn.Transformer, x-transformers.
 
-A contender prepares itself on the shared weights, shows its logits, and takes training steps; a new one is one more
-line in `contenders`. On a GPU all compute in bf16 with fp32 weights, on a CPU in fp32, all with torch's fused Adam.
-What is not installed refuses to be prepared and says why.
+A contender has three methods: `prepare` on the shared weights, `logits`, and `step`. To add one, write a subclass and
+add it to `contenders`. All use torch's fused Adam; on a GPU bf16 with fp32 weights, on a CPU fp32. `prepare` raises
+`UsageError` if a package is not installed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from qkv.train import optim
 from qkv.train.loss import smoothed_loss
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
-STEP = 256  # a batch of ours is filled up to a multiple of so many tokens, so that its shapes are few
-RATE = 1e-4  # the learning rate: that of no schedule, as nothing is to be learned
+STEP = 256  # packed batches are padded to a multiple of this many tokens, to limit the number of shapes
+RATE = 1e-4  # constant learning rate; only speed matters
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What all contenders begin with."""
+    """Weights, device and options that all contenders share."""
 
-    model: Transformer  # on the CPU; nobody may change it
+    model: Transformer  # on the CPU; contenders copy it
     device: torch.device
-    width: int  # of a batch: no sentence is longer
+    width: int  # of a batch: the longest sentence
     spec: TrainConfig
 
     @property
@@ -51,9 +51,9 @@ class TrainingSetup:
 
 
 class Contender(ABC):
-    """One way to train: `prepare`, then `logits` for the comparison and `step` for the race."""
+    """One way to train: `prepare`, then `logits` for the comparison and `step` for the timing."""
 
-    exact = True  # it has our architecture and weights, so its logits must be ours
+    exact = True  # same architecture and weights, so the logits must be equal
 
     def __init__(self, engine: str, how: str) -> None:
         self.engine, self.how = engine, how
@@ -64,30 +64,30 @@ class Contender(ABC):
 
     @abstractmethod
     def prepare(self, subject: TrainingSetup) -> None:
-        """Make model and optimiser on the device."""
+        """Create model and optimizer on the device."""
 
     def collate(self, batch: Batch) -> Any:
-        """A batch as this one wants it, on the host: the work of a loader's thread, which is not timed."""
+        """Convert a batch to the contender's format on the host; not timed, a loader thread would do it."""
         return batch
 
     @abstractmethod
     def logits(self, batch: Batch) -> Tensor:
-        """(batch, target, vocab), in fp32 and without dropout."""
+        """Return logits (batch, target, vocab) in fp32 without dropout."""
 
     @abstractmethod
     def step(self, batch: Any) -> int:
-        """One update of the weights; returns the target tokens it learned from, and need not wait for the device."""
+        """Update the weights once and return the number of target tokens; need not synchronise."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the memory."""
 
 
 class StandardLoop(Contender):
-    """A model in the loop that everyone writes: loss under autocast, backward, fused Adam.
+    """The usual training loop: loss under autocast, backward, fused Adam.
 
-    `make` gives a module from (source, lengths, target) to logits; `compiled` has torch compile it with its loss, for
-    the one shape that there is.
+    `make` returns a module from (source, lengths, target) to logits. With `compiled`, torch compiles model and loss for
+    the single batch shape.
     """
 
     def __init__(self, engine: str, make: Callable[[TrainingSetup], nn.Module], *, compiled: bool = False) -> None:
@@ -104,11 +104,11 @@ class StandardLoop(Contender):
 
     def logits(self, batch: Batch) -> Tensor:
         with eval_mode(self.model):
-            found: Tensor = self.model(*batch.inputs)
-        return found
+            logits: Tensor = self.model(*batch.inputs)
+        return logits
 
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        """The mean over the real tokens."""
+        """Return the mean loss over tokens without padding."""
         smoothing = self.subject.spec.label_smoothing
         logits = self.model(*batch)  # (batch, target, vocab)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=smoothing)
@@ -127,7 +127,7 @@ class StandardLoop(Contender):
 
 
 class PlainQkv(StandardLoop):
-    """Our model and our loss, which never holds all logits, one operation after the other."""
+    """qkv's plain model and its loss in parts, which never holds all logits at once."""
 
     def __init__(self) -> None:
         super().__init__(OURS, lambda subject: copy.deepcopy(subject.model))
@@ -141,7 +141,7 @@ class PlainQkv(StandardLoop):
 
 
 class FusedQkv(Contender):
-    """Our fused pass over sentences laid end to end; on a GPU, as CUDA graphs."""
+    """qkv's fused pass over packed batches, replayed as CUDA graphs on a GPU."""
 
     def __init__(self) -> None:
         super().__init__(OURS, "captured")
@@ -164,8 +164,8 @@ class FusedQkv(Contender):
 
     def logits(self, batch: Batch) -> Tensor:
         with eval_mode(self.model):
-            found: Tensor = self.model(*batch.inputs)
-        return found
+            logits: Tensor = self.model(*batch.inputs)
+        return logits
 
     def step(self, batch: Ragged) -> int:
         self.steps += 1
@@ -178,22 +178,22 @@ class FusedQkv(Contender):
 
 
 class OtherArchitecture(StandardLoop):
-    """One whose layers are not the paper's: of the same sizes, but its logits are its own."""
+    """A different architecture of the same sizes; its logits are not comparable."""
 
     exact = False
 
 
 def contenders(device: torch.device) -> list[Contender]:
-    """All there are; ours come first, the plain one as the reference for the others' logits."""
-    found: list[Contender] = [PlainQkv(), FusedQkv()] if device.type == "cuda" else [PlainQkv()]
+    """Return all contenders; the first, qkv's plain model, is the reference for the logits."""
+    everyone: list[Contender] = [PlainQkv(), FusedQkv()] if device.type == "cuda" else [PlainQkv()]
     for engine, make in ((TRANSFORMERS, _marian), (TORCH, _torch)):
-        found += [StandardLoop(engine, make, compiled=compiled) for compiled in (False, True)]
-    return [*found, OtherArchitecture(X_TRANSFORMERS, _x_transformers)]
+        everyone += [StandardLoop(engine, make, compiled=compiled) for compiled in (False, True)]
+    return [*everyone, OtherArchitecture(X_TRANSFORMERS, _x_transformers)]
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients."""
+    """Run a block without dropout and gradients."""
     model.eval()
     try:
         with torch.no_grad():
@@ -202,11 +202,11 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-# ---- what they are made of -------------------------------------------------------------------------------------------
+# ---- models of other packages ----------------------------------------------------------------------------------------
 
 
 class _Marian(nn.Module):
-    """transformers' model, with the signature of ours."""
+    """transformers' MarianMT with the signature of qkv's model."""
 
     def __init__(self, subject: TrainingSetup) -> None:
         super().__init__()
@@ -216,10 +216,10 @@ class _Marian(nn.Module):
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
-        made = self.model(
+        output = self.model(
             input_ids=source, attention_mask=real.long(), decoder_input_ids=target, use_cache=False, return_dict=True
         )
-        logits: Tensor = made.logits
+        logits: Tensor = output.logits
         return logits
 
 
@@ -228,7 +228,7 @@ def _marian(subject: TrainingSetup) -> nn.Module:
 
 
 def _torch(subject: TrainingSetup) -> nn.Module:
-    """torch's layers; their dropout inside attention and feed-forward, which the paper has not, is that of our spec."""
+    """Return torch's layers, with dropout inside attention and feed-forward set as in our config."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
     spec = subject.model.spec
     for module in peer.modules():
@@ -240,7 +240,7 @@ def _torch(subject: TrainingSetup) -> nn.Module:
 
 
 class _XTransformer(nn.Module):
-    """x-transformers' encoder and decoder of our sizes, its own choices in all else; output tied to the embedding."""
+    """x-transformers' encoder and decoder of equal sizes and otherwise default options; tied output."""
 
     def __init__(self, subject: TrainingSetup, package: Any) -> None:
         super().__init__()
@@ -268,12 +268,12 @@ def _x_transformers(subject: TrainingSetup) -> nn.Module:
         raise UsageError("x-transformers is not installed: pip install x-transformers") from None
 
 
-# ---- What a user would otherwise build: the same architecture from torch.nn.Transformer's layers, without ------------
+# ---- torch.nn.Transformer --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class PrefixState:
-    """Without a cache, all there is to remember is what was written."""
+    """Decoder state without a cache: encoder output and all previous tokens."""
 
     memory: Tensor
     padding: Tensor
@@ -285,7 +285,7 @@ class PrefixState:
 
 
 class TorchTransformer(nn.Module):
-    """torch's encoder and decoder layers around our embeddings, holding a copy of one of our models' weights."""
+    """torch's encoder and decoder layers with qkv's embeddings and a copy of a qkv model's weights."""
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
@@ -327,8 +327,8 @@ class TorchTransformer(nn.Module):
 
     def start(self, memory: tuple[Tensor, Tensor], beam: int = 1) -> PrefixState:
         values, padding = (part.repeat_interleave(beam, 0) for part in memory)
-        nothing = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
-        return PrefixState(values, padding, nothing, beam)
+        no_tokens = torch.empty(len(values), 0, dtype=torch.long, device=values.device)
+        return PrefixState(values, padding, no_tokens, beam)
 
     def step(self, tokens: Tensor, state: PrefixState) -> tuple[Tensor, PrefixState]:
         state.tokens = torch.cat([state.tokens, tokens], dim=1)
@@ -345,12 +345,12 @@ class TorchTransformer(nn.Module):
 
 
 def _padding(source: Tensor, lengths: Tensor) -> Tensor:
-    """torch's convention is the reverse of ours: True = padding, not to be attended to."""
+    """Return torch's padding mask: True marks padding, the reverse of qkv's convention."""
     return torch.arange(source.shape[1], device=source.device) >= lengths[:, None]
 
 
 def _torch_state_dict(ours: Transformer) -> dict[str, Tensor]:
-    """Our weights under torch's names; torch's attention has biases, which are zero here if ours has none."""
+    """Return the weights under torch's names; missing attention biases become zeros."""
     state = {
         name: tensor
         for name, tensor in ours.state_dict().items()

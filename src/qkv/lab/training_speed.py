@@ -1,9 +1,9 @@
-"""Training speed: ours against what a user would write instead, on the same weights and batches, in one run.
+"""Training speed of qkv and of other implementations, on the same weights and batches.
 
-First the logits are compared, then all contenders take turns, round after round, so that whatever else the machine does
-falls on all of them alike. Speed is in useful target tokens a second: padding does not count, neither as tokens nor as
-arithmetic. The share of the peak is the arithmetic that the model needs, 6 operations for each token and weight it
-meets and those of the attentions, over what one large product of matrices reaches on this device in the same run.
+First the logits are compared. Then all contenders run in turn, round after round, so that disturbances by other
+programs affect all equally. Speed is in target tokens per second; padding counts neither as tokens nor as arithmetic.
+The share of the peak is the arithmetic of the model (6 operations per token and weight, plus attention) divided by the
+speed of one large matrix product on the same device.
 """
 
 from __future__ import annotations
@@ -38,49 +38,49 @@ SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabu
     "base": (TransformerConfig(), 37_000),
     "big": (TransformerConfig(d_model=1024, d_ff=4096, heads=16), 37_000),
 }
-TOKENS = {"cpu": 2_048, "gpu": 25_000}  # of each side in a batch, padding not counted
-SHORTEST, LONGEST = 24, 32  # tokens of a sentence, </s> included
+TOKENS = {"cpu": 2_048, "gpu": 25_000}  # per side of a batch, without padding
+SHORTEST, LONGEST = 24, 32  # tokens per sentence, including </s>
 BATCHES = 8
-WARM_UP = 3  # steps before anything is timed
-ROUND = 0.5  # seconds that one contender's part of a round takes, or one step
+WARM_UP = 3  # untimed steps
+ROUND = 0.5  # seconds per contender and round, at least one step
 AT_LEAST = 3  # rounds
-COMPARED = 8  # sentences whose logits are compared
-TOLERANCE = 1e-3  # by which they may differ, in fp32, relative to the largest
-PEAK = {"cpu": (1024, torch.float32), "gpu": (8192, torch.bfloat16)}  # rows of the product, and its numbers
+COMPARED = 8  # sentences for the comparison of logits
+TOLERANCE = 1e-3  # maximum difference in fp32, relative to the largest logit
+PEAK = {"cpu": (1024, torch.float32), "gpu": (8192, torch.bfloat16)}  # size and dtype of the matrix product
 PACKAGES = ("transformers", "x-transformers")
 
 
 @dataclass
 class Measurement:
-    """A contender and what was measured of it."""
+    """A contender with its measured speed and memory."""
 
     contender: Contender
     feed: Iterator[Any]
-    warm_up: float = 0.0  # seconds from nothing to the end of the first steps, compilation included
-    memory: int | None = None  # bytes at most, on a GPU
-    steps: int = 1  # of a round
-    speeds: list[float] = field(default_factory=list)  # target tokens a second, round by round
-    rates: list[float] = field(default_factory=list)  # steps a second
-    stalls: list[float] = field(default_factory=list)  # share of the time spent waiting for batches
+    warm_up: float = 0.0  # seconds of preparation, compilation and first steps
+    memory: int | None = None  # peak bytes, on a GPU
+    steps: int = 1  # per round
+    speeds: list[float] = field(default_factory=list)  # target tokens per second of each round
+    rates: list[float] = field(default_factory=list)  # steps per second
+    stalls: list[float] = field(default_factory=list)  # share of time spent waiting for batches
 
     def run(self, device: torch.device) -> None:
-        """One round."""
+        """Run and time one round."""
         tokens, stalled = 0, 0.0
         synchronize(device)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(self.steps):
-            asked = time.perf_counter()
+            requested = time.perf_counter()
             batch = next(self.feed)
-            stalled += time.perf_counter() - asked
+            stalled += time.perf_counter() - requested
             tokens += self.contender.step(batch)
         synchronize(device)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         self.speeds.append(tokens / seconds)
         self.rates.append(self.steps / seconds)
         self.stalls.append(stalled / seconds)
 
     def to_dict(self, work: float, peak: float) -> dict[str, Any]:
-        """`work` is the arithmetic for a target token, `peak` what the device can do in a second."""
+        """Return the results; `work` is in FLOPs per target token, `peak` in FLOPs per second."""
         speed = statistics.median(self.speeds)
         return {
             "contender": self.contender.name,
@@ -108,10 +108,10 @@ def measure_training(
     outputs: Sequence[str] = (),
     command: str = "",
 ) -> dict[str, Any]:
-    """Measure, print tables, and write .json or .md.
+    """Measure training speed, print tables and write .json or .md files.
 
-    `only` keeps the contenders whose names hold one of these words. The result's `rows` has every contender, `ratios`
-    our fastest against the fastest of each peer, `missing` the reason for what is not there.
+    `only` selects contenders by words in their names. In the result, `rows` has every contender, `ratios` the fastest
+    of qkv against the fastest of each other implementation, `missing` the reasons for contenders that did not run.
     """
     check_outputs(outputs)
     chosen = choose_device(device)
@@ -121,7 +121,7 @@ def measure_training(
         raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
     tokens = tokens or TOKENS[place]
     if tokens < LONGEST:
-        raise UsageError(f"--tokens {tokens}: a batch holds a sentence at least, of up to {LONGEST} tokens")
+        raise UsageError(f"--tokens {tokens}: give at least {LONGEST}, the length of one sentence")
     selected = _select_contenders(chosen, only)
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def measure_training(
     batches = random_batches(vocab, tokens)
     peak = matrix_peak(chosen)
     rows, missing = _measure_all(selected, subject, batches, seconds)
-    peak = max(peak, matrix_peak(chosen))  # clocks may have been lower before
+    peak = max(peak, matrix_peak(chosen))  # the clock may have been lower before
     useful = sum(batch.tokens for batch in batches)
     work = sum(training_operations(spec, vocab, batch) for batch in batches) / useful
     result = provenance(device, command) | {
@@ -155,7 +155,7 @@ def _select_contenders(device: torch.device, only: Sequence[str]) -> list[Conten
     wanted = [each for each in known if not only or any(word in each.name for word in only)]
     if not wanted:
         names = "; ".join(each.name for each in known)
-        raise UsageError(f"--only {' '.join(only)}: nobody is called so; there are {names}")
+        raise UsageError(f"--only {' '.join(only)}: no contender has such a name; choose among {names}")
     return wanted
 
 
@@ -166,11 +166,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-# ---- the text --------------------------------------------------------------------------------------------------------
+# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def random_batches(vocab: int, tokens: int, *, count: int = BATCHES, seed: int = 0) -> list[Batch]:
-    """Random batches of about so many tokens a side, all of one shape: what is longer than its sentence is padding."""
+    """Return random batches of one shape, with about `tokens` tokens per side without padding."""
     draws = torch.Generator().manual_seed(seed)
     rows = max(1, round(2 * tokens / (SHORTEST + LONGEST)))
 
@@ -184,31 +184,31 @@ def random_batches(vocab: int, tokens: int, *, count: int = BATCHES, seed: int =
     batches = []
     for _ in range(count):
         source, lengths = side()
-        labels, reach = side()
+        labels, target_lengths = side()
         target = labels.roll(1, dims=1)
         target[:, 0] = BOS
-        target = target.masked_fill(torch.arange(LONGEST) >= reach[:, None], PAD)
-        batches.append(Batch((source, lengths, target), labels, int(reach.sum())))
+        target = target.masked_fill(torch.arange(LONGEST) >= target_lengths[:, None], PAD)
+        batches.append(Batch((source, lengths, target), labels, int(target_lengths.sum())))
     return batches
 
 
 def pad_share(batches: Sequence[Batch]) -> float:
-    """How much of the two sides is padding."""
+    """Return the share of padding in both sides."""
     cells = sum(batch.source.numel() + batch.labels.numel() for batch in batches)
     return 1 - sum(int(batch.lengths.sum()) + batch.tokens for batch in batches) / cells
 
 
 def batch_stream(batches: Sequence[Any], device: torch.device) -> Iterator[Any]:
-    """The batches over and over, each copied to the device when it is asked for."""
+    """Repeat the batches endlessly; each is copied to the device on demand."""
     return (batch.to(device) for batch in cycle(batches))
 
 
 def training_operations(spec: TransformerConfig, vocab: int, batch: Batch) -> float:
-    """Floating-point operations that training on a batch needs, forward and backward, padding left out.
+    """Return the FLOPs of forward and backward pass on a batch, without padding.
 
-    6 for each weight of a matrix and each token that meets it: source tokens those of the encoder and W^K and W^V of
-    the decoder's attention to it, target tokens the others and the output. QKᵀ and AV come to 12 · d for each pair of a
-    query and a key, half of the pairs where attention is causal. Embeddings are looked up and cost nothing.
+    6 per matrix weight and token: source tokens use the encoder and W^K, W^V of cross-attention; target tokens use the
+    rest of the decoder and the output projection. QKᵀ and AV cost 12 · d per pair of query and key, for half of the
+    pairs under causal masking. Embedding lookups cost nothing.
     """
     sources, targets = batch.lengths.double(), (batch.labels != PAD).sum(1).double()
     d, width = spec.d_model, spec.heads * (spec.key_width + spec.value_width)
@@ -220,83 +220,83 @@ def training_operations(spec: TransformerConfig, vocab: int, batch: Batch) -> fl
     return float(6 * (encoder * sources.sum() + decoder * targets.sum() + width * pairs.sum()))
 
 
-# ---- the race --------------------------------------------------------------------------------------------------------
+# ---- measurement -----------------------------------------------------------------------------------------------------
 
 
 def matrix_peak(device: torch.device) -> float:
-    """Operations a second of one large product of matrices: the best of several."""
+    """Return the FLOPs per second of one large matrix product, the best of six."""
     rows, numbers = PEAK["gpu" if device.type == "cuda" else "cpu"]
     a, b = (torch.randn(rows, rows, device=device, dtype=numbers) for _ in range(2))
     times = []
     for _ in range(6):
         synchronize(device)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(4):
             a @ b
         synchronize(device)
-        times.append((time.perf_counter() - begun) / 4)
+        times.append((time.perf_counter() - started) / 4)
     return 2 * rows**3 / min(times)
 
 
 def _measure_all(
     selected: Sequence[Contender], subject: TrainingSetup, batches: list[Batch], seconds: float
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """Rows of all that could be prepared; those for whom the others leave no memory run in a heat of their own."""
+    """Measure all contenders that can be prepared; those that run out of memory repeat in a later, smaller group."""
     rows: list[Measurement] = []
     missing: dict[str, str] = {}
     waiting = list(selected)
     while waiting:
-        heat: list[Measurement] = []
+        group: list[Measurement] = []
         later: list[Contender] = []
         for contender in waiting:
             try:
-                heat.append(_prepare(contender, subject, batches))
+                group.append(_prepare(contender, subject, batches))
             except torch.OutOfMemoryError:
                 contender.close()
                 later.append(contender)
-            except (UsageError, RuntimeError) as reason:  # not installed; or the compiler's
+            except (UsageError, RuntimeError) as reason:  # not installed, or a compiler error
                 missing[contender.name] = str(reason).partition("\n")[0]
             _free_memory(subject.device)
-        if later and not heat:
+        if later and not group:
             missing |= {contender.name: "out of memory: lower --tokens" for contender in later}
             break
-        _measure_in_turns(heat, subject.device, seconds)
-        for row in heat:
+        _measure_in_turns(group, subject.device, seconds)
+        for row in group:
             row.contender.close()
         _free_memory(subject.device)
-        rows, waiting = rows + heat, later
+        rows, waiting = rows + group, later
     if not rows:
         raise UsageError("; ".join(f"{name}: {reason}" for name, reason in missing.items()))
     return rows, missing
 
 
 def _prepare(contender: Contender, subject: TrainingSetup, batches: list[Batch]) -> Measurement:
-    """Ready to run: compared with our plain model, compiled, warm, and with a round of a sensible length."""
+    """Prepare a contender: compare its logits, compile, warm up and choose the steps per round."""
     device = subject.device
     row = Measurement(contender, batch_stream([contender.collate(batch) for batch in batches], device))
     before = _memory_in_use(device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     contender.prepare(subject)
-    preparing = time.perf_counter() - begun
+    preparing = time.perf_counter() - started
     if contender.exact:
         _compare(contender, subject, batches[0])
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(WARM_UP):
         contender.step(next(row.feed))
     synchronize(device)
-    row.warm_up = preparing + time.perf_counter() - begun
+    row.warm_up = preparing + time.perf_counter() - started
     if device.type == "cuda":
         row.memory = torch.cuda.max_memory_allocated(device) - before
-    begun = time.perf_counter()
+    started = time.perf_counter()
     contender.step(next(row.feed))
     synchronize(device)
-    row.steps = max(1, round(ROUND / (time.perf_counter() - begun)))
+    row.steps = max(1, round(ROUND / (time.perf_counter() - started)))
     say(f"{contender.name}: ready after {row.warm_up:.1f} s")
     return row
 
 
 def _memory_in_use(device: torch.device) -> int:
-    """Bytes in use, from which on the largest use is counted anew."""
+    """Return the bytes in use, and reset the peak counter."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -310,7 +310,7 @@ def _free_memory(device: torch.device) -> None:
 
 
 def _compare(contender: Contender, subject: TrainingSetup, batch: Batch) -> None:
-    """Refuse to race those that do not compute the same."""
+    """Refuse a contender if its logits differ from the plain model's."""
     few = Batch(tuple(part[:COMPARED] for part in batch.inputs), batch.labels[:COMPARED], 0)
     real = few.labels != PAD
     subject.model.eval()
@@ -320,17 +320,17 @@ def _compare(contender: Contender, subject: TrainingSetup, batch: Batch) -> None
     difference = float((ours - theirs).abs().max() / ours.abs().max())
     if not difference < TOLERANCE:
         raise QkvError(
-            f"{contender.name}: its logits and those of our model differ by {difference:.2g} of the largest: "
-            f"the comparison would mean nothing"
+            f"{contender.name}: its logits differ from the plain model's by {difference:.2g} of the largest: "
+            f"the speeds are not comparable"
         )
 
 
 def _measure_in_turns(rows: Sequence[Measurement], device: torch.device, seconds: float) -> None:
-    begun = time.perf_counter()
-    while rows and (time.perf_counter() < begun + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
+    started = time.perf_counter()
+    while rows and (time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
         for row in rows:
             row.run(device)
-        say(f"{len(rows[0].speeds)} rounds in {time.perf_counter() - begun:.0f} s")
+        say(f"{len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
 
 
 def synchronize(device: torch.device) -> None:
@@ -342,18 +342,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Our fastest against the fastest of each peer, round by round."""
+    """Compare our fastest contender with the fastest of each other engine, round by round."""
     best: dict[str, Measurement] = {}
     for row in sorted(rows, key=lambda row: statistics.median(row.speeds)):
         best[row.contender.engine] = row
     ours = best.pop(OURS, None)
-    found: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
     for row in reversed(best.values()):
         if ours is not None:
-            ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=False)]  # heats differ in their rounds
+            ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=False)]  # groups differ in rounds
             names = {"ours": ours.contender.name, "peer": row.contender.name}
-            found.append(names | {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
-    return found
+            comparisons.append(names | {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
+    return comparisons
 
 
 def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
@@ -377,18 +377,19 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
         (each["ours"], each["peer"], f"{each['ratio']:.2f} × ({each['low']:.2f} – {each['high']:.2f})")
         for each in result["ratios"]
     ]
-    return [*sheets, ResultTable("our fastest against each peer's fastest", ("ours", "peer", "ratio"), tuple(ratios))][
-        : 2 if ratios else 1
-    ]
+    return [
+        *sheets,
+        ResultTable("fastest qkv against the fastest of each other engine", ("ours", "peer", "ratio"), tuple(ratios)),
+    ][: 2 if ratios else 1]
 
 
 def _remarks(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     own = [row["contender"] for row in result["rows"] if not row["same_weights"]]
     return [
-        f"peak: {result['peak_flops'] / 1e12:.3g} TFLOP/s in one product of matrices; "
-        f"{result['flops_per_token'] / 1e6:,.0f} MFLOP for a target token; {result['pad_share']:.1%} padding",
+        f"peak: {result['peak_flops'] / 1e12:.3g} TFLOP/s in one matrix product; "
+        f"{result['flops_per_token'] / 1e6:,.0f} MFLOP per target token; {result['pad_share']:.1%} padding",
         f"{result['cores']} cores, {result['threads']} threads; {versions}",
-        *(f"{name} has layers of its own: its logits are not compared" for name in own),
-        *(f"left out: {name}: {reason}" for name, reason in result["missing"].items()),
+        *(f"{name}: a different architecture, logits not compared" for name in own),
+        *(f"not measured: {name}: {reason}" for name, reason in result["missing"].items()),
     ]

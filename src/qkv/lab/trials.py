@@ -1,7 +1,7 @@
-"""Trials: many small trainings, side by side, each measured alike; Tables 2 and 3 are made of them.
+"""Trials: many small trainings in parallel, all measured in the same way; Tables 2 and 3 and ablations use them.
 
-A trial is a config with a name. Its run folder lies in a working directory, and what was measured is a line of
-`results.jsonl` there: a table that was interrupted goes on where it was, and a trial that is finished is not repeated.
+A trial is a named config. Its run folder is in a working directory, and its result is one line of `results.jsonl`
+there: an interrupted table resumes, and a finished trial is not repeated.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"
 TIMINGS = "seconds.json"
-VALIDATIONS = 20  # validations in the course of a training
-COUNTED_UPDATES = 4  # updates in which floating-point operations are counted
-COUNTED_TOKENS = 1024  # tokens in each of them
+VALIDATIONS = 20  # per training
+COUNTED_UPDATES = 4  # updates in which FLOPs are counted
+COUNTED_TOKENS = 1024  # tokens of each counted update
 
 FilePair = tuple[str, str]  # source and target
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A config to be trained on a text and measured; trials of one name differ in train.seed."""
+    """A config to train on a text and measure; trials with the same name differ in train.seed."""
 
     name: str
     config: Config
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a training stood when it was validated: target tokens read, seconds of training, loss."""
+    """One validation: step, target tokens read, seconds of training, loss."""
 
     step: int
     tokens: int
@@ -79,7 +79,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial came to, by its averaged weights or else its last ones; with `error`, nothing but why it failed."""
+    """Result of a trial, measured on averaged weights if the recipe averages, else on the last; or its `error`."""
 
     name: str
     seed: int
@@ -87,11 +87,11 @@ class Result:
     error: str = ""
     steps: int = 0
     parameters: int = 0
-    flops_per_token: float = 0.0  # of training, for each target token
-    loss: float = 0.0  # on the validation text, for each token, of the last weights
+    flops_per_token: float = 0.0  # forward and backward, per target token
+    loss: float = 0.0  # validation loss per token, of the last weights
     bleu: float = 0.0  # on the validation text
     test_bleu: float | None = None
-    test: list[str] | None = None  # the files that it was measured on
+    test: list[str] | None = None  # files of the test set
     curve: tuple[Point, ...] = ()
 
     @property
@@ -108,7 +108,7 @@ class Result:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the whole training."""
+        """Floating-point operations of the training."""
         return self.flops_per_token * self.tokens
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,20 +119,18 @@ class Result:
         return cls(**values | {"curve": tuple(Point(**point) for point in values["curve"])})
 
     def __str__(self) -> str:
-        found = (
-            self.error or f"perplexity {self.perplexity:.2f}, BLEU {self.bleu:.2f}, {self.seconds:.0f} s of training"
-        )
-        return f"{self.name}, seed {self.seed}: {found}"
+        scores = f"perplexity {self.perplexity:.2f}, BLEU {self.bleu:.2f}" if not self.error else self.error
+        return f"{self.name}, seed {self.seed}: {scores}" + (f", {self.seconds:.0f} s" if not self.error else "")
 
 
 # ---- a trial's config ------------------------------------------------------------------------------------------------
 
 
 def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> Config:
-    """The text of a table: files, of which a part is held out unless validation files are given, or the demo corpus."""
+    """Return a config with the given files, or the demo corpus; without validation files a part is held out."""
     if not src:
         if tgt or valid_src or valid_tgt:
-            raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file at all for the demo corpus")
+            raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file for the demo corpus")
         return demo().replace(data={"max_length": max_length})
     valid = (CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
     data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
@@ -140,7 +138,7 @@ def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_lengt
 
 
 def describe_text(config: Config, prepared: Prepared) -> str:
-    """The text in words."""
+    """Describe the text in a phrase: pairs, files, vocabulary."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
         f"{len(prepared.train):,} pairs of {' and '.join(filter(None, names))}, "
@@ -149,17 +147,17 @@ def describe_text(config: Config, prepared: Prepared) -> str:
 
 
 def prepare_text(config: Config, folder: Path) -> Prepared:
-    """The tokenised text that all trials in the folder share, whatever their seeds."""
+    """Prepare the tokenised text, which trials of all seeds in the folder share."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
         return prepare(data, config.tokenizer, folder, progress=report, seed=1)
 
 
 def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
-    """One way to train for all rows of a table: a cosine to zero, so that the last weights are the ones to measure.
+    """Return the training options shared by all rows of a table: a cosine schedule to zero, fp32, no averaging.
 
-    No checkpoints are averaged (as in the paper's Table 3), BLEU waits for the end, and everything is fp32, so that
-    rows differ in the model and not in rounding.
+    The last weights are measured. Checkpoints are not averaged, as in the paper's Table 3; BLEU is computed only at the
+    end; fp32 keeps rounding out of the comparison.
     """
     return {
         "steps": steps,
@@ -179,19 +177,20 @@ def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> d
 
 
 def scaled(model: TransformerConfig, width: float, depth: float) -> TransformerConfig:
-    """The same model, smaller: d_model, d_ff, d_k and d_v times one factor, layers times another; heads stay."""
+    """Return a smaller model: d_model, d_ff, d_k, d_v times `width`, layers times `depth`, the same heads."""
     widths = {name: round(width * getattr(model, name)) for name in ("d_model", "d_ff", "d_k", "d_v")}
     layers = {name: max(1, round(depth * getattr(model, name))) for name in ("encoder_layers", "decoder_layers")}
     return dataclasses.replace(model, **widths, **layers)
 
 
-# ---- many of them ----------------------------------------------------------------------------------------------------
+# ---- running trials --------------------------------------------------------------------------------------------------
 
 
 def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FilePair | None = None) -> list[Result]:
-    """Train and measure what is not in the folder's results yet; all results, in the order of the trials.
+    """Train and measure all trials without a result in the folder; return all results in the order of the trials.
 
-    With `jobs` > 1 each trial is a process, so many at a time. One that fails is told of, and tried again next time.
+    With `jobs` > 1 each trial runs in its own process, `jobs` at a time. A failed trial is reported, and repeated by
+    the next call.
     """
     known = read_results(folder)
     keys = [key_of(trial) for trial in trials]
@@ -200,44 +199,44 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
         for trial, key in zip(trials, keys, strict=True)
         if key not in known or known[key].error or (test and known[key].test != list(test))
     ]
-    say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} of them done before")
+    say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} already done")
     runs = (_open(trial, key, folder) for trial, key in waiting)
-    begun = time.monotonic()
+    started = time.monotonic()
     with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as results:
         for number, result in enumerate(results, 1):
             known[result.key] = result
             _append(folder / RESULTS, result)
-            say(f"{number}/{len(waiting)}  {result}; {_time_left(begun, number, len(waiting) - number)}")
+            say(f"{number}/{len(waiting)}  {result}; {_time_left(started, number, len(waiting) - number)}")
     return [known[key] for key in keys]
 
 
-def _time_left(begun: float, done: int, left: int) -> str:
-    seconds = (time.monotonic() - begun) / done * left
+def _time_left(started: float, done: int, left: int) -> str:
+    seconds = (time.monotonic() - started) / done * left
     return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def _append(path: Path, result: Result) -> None:
     with path.open("ab+") as file:
         file.seek(max(0, file.tell() - 1))
-        cut = file.read(1) not in (b"", b"\n")  # a line that was not finished stays alone
-        file.write(f"{chr(10) if cut else ''}{json.dumps(result.to_dict())}\n".encode())
+        truncated = file.read(1) not in (b"", b"\n")  # end an unfinished line before this one
+        file.write(f"{chr(10) if truncated else ''}{json.dumps(result.to_dict())}\n".encode())
 
 
 def read_results(folder: Path) -> dict[str, Result]:
-    """What was measured in this folder, by key; of a trial that was tried again, the last."""
+    """Return the results in this folder by key; the last result of a repeated trial wins."""
     path = folder / RESULTS
-    found = {}
+    results = {}
     for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
         try:
             result = Result.from_dict(json.loads(line))
         except (ValueError, TypeError, KeyError):
-            continue  # cut off when the machine went down: that trial is measured again
-        found[result.key] = result
-    return found
+            continue  # truncated by a crash: the trial is measured again
+        results[result.key] = result
+    return results
 
 
 def key_of(trial: Trial) -> str:
-    """What decides a result: the text by its content, and every option but where the text lies."""
+    """Hash everything that decides a result: the content of the text and all options except paths."""
     tree = trial.config.to_dict()
     for place in ("train", "valid", "root", "store", "workers"):
         del tree["data"][place]
@@ -246,13 +245,13 @@ def key_of(trial: Trial) -> str:
 
 
 def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepared], float]) -> float:
-    """How long a trial's training takes on this device, for a pass or an update.
+    """Return `seconds(config, text)` of a trial on this device, measured once per folder.
 
-    The folder keeps it: measured again it would differ, and a table could not go on with the same updates.
+    The folder stores the value: a new measurement would differ, and an interrupted table would change its updates.
     """
     path = folder / TIMINGS
     known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    place = describe(choose_device(trial.config.train.device))  # "auto" is another device on another machine
+    place = describe(choose_device(trial.config.train.device))  # "auto" may be another device on another machine
     key = f"{trial.name} on {place}, {key_of(trial)}"
     if key not in known:
         known[key] = seconds(trial.config, trial.text)
@@ -260,7 +259,7 @@ def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepar
     return known[key]
 
 
-OpenTrial = tuple[str, str, Run]  # name and key of a trial, and its run folder
+OpenTrial = tuple[str, str, Run]  # name, key, run folder
 
 
 def _open(trial: Trial, key: str, folder: Path) -> OpenTrial:
@@ -276,7 +275,7 @@ def _run_sequential(runs: Iterator[OpenTrial], test: FilePair | None) -> Generat
         try:
             yield _attempt(name, key, run, test)
         except Interrupted as stop:
-            raise Interrupted(stop.exit_code - 128, f"stopped in {name}: go on with the same command") from None
+            raise Interrupted(stop.exit_code - 128, f"stopped in {name}: repeat the same command to resume") from None
 
 
 def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -> Generator[Result, None, None]:
@@ -296,7 +295,7 @@ def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -
                 process.join()
                 yield _outcome(*named, process.exitcode)
     except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, "stopped: go on with the same command") from None
+        raise Interrupted(signal.SIGINT, "stopped: repeat the same command to resume") from None
     finally:
         for process, _ in running.values():
             process.terminate()  # training saves its state first
@@ -305,13 +304,13 @@ def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -
 
 
 def _run_in_process(name: str, key: str, folder: str, test: FilePair | None, threads: int) -> None:
-    """A trial in its own process: the result is left in the run folder."""
-    os.setsid()  # Ctrl-C is for the parent, which then asks each to stop, once
+    """Run a trial in its own process; the result goes to a file in the run folder."""
+    os.setsid()  # Ctrl-C reaches only the parent, which then terminates each child once
     exit_with_parent()
     torch.set_num_threads(threads)
     run = Run.open(folder)
     path = run.path / "result.json"
-    path.unlink(missing_ok=True)  # of an attempt before this one
+    path.unlink(missing_ok=True)  # of an earlier attempt
     with suppress(Interrupted):
         files.write_text(path, json.dumps(_attempt(name, key, run, test).to_dict()) + "\n")
 
@@ -320,19 +319,19 @@ def _outcome(name: str, key: str, run: Run, code: int) -> Result:
     path = run.path / "result.json"
     if not code and path.exists():
         return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    return Result(name, run.config.train.seed, key, error=f"its process ended with code {code}: look into {run.path}")
+    return Result(name, run.config.train.seed, key, error=f"the process ended with code {code}: see {run.path}")
 
 
 def default_jobs(device: str) -> int:
-    """How many trials at a time: one for each core, or as many small models as a GPU and two cores each can feed."""
+    """Return the default number of parallel trials: one per core; on a GPU one per two cores, at most 8."""
     return cpu_count() if choose_device(device).type == "cpu" else min(8, max(1, cpu_count() // 2))
 
 
-# ---- one of them -----------------------------------------------------------------------------------------------------
+# ---- a single trial --------------------------------------------------------------------------------------------------
 
 
 def _attempt(name: str, key: str, run: Run, test: FilePair | None) -> Result:
-    """Train and measure; what training says goes to a file, and a failure becomes the result."""
+    """Train and measure; messages go to output.txt, and an exception becomes a result with `error`."""
     with (run.path / "output.txt").open("a", encoding="utf-8") as output, redirect_stderr(output):
         try:
             return _measure(name, key, run, test)
@@ -349,7 +348,7 @@ def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
     if run.scores.get("finished") != spec.steps:
         with run.lock():
             fit(run, prepared)
-        shutil.rmtree(run.path / "state")  # the table needs the weights only
+        shutil.rmtree(run.path / "state")  # only the weights are needed
     curve = _validation_curve(run.log)
     averaged = (run.path / "weights" / "average.safetensors").exists()
     translator = Translator(run, weights="average" if averaged else "last", device=spec.device)
@@ -375,7 +374,7 @@ def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
 
 
 def _validation_curve(log: Path) -> tuple[Point, ...]:
-    """The validations of a run, with tokens and seconds of training, in which validations do not count."""
+    """Return the validations of a run; `seconds` counts training without validation."""
     with log.open(encoding="utf-8") as lines:
         valid = [entry for entry in map(json.loads, lines) if entry["event"] == "valid"]
     for entry in valid:
@@ -385,10 +384,10 @@ def _validation_curve(log: Path) -> tuple[Point, ...]:
 
 
 def flops_per_token(config: Config, prepared: Prepared) -> float:
-    """Floating-point operations of forward and backward pass for each target token, counted on some real batches.
+    """Count the FLOPs of forward and backward pass per target token on a few real batches.
 
-    Those of matrix products, that is, a multiplication and an addition as two. It is done on the CPU by written-out
-    recurrence and attention, because fused kernels hide theirs from the counter.
+    Only matrix products count; a multiplication and an addition are two operations. The count runs on the CPU with
+    unfused recurrence and attention, because the counter cannot see inside fused kernels.
     """
     small = {"tokens_per_step": max(COUNTED_TOKENS, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
     updates = make_updates(config.replace(train=small), prepared)

@@ -1,8 +1,8 @@
-"""Long inputs, cut into pieces that fit the model and rejoined: nothing is lost, whatever the text.
+"""Inputs cut into sentences, or into pieces that fit the model, and rejoined: nothing is lost, whatever the text.
 
-A piece ends at a sentence border where there is one, else at clause punctuation, else at a space, else (one endless
-token) wherever it must. Pieces are as long as will fit, so the model sees as much context as it can use. The white
-space between pieces is kept aside and put back between their translations.
+With `sentences` every sentence is a piece. Without it, or where a sentence is too long, pieces are as long as will fit:
+a piece ends at a sentence border where there is one, else at clause punctuation, else at a space, else (one endless
+token) wherever it must. The white space between pieces is kept aside and put back between their translations.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ CLOSERS = "\"'”’“»›)]}」』）》"
 
 # Every run of marks is taken whole, border or not, so that the scan is linear even on a million full stops.
 MARKS = re.compile(rf"([{STOPS}{PAUSES}{WIDE_STOPS}{WIDE_PAUSES}]+)([{re.escape(CLOSERS)}]*)(\s*)|\s+")
+
+WORD = re.compile(r"[^\W_]|[\r\n]")  # a letter or digit, or the end of the line
+# Every line of several sentences matches; a line without a match is one sentence and is not scanned further.
+INNER_STOP = re.compile(rf"[{STOPS}][{re.escape(CLOSERS)}]*\s|[{WIDE_STOPS}][{re.escape(CLOSERS)}]*.")
 
 # Words that end in a full stop without ending a sentence: always, or before a number. Initials ("J.", "z.B.", "U.S.")
 # and small numbers ("3. Mai") are known by their form; a small letter after the stop means that the sentence goes on.
@@ -74,17 +78,19 @@ class Border(NamedTuple):
     rank: int
 
 
-def split(text: str, fits: Callable[[str], bool]) -> Pieces:
-    """Cut `text` into the longest pieces for which `fits` is true; a line break always ends a piece.
+def split(text: str, fits: Callable[[str], bool], *, sentences: bool = False) -> Pieces:
+    """Cut `text` into the longest pieces for which `fits` is true, or into `sentences`; a line break ends a piece.
 
-    A single character is never cut, even if `fits` refuses it. Text that is only white space has no pieces. `fits` is
-    asked O(log n) times a piece, seldom about much more than one piece of text.
+    A run of marks without a letter or digit is no sentence: it stays with the sentence before it. A single character is
+    never cut, even if `fits` refuses it. Text that is only white space has no pieces. `fits` is called O(log n) times a
+    piece, seldom with much more than one piece of text.
     """
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
     line = text[start:end]
-    if 0 < len(line) < SHORT and "\n" not in line and "\r" not in line and fits(line):
+    whole = "\n" not in line and "\r" not in line and not (sentences and INNER_STOP.search(line))
+    if 0 < len(line) < SHORT and whole and fits(line):
         return Pieces((line,), (text[:start], text[end:]))
-    cutter = _Cutter(text, fits)
+    cutter = _Cutter(text, fits, sentences)
     cuts = list(cutter.lines(start)) if start < len(text) else []
     starts = [start, *(resume for _, resume in cuts)]
     pieces = tuple(text[a:stop] for a, (stop, _) in zip(starts, cuts, strict=False))
@@ -94,22 +100,40 @@ def split(text: str, fits: Callable[[str], bool]) -> Pieces:
 class _Cutter:
     """Finds the cuts, (stop, resume) each, of one text."""
 
-    def __init__(self, text: str, fits: Callable[[str], bool]) -> None:
-        self.text, self.fits = text, fits
+    def __init__(self, text: str, fits: Callable[[str], bool], sentences: bool) -> None:
+        self.text, self.fits, self.sentences = text, fits, sentences
+        self.word = -1  # place of the last letter, digit or line break that was looked for
         self.guess = dict.fromkeys((SPACE, CLAUSE, SENTENCE), 1)  # units in the last piece of each rank
         self.window = 1  # characters in the last piece of an endless token
 
     def lines(self, start: int) -> Iterator[tuple[int, int]]:
         """The cuts from `start` to the end of the text."""
         line: list[Border] = []
+        word = self.next_word(start)
         for border in _borders(self.text, start):
             line.append(border)
-            if border.rank == LINE:
+            inner = self.sentences and border.rank == SENTENCE and word < border.stop and self.begins(border.resume)
+            if inner or border.rank == LINE:
                 if self.fits(self.text[start : border.stop]):
                     yield border.stop, border.resume
                 else:
                     yield from self.pack(start, line, SENTENCE)
                 start, line = border.resume, []
+                word = self.next_word(start)
+
+    def begins(self, at: int) -> bool:
+        """Whether a sentence begins here: a word comes before the next stop and before the end of the line."""
+        word = self.next_word(at)
+        if word == len(self.text) or self.text[word] in "\r\n":
+            return False
+        return INNER_STOP.search(self.text, at, word) is None
+
+    def next_word(self, at: int) -> int:
+        """The place of the first letter, digit or line break from `at` on, or the length of the text; `at` grows."""
+        if self.word < at:
+            found = WORD.search(self.text, at)
+            self.word = found.start() if found else len(self.text)
+        return self.word
 
     def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[tuple[int, int]]:
         """Cut text[start:] up to the last border, at borders of this rank or better as far as they serve."""
@@ -159,7 +183,7 @@ class _Cutter:
 
 
 def _borders(text: str, start: int) -> Iterator[Border]:
-    """Every place where the text may be cut, best effort for what is a sentence; the end of the text is the last."""
+    """Every place where the text may be cut, sentence borders by best effort; the end of the text is the last."""
     end = len(text.rstrip())
     for match in MARKS.finditer(text, start, end):
         marks, space = match.group(1) or "", match.group(3) or ""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.api.completer import Completer, TextDecoder
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models.transformer import DecoderOnly
 
 Event = dict[str, Any]

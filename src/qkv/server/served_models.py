@@ -31,6 +31,7 @@ class ServedModel:
     targets: tuple[str, ...]
     tags: tuple[str, ...]
     max_length: int
+    by_sentence: bool
     tokenizers: TokenizerPair
     created: str
 
@@ -52,6 +53,7 @@ class ServedModel:
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
             max_length=data.max_length,
+            by_sentence=run.by_sentence,
             tokenizers=run.tokenizers,
             created=str(run.about.get("begun", "")),
         )
@@ -70,7 +72,7 @@ class ServedModel:
         return (target or self.tags[0]) if self.tags else ""
 
     def split(self, text: str) -> tuple[Pieces, list[int]]:
-        """Split a text into pieces within the length limit, as `Translator` does, and return their costs."""
+        """Split a text into sentences within the length limit, as `Translator` does, and return their costs."""
         encode, limit = self.tokenizers.src.encode, self.max_length - (1 if self.tags else 0)
         lengths: dict[str, int] = {}
 
@@ -78,7 +80,7 @@ class ServedModel:
             lengths[piece] = len(encode(piece))
             return lengths[piece] <= limit
 
-        pieces = split(text, fits)
+        pieces = split(text, fits, sentences=self.by_sentence)
         return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
 
     def join(self, pieces: Pieces, texts: list[str], spaces: bool) -> str:

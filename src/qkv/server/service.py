@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
+from qkv.data.links import word_spans
 from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
 from qkv.server.auth import ApiKey, RateLimiter, find_key
 from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
@@ -170,10 +171,24 @@ class Service:
     ) -> list[tuple[str, list[tuple[int, int]] | None]]:
         """Return each translation with its links from source words to target words; waits for room in the queue."""
         options = {"tag": model.tag(target)} if model.tags else {}
-        costs = [1 + len(text) // 3 for text in texts]
+        split_texts = [model.split(text) for text in texts]
+        sentences = [piece for pieces, _ in split_texts for piece in pieces]
+        costs = [cost for _, lengths in split_texts for cost in lengths]
         group = ("translate_aligned", model.name, json.dumps(options))
-        results = await self.scheduler.submit(client, group, list(texts), costs, wait_for_room=True)
-        return [(each["texts"][0], each["links"] and [(i, j) for i, j in each["links"]]) for each in results]
+        aligned: list[dict[str, Any]] = []
+        for begin in range(0, len(sentences), SLICE):
+            some = slice(begin, begin + SLICE)
+            aligned += await self.scheduler.submit(client, group, sentences[some], costs[some], wait_for_room=True)
+        remaining = iter(aligned)
+        spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True
+        results = []
+        for text, (pieces, _) in zip(texts, split_texts, strict=True):
+            parts = [next(remaining) for _ in pieces]
+            translations = [part["texts"][0] for part in parts]
+            joined = model.join(pieces, translations, spaces)
+            links = join_alignments(text, joined, list(pieces), translations, [part["links"] for part in parts])
+            results.append((joined, links))
+        return results
 
     async def translate_html(
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
@@ -212,7 +227,8 @@ class Service:
     def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
         """Split HTML; a run is split at its tags too if they are unbalanced or the run is too long for the model."""
         parts: list[HtmlPart] = []
-        for part in split_html(text):
+        runs = split_html(text)
+        for part in [part for run in runs for part in (run.split_sentences() if model.by_sentence else [run])]:
             if (
                 part.kept
                 or not part.has_tags
@@ -222,6 +238,30 @@ class Service:
             else:
                 parts += part.split_at_tags()
         return parts
+
+
+def join_alignments(
+    source: str,
+    target: str,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    links: Sequence[Sequence[Sequence[int]] | None],
+) -> list[tuple[int, int]] | None:
+    """Join the word alignments of the sentences of a text; None if a sentence has none.
+
+    Also None if joining without spaces merged two words into one: the word numbers would be wrong.
+    """
+    joined: list[tuple[int, int]] = []
+    source_words, target_words = 0, 0  # in the sentences so far
+    for source_part, target_part, part_links in zip(sources, targets, links, strict=True):
+        if part_links is None:
+            return None
+        joined += [(source_words + i, target_words + j) for i, j in part_links]
+        source_words, target_words = (
+            source_words + len(word_spans(source_part)),
+            target_words + len(word_spans(target_part)),
+        )
+    return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
 
 
 @lru_cache(64)

@@ -7,7 +7,6 @@ told by their entropy.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from qkv.core.search import SearchOptions
+from qkv.core.translate import search_all
 from qkv.data import batches
 from qkv.data.loader import Batch, collate
 from qkv.data.plain import block_batch, hide, text_blocks
 from qkv.data.store import Prepared
-from qkv.decode.batched import search_all
-from qkv.decode.complete import generate
-from qkv.decode.sampling import Sampling
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation import metrics
 from qkv.models.attention import record
 from qkv.models.base import Model, TranslationModel
@@ -188,7 +187,7 @@ def _sample(model: DecoderOnly, prepared: Prepared, spec: Config, device: torch.
 def _bleu(model: TranslationModel, prepared: Prepared, spec: Config, device: torch.device) -> tuple[float, str]:
     store, tokenizers = prepared.valid, prepared.tokenizers
     sources = [store.src(i).tolist() for i in range(len(store))]
-    greedy = dataclasses.replace(spec.decode, beam=1)
+    greedy = SearchOptions.of(spec.decode, beam=1)
     found = search_all(model, sources, greedy, tokenizers, device=device)
     texts = [tokenizers.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in found]
     references = prepared.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]

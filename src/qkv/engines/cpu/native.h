@@ -84,8 +84,8 @@ typedef struct {
     float *logprob;
     const int64_t *longest, *forced;
     uint8_t *done;
-    int64_t *ended;
-    float *facts;
+    int64_t *finished_tokens;
+    float *finished_scores;
     int64_t pad, bos, eos, shortest;
     int64_t *chosen; /* (sentences · rows): which row each goes on from; none if each goes its own way */
 } Search;

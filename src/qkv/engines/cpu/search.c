@@ -93,12 +93,12 @@ static void move_on(const Search *s, int64_t sentence) {
     if (s->length[sentence] + 1 < s->capacity) s->length[sentence]++;
 }
 
-int64_t qkv_extend_chains(const Search *s) {
+int64_t qkv_extend_greedy(const Search *s) {
     if (is_wrong(s)) return 1;
     float *chunks = malloc(sizeof(float) * (size_t)(s->vocabulary / CHUNK + 1));
     if (!chunks) return 2;
     for (int64_t i = 0; i < s->sentences; i++) {
-        float *logits = s->logits + i * s->vocabulary, *facts = s->facts + i * 4;
+        float *logits = s->logits + i * s->vocabulary, *scores = s->finished_scores + i * 4;
         if (s->logprob[i] == -INFINITY) { /* it is over */
             s->done[i] = 1;
             move_on(s, i);
@@ -110,8 +110,8 @@ int64_t qkv_extend_chains(const Search *s) {
         float now = s->logprob[i] + (logits[token] - total);
         int ends = token == s->eos;
         if (ends) {
-            facts[0] = now / s->penalties[length], facts[1] = now, facts[2] = (float)length, facts[3] = (float)limit;
-            memcpy(s->ended + i * s->capacity, s->tokens + i * s->capacity, sizeof(int64_t) * (size_t)s->capacity);
+            scores[0] = now / s->penalties[length], scores[1] = now, scores[2] = (float)length, scores[3] = (float)limit;
+            memcpy(s->finished_tokens + i * s->capacity, s->tokens + i * s->capacity, sizeof(int64_t) * (size_t)s->capacity);
         }
         if (ends || limit) now = -INFINITY; /* what goes beyond its limit would never end */
         s->logprob[i] = now;
@@ -152,17 +152,17 @@ static void rank_row(const Search *s, int64_t sentence, int64_t row, Next *best,
 /* Put a hypothesis that ends among the n best of its sentence, behind its equals. */
 static void finish(const Search *s, int64_t sentence, Next one) {
     const int64_t length = s->length[sentence], limit = length >= s->longest[sentence], capacity = s->capacity;
-    float score = one.total / s->penalties[length], *facts = s->facts + sentence * s->n * 4;
-    int64_t *ended = s->ended + sentence * s->n * capacity, place = s->n - 1;
-    if (!(score > facts[place * 4])) return;
-    for (; place > 0 && score > facts[(place - 1) * 4]; place--) {
-        memcpy(facts + place * 4, facts + (place - 1) * 4, 4 * sizeof(float));
-        memcpy(ended + place * capacity, ended + (place - 1) * capacity, sizeof(int64_t) * (size_t)capacity);
+    float score = one.total / s->penalties[length], *scores = s->finished_scores + sentence * s->n * 4;
+    int64_t *finished = s->finished_tokens + sentence * s->n * capacity, place = s->n - 1;
+    if (!(score > scores[place * 4])) return;
+    for (; place > 0 && score > scores[(place - 1) * 4]; place--) {
+        memcpy(scores + place * 4, scores + (place - 1) * 4, 4 * sizeof(float));
+        memcpy(finished + place * capacity, finished + (place - 1) * capacity, sizeof(int64_t) * (size_t)capacity);
     }
     float fact[4] = {score, one.total, (float)length, (float)limit};
-    memcpy(facts + place * 4, fact, sizeof fact);
+    memcpy(scores + place * 4, fact, sizeof fact);
     const int64_t *written = s->tokens + (sentence * s->rows + one.parent) * capacity;
-    memcpy(ended + place * capacity, written, sizeof(int64_t) * (size_t)capacity);
+    memcpy(finished + place * capacity, written, sizeof(int64_t) * (size_t)capacity);
 }
 
 /* Finish what ends and go on with what does not, of what is ranked; `tokens` is memory for the rows of a sentence. */
@@ -178,7 +178,7 @@ static void settle(const Search *s, int64_t sentence, const Next *best, Next *go
         if (best[i].token == s->eos) going[count] = best[i], going[count++].total = -INFINITY;
     float most = -INFINITY;
     for (int64_t i = 0; i < rows; i++) most = going[i].total > most ? going[i].total : most;
-    float worst = s->facts[(sentence * s->n + s->n - 1) * 4];
+    float worst = s->finished_scores[(sentence * s->n + s->n - 1) * 4];
     int done = s->done[sentence] || limit || most / s->penalties[s->longest[sentence]] <= worst;
     int64_t *own = s->tokens + sentence * rows * capacity;
     memcpy(tokens, own, sizeof(int64_t) * (size_t)(rows * capacity));
@@ -241,7 +241,7 @@ int64_t qkv_advance(const Model *model, Step *step, const Search *s, int64_t ste
     while (!failed && made < steps && (!made || count_done(s) < done)) {
         step->count = alive(s, some);
         failed = qkv_step(model, step);
-        if (!failed) failed = s->chosen ? qkv_extend_beams(s) : qkv_extend_chains(s);
+        if (!failed) failed = s->chosen ? qkv_extend_beams(s) : qkv_extend_greedy(s);
         if (s->chosen && !failed) go_on(step, s, before);
         for (int64_t i = 0; i < s->sentences; i++) step->length[i]++;
         made++;

@@ -12,6 +12,7 @@ come and go: a slot that is free takes the next one, whatever positions the othe
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -22,15 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.decode.board import Hypothesis, Ids
-from qkv.decode.search import begin
-from qkv.decode.step import Choice, Search, Special
-from qkv.decode.trace import watching
+from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
+from qkv.core.tokenizer import TokenizerPair
+from qkv.core.translate import longest_outputs
+from qkv.decoding.beam_variants import DecodingOptions
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
+from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.attention import MultiHeadAttention, is_watched
-from qkv.models.state import Memory, StepModel
+from qkv.models.state import Memory
 from qkv.models.transformer import Transformer
-from qkv.options import DecodeConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
@@ -38,60 +39,85 @@ MOST = 512  # sentences at a time: more do not make a large GPU any faster
 LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
 
 
-class Pool:
-    """The searches that are made for one model, kept for the next call: capturing one takes longer than a sentence."""
+class SlotDecoding:
+    """Decoding engine whose searches keep a fixed shape, so that a GPU replays their steps as CUDA graphs.
 
-    def __init__(self, model: StepModel[Any, Any], keep: int = 4) -> None:
-        self.model, self.keep = model, keep
-        self.made: OrderedDict[Any, Slots] = OrderedDict()
+    Searches are kept for the next call: capturing one takes longer than decoding a sentence.
+    """
 
-    def serves(self, model: StepModel[Any, Any], choice: Choice) -> bool:
-        """Whether this model's search with these rules can be made of steps that are all alike."""
-        return (
-            model is self.model
-            and can_hold(model)
-            and (triton is not None or not torch.cuda.is_available())  # the plain twins cannot be captured
-            and not is_watched()
-            and watching.get() is None
-            and not choice.coverage
-            and choice.sampling is None
-            and all(getattr(rule, "capturable", False) for rule in (*choice.forbid, *choice.prefer))
+    def __init__(
+        self, model: Any, tokenizers: TokenizerPair, *, keep: int = 4, start: StartSearch = start_triton
+    ) -> None:
+        self.model, self.tokenizers, self.keep, self.start = model, tokenizers, keep, start
+        self.schedulers: OrderedDict[Any, SlotScheduler] = OrderedDict()
+
+    def supports(self, options: SearchOptions) -> str | None:
+        """Return None, or the reason why the steps of such a search cannot have a fixed shape."""
+        if not can_hold(self.model):
+            return "slots hold the keys and values of a Transformer whose scores are products"
+        if triton is None and torch.cuda.is_available():
+            return "without Triton the steps cannot be captured"
+        if is_watched():
+            return "attention is recorded or muted in the plain model alone"
+        if isinstance(options, DecodingOptions) and (options.coverage or options.sampling is not None):
+            return "coverage and sampling keep more than the search state"
+        if not all(processor.capturable for processor in options.logits_processors()):
+            return "a logits processor needs values on the host"
+        return None
+
+    def search_all(
+        self,
+        sources: Sequence[Ids],
+        options: SearchOptions,
+        *,
+        prefixes: Sequence[Ids] | None = None,
+        numbers: Sequence[int] | None = None,
+        progress: Callable[[Sequence[int]], None] = lambda finished: None,
+    ) -> list[list[Hypothesis]]:
+        """Return the n best hypotheses of each source, in the order of the sources; the longest enter first."""
+        if not sources:
+            return []
+        src, tgt = self.tokenizers.src, self.tokenizers.tgt
+        order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+        results: list[list[Hypothesis]] = [[] for _ in order]
+
+        def finished(place: int, hypotheses: list[Hypothesis]) -> None:
+            results[order[place]] = hypotheses
+            progress([order[place]])
+
+        special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
+        begun = prefixes or [()] * len(sources)
+        check_prefix(torch.tensor([token for prefix in begun for token in prefix], dtype=torch.long), special)
+        limits = longest_outputs(sources, options)
+        ids, longest = [[*sources[i], src.eos] for i in order], [limits[i] for i in order]
+        begun = [begun[i] for i in order]
+        self._scheduler(ids, longest, begun, options, special).run(
+            ids, longest, begun, pad_id=src.pad, finished=finished
         )
+        return results
 
-    def run(
+    def _scheduler(
         self,
         sources: Sequence[Ids],
         longest: Sequence[int],
         prefixes: Sequence[Ids],
-        spec: DecodeConfig,
-        special: Special,
-        choice: Choice,
-        *,
-        n_best: int,
-        pad_id: int,
-        finished: Callable[[int, list[Hypothesis]], None],
-    ) -> None:
-        """Decode sources (ids with </s>), longest first; `finished` hears of each as it ends."""
-        rows = max(spec.beam, n_best)
+        options: SearchOptions,
+        special: SpecialTokens,
+    ) -> SlotScheduler:
+        """Return a scheduler with room for these sentences, one that was used before if there is one."""
+        rows = max(options.beam, options.n_best)
         source = self._rounded(max(map(len, sources)), 16)
         capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
         slots = min(_power_below(len(sources)), MOST, self._room(rows, capacity, source))
-        key = (spec, special, slots, capacity, source, n_best, choice)
-        if key not in self.made:
-            while len(self.made) >= self.keep:
-                self.made.popitem(last=False)
-            self.made[key] = Slots(
-                self.model,
-                spec,
-                special,
-                slots=slots,
-                capacity=capacity,
-                source=source,
-                n_best=n_best,
-                choice=choice,
+        key = (dataclasses.replace(options, max_length=None), special, slots, capacity, source)
+        if key not in self.schedulers:
+            while len(self.schedulers) >= self.keep:
+                self.schedulers.popitem(last=False)
+            self.schedulers[key] = SlotScheduler(
+                self.model, options, special, slots=slots, capacity=capacity, source=source, start=self.start
             )
-        self.made.move_to_end(key)
-        self.made[key].run(sources, longest, prefixes, pad_id=pad_id, finished=finished)
+        self.schedulers.move_to_end(key)
+        return self.schedulers[key]
 
     def _rounded(self, length: int, step: int) -> int:
         """A little more room than is needed, so that the next call finds it; not beyond what positions were learned."""
@@ -115,7 +141,7 @@ def _power_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-class Slots:
+class SlotScheduler:
     """A search that holds `slots` sentences at a time and any number in all.
 
     `capacity` is room for <s>, the longest output and </s>; `source` for the longest source with its </s>. Sentences
@@ -126,29 +152,27 @@ class Slots:
     def __init__(
         self,
         model: Any,
-        spec: DecodeConfig,
-        special: Special,
+        options: SearchOptions,
+        special: SpecialTokens,
         *,
         slots: int,
         capacity: int,
         source: int,
-        n_best: int = 1,
-        choice: Choice,
+        start: StartSearch = start_triton,
     ) -> None:
         self.slots, self.device = slots, model.output.weight.device
         lengths = torch.ones(slots, dtype=torch.long, device=self.device)
-        self.search = begin(model, spec, special, lengths=lengths, capacity=capacity, n_best=n_best, choice=choice)
-        self.search.state = StaticState(model, slots, self.search.rows, capacity, source)
+        self.search = start(model, options, special, lengths=lengths, capacity=capacity)
+        self.search.decoder = StaticState(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
         self.group = max(1, slots // 8)  # the fewest that leave and enter at once: meanwhile the device waits
         self.doors = [Door(self.search, size, source, capacity) for size in sorted({self.group, slots})]
         self.lag = 0
         if self.device.type == "cuda":
-            self.search.eager = False
             self.advance, self.lag = captured(self.advance), LAG
             for door in self.doors:
                 door.enter = captured(door.enter)
-            self.search.board.done.fill_(True)
+            self.search.state.done.fill_(True)
             self.flags = torch.empty(LAG + 1, slots, dtype=torch.bool, pin_memory=True)
             # A graph holds addresses, not tensors: a table of positions that grows later must not free these.
             self.tables = list(model.buffers())
@@ -201,7 +225,7 @@ class Slots:
 
     def _flags(self, step: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Which slots are done, on their way to the host."""
-        done = self.search.board.done
+        done = self.search.state.done
         if self.device.type != "cuda":
             return done.clone(), None
         copied = self.flags[step % len(self.flags)]
@@ -216,7 +240,7 @@ class Door:
 
     def __init__(self, search: Search, size: int, source: int, capacity: int) -> None:
         self.search, self.size = search, size
-        device = search.board.done.device
+        device = search.state.done.device
 
         def numbers(*shape: int, value: int) -> Tensor:
             return torch.full((size, *shape), value, dtype=torch.long, device=device)
@@ -226,7 +250,7 @@ class Door:
         self.enter: Callable[[], object] = self._enter
 
     def _enter(self) -> None:
-        self.search.state.admit(self.slots, self.search.model.encode(self.source, self.lengths))
+        self.search.decoder.admit(self.slots, self.search.model.encode(self.source, self.lengths))
         self.search.place(self.slots, self.longest, self.forced)
 
     def let_in(

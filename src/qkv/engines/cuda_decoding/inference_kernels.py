@@ -24,8 +24,7 @@ if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # half a seco
         triton, tl = import_module("triton"), import_module("triton.language")
 
 BLOCK, WARPS = 32, 1  # positions that `lookup` reads at once, and warps for them
-CACHED = 2**17  # numbers that stay in the cache of a core
-CHUNK = 64  # neighbours in the vocabulary, of which the largest is found first
+CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds; as in qkv.core.search
 New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
 
 
@@ -148,52 +147,6 @@ def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
     return normed
 
 
-def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
-    """What a search asks of logits (rows, vocab), in one pass: log Σ exp of each row, and the largest of each chunk.
-
-    The tokens `never` (two of them), and `eos` in the rows where it is too `early`, are part of the sum but become -inf
-    in `logits`, and none of the largest.
-    """
-    chosen = scan_kernel if triton is not None and logits.is_cuda else scan_plain
-    return chosen(logits, never, early, eos)
-
-
-def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
-    largest = _largest(logits)
-    total = _log_sum_exp(logits, largest.amax(1))
-    logits.index_fill_(1, never, -math.inf)
-    if early is not None:
-        logits[:, eos].masked_fill_(early, -math.inf)
-    for chunk in {token // CHUNK for token in (*never.tolist(), eos)}:  # the largest there may be forbidden now
-        largest[:, chunk] = logits[:, chunk * CHUNK : (chunk + 1) * CHUNK].amax(-1)
-    return total, largest
-
-
-def _largest(logits: Tensor) -> Tensor:
-    """Of each chunk; the last may be shorter."""
-    whole = logits.shape[1] // CHUNK
-    found = [logits[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(-1)] if whole else []
-    if logits.shape[1] % CHUNK:
-        found.append(logits[:, whole * CHUNK :].amax(-1, keepdim=True))
-    return torch.cat(found, dim=1).float()
-
-
-def _log_sum_exp(logits: Tensor, largest: Tensor) -> Tensor:
-    """Some rows at a time, in memory that stays in the cache: fresh memory for all costs more than the exponentials."""
-    if not logits.is_cpu:
-        return logits.float().logsumexp(1)
-    rows, vocab = logits.shape
-    some = max(1, CACHED // vocab)
-    scratch = logits.new_empty(min(some, rows), vocab, dtype=torch.float)
-    total = largest.new_empty(rows)
-    for start in range(0, rows, some):
-        now = slice(start, min(start + some, rows))
-        terms = scratch[: now.stop - start]
-        torch.sub(logits[now], largest[now, None], out=terms).exp_()
-        torch.sum(terms, dim=1, out=total[now])
-    return total.log_().add_(largest)
-
-
 def scan_kernel(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     total = logits.new_empty(rows, dtype=torch.float)
@@ -216,23 +169,6 @@ def scan_kernel(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -
         num_warps=8,
     )
     return total, largest
-
-
-def top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (rows, n), largest first, and where they are; of equals in a short row the first."""
-    few = k <= 16 and k <= values.shape[1] <= 8192
-    if triton is not None and values.is_cuda and few:
-        return top_kernel(values, k)
-    best, places = values.sort(dim=1, descending=True, stable=True) if values.shape[1] <= 64 else values.topk(k, dim=1)
-    return best[:, :k], places[:, :k]
-
-
-def top_kernel(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    rows, count = values.shape
-    best, places = values.new_empty(rows, k), values.new_empty(rows, k, dtype=torch.long)
-    block = triton.next_power_of_2(count)
-    _top[(rows,)](values.contiguous(), best, places, count, k, block=block, num_warps=max(1, min(8, block // 512)))
-    return best, places
 
 
 if triton is not None:
@@ -288,30 +224,6 @@ if triton is not None:
             token_there = which_one * chunk + tl.arange(0, chunk)
             there = tl.load(logits + token_there, mask=token_there < vocab, other=float("-inf")).to(tl.float32)
             tl.store(largest + which_one, tl.max(there, axis=0))
-
-    @triton.jit
-    def _known(value):  # type: ignore[no-untyped-def]
-        """What is no number comes behind all that are."""
-        return tl.where(value == value, value, float("-inf"))
-
-    @triton.jit
-    def _take(value, place, no_place):  # type: ignore[no-untyped-def]
-        """The largest value and the first place where it is; what is no number is not there, or was taken before."""
-        largest = tl.max(value, axis=0)
-        return largest, tl.min(tl.where(value == largest, place, no_place), axis=0)
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _top(values, best, places, count, k, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program a row, which is held whole: the largest is taken out k times."""
-        row = tl.program_id(0).to(tl.int64)
-        inside = tl.arange(0, block)
-        value = tl.load(values + row * count + inside, mask=inside < count, other=0.0)
-        value = tl.where(inside < count, _known(value), float("nan"))
-        for i in range(k):
-            largest, place = _take(value, inside, block)
-            tl.store(best + row * k + i, largest)
-            tl.store(places + row * k + i, place.to(tl.int64))
-            value = tl.where(inside == place, float("nan"), value)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _look_up(  # type: ignore[no-untyped-def]

@@ -1,36 +1,116 @@
-"""One kernel for all that a plain step of a search does with the logits, where Triton serves.
+"""Search steps as Triton kernels: one kernel for each plain step of the search, after the scan of the logits.
 
-Its plain twin is the search itself: what `Beams` and `Chains` do in many small steps on the board. One program works on
-a sentence, and holds all that it ranks. A program reads whatever it needs of the board before it writes.
+`TritonGreedySearch` and `TritonBeamSearch` do the plain steps of `qkv.core.search` on the same search state. One
+program works on a sentence, and holds all that it ranks. A program reads everything that it needs of the state before
+it writes.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from qkv.decode.board import Board
-from qkv.engines.cuda_decoding.inference_kernels import CHUNK, tl, triton
+from qkv.core.search import CHUNK, BeamSearch, GreedySearch, Search, SearchState, log_sum_exp
+from qkv.decoding.beam_variants import start_variant
+from qkv.engines.cuda_decoding.inference_kernels import scan_kernel, tl, triton
+from qkv.models.state import StepModel
 
 ROWS, CHUNKS = 16, 1024  # the most of a sentence that a program holds
 PART = 64  # positions that are copied at once
 
 
-def serves(board: Board, largest: Tensor) -> bool:
-    """Whether a kernel does the step, with the `largest` logits of all chunks (sentences, rows, chunks)."""
-    _, rows, chunks = largest.shape
-    return triton is not None and board.done.is_cuda and rows <= ROWS and chunks <= CHUNKS
+def refused(search: Search, vocab: int) -> str | None:
+    """Return the reason why no kernel does the steps of a search; None if one does."""
+    if triton is None or not search.state.done.is_cuda:
+        return "no Triton, or not on a GPU"
+    if search.processors or search.on_step:
+        return "processors and on_step need all log-probabilities"
+    if isinstance(search, GreedySearch) and search.rows > 1:
+        return "greedy search has one row"
+    if search.rows > ROWS or -(-vocab // CHUNK) > CHUNKS:
+        return f"at most {ROWS} rows and {CHUNKS * CHUNK} tokens"
+    return None
 
 
-def extend_beams(board: Board, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int) -> Tensor:
-    """The step of `Beams` on its board, after the scan; which row each row now goes on from: (sentences × rows,)."""
-    (sentences, rows, chunks), n = largest.shape, board.facts.shape[1]
-    chosen = board.length.new_empty(sentences * rows)
+class TritonGreedySearch(GreedySearch):
+    """Greedy search whose steps are kernels where they can be."""
+
+    def extend(self, logits: Tensor) -> None:
+        if refused(self, logits.shape[1]):
+            return super().extend(logits)
+        total, largest = _scan_allowed(self, logits)
+        return extend_greedy(self.state, logits, total, largest, self.penalties, self.special.eos)
+
+
+class TritonBeamSearch(BeamSearch):
+    """Beam search whose steps are kernels where they can be."""
+
+    def extend(self, logits: Tensor) -> Tensor:
+        if refused(self, logits.shape[1]):
+            return super().extend(logits)
+        total, largest = _scan_allowed(self, logits)
+        return extend_beams(self.state, logits, total, largest, self.penalties, self.special.eos)
+
+
+def start_triton(model: StepModel[Any, Any], *arguments: Any, **options: Any) -> Search:
+    """Return the search that the options ask for, by kernels where it can be (`qkv.core.search.start_search`)."""
+    return start_variant(model, *arguments, **options, greedy=TritonGreedySearch, beam=TritonBeamSearch)
+
+
+def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log Σ exp of each row (sentences, rows), and the largest allowed logit of each chunk of it."""
+    early = None
+    if least := search.options.min_length:
+        early = (search.state.length < search.state.longest.clamp(max=least)).repeat_interleave(search.rows)
+    total, largest = scan(logits, search.never, early, search.special.eos)
+    return total.unflatten(0, (-1, search.rows)), largest.unflatten(0, (-1, search.rows))
+
+
+def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    """What a search asks of logits (rows, vocab), in one pass: log Σ exp of each row, and the largest of each chunk.
+
+    The tokens `never` (two of them), and `eos` in the rows where it is too `early`, are part of the sum but become -inf
+    in `logits`, and none of the largest.
+    """
+    chosen = scan_kernel if triton is not None and logits.is_cuda else scan_plain
+    return chosen(logits, never, early, eos)
+
+
+def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    largest = _largest(logits)
+    total = log_sum_exp(logits)
+    logits.index_fill_(1, never, -math.inf)
+    if early is not None:
+        logits[:, eos].masked_fill_(early, -math.inf)
+    for chunk in {token // CHUNK for token in (*never.tolist(), eos)}:  # the largest there may be forbidden now
+        largest[:, chunk] = logits[:, chunk * CHUNK : (chunk + 1) * CHUNK].amax(-1)
+    return total, largest
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """Of each chunk; the last may be shorter."""
+    whole = logits.shape[1] // CHUNK
+    found = [logits[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(-1)] if whole else []
+    if logits.shape[1] % CHUNK:
+        found.append(logits[:, whole * CHUNK :].amax(-1, keepdim=True))
+    return torch.cat(found, dim=1).float()
+
+
+def extend_beams(
+    state: SearchState, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int
+) -> Tensor:
+    """Do the step of `BeamSearch` after the scan; return the row that each row continues: (sentences × rows,)."""
+    (sentences, rows, chunks), n = largest.shape, state.finished_scores.shape[1]
+    chosen = state.length.new_empty(sentences * rows)
     tall, across = triton.next_power_of_2(rows), triton.next_power_of_2(chunks)
     _extend_beams[(sentences,)](
         *(logits, total, largest, penalties, chosen),
-        *(board.tokens, board.newest, board.length, board.logprob, board.longest, board.forced, board.done),
-        *(board.ended, board.facts),
-        *(logits.stride(0), logits.shape[1], chunks, board.tokens.shape[2], eos),
+        *(state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced, state.done),
+        *(state.finished_tokens, state.finished_scores),
+        *(logits.stride(0), logits.shape[1], chunks, state.tokens.shape[2], eos),
         rows=rows,
         n=n,
         found=min(2 * rows, rows * chunks),
@@ -45,15 +125,17 @@ def extend_beams(board: Board, logits: Tensor, total: Tensor, largest: Tensor, p
     return chosen
 
 
-def extend_chains(board: Board, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int) -> None:
-    """The step of `Chains` on its board, of one row a sentence, after the scan."""
+def extend_greedy(
+    state: SearchState, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int
+) -> None:
+    """Do the step of `GreedySearch`, of one row a sentence, after the scan."""
     chunks = largest.shape[2]
     block = triton.next_power_of_2(chunks)
-    _extend_chains[(len(board.done),)](
+    _extend_greedy[(len(state.done),)](
         *(logits, total, largest, penalties),
-        *(board.tokens, board.newest, board.length, board.logprob, board.longest, board.forced, board.done),
-        *(board.ended, board.facts),
-        *(logits.stride(0), logits.shape[1], chunks, board.tokens.shape[2], eos),
+        *(state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced, state.done),
+        *(state.finished_tokens, state.finished_scores),
+        *(logits.stride(0), logits.shape[1], chunks, state.tokens.shape[2], eos),
         block=block,
         chunk=CHUNK,
         part=PART,
@@ -67,7 +149,17 @@ def _warps(block: int) -> int:
 
 
 if triton is not None:
-    from qkv.engines.cuda_decoding.inference_kernels import _known, _take
+
+    @triton.jit
+    def _known(value):  # type: ignore[no-untyped-def]
+        """What is no number comes behind all that are."""
+        return tl.where(value == value, value, float("-inf"))
+
+    @triton.jit
+    def _take(value, place, no_place):  # type: ignore[no-untyped-def]
+        """The largest value and the first place where it is; what is no number is not there, or was taken before."""
+        largest = tl.max(value, axis=0)
+        return largest, tl.min(tl.where(value == largest, place, no_place), axis=0)
 
     @triton.jit
     def _may_follow(length, longest, forced, capacity, eos):  # type: ignore[no-untyped-def]
@@ -109,39 +201,38 @@ if triton is not None:
         value = tl.reshape(tl.where(real, tl.where(bound, nothing, value), float("nan")), (wide // 2 * across,))
         place = tl.arange(0, wide // 2 * across)
         within = tl.arange(0, wide * chunk)
-        held = tl.zeros((wide,), tl.int32)  # the chosen chunks …
-        where = tl.zeros((wide * chunk,), tl.int32)  # … and that of each of their tokens, …
+        where = tl.zeros((wide * chunk,), tl.int32)  # the chosen chunk of each of their tokens …
         worth = tl.full((wide * chunk,), nothing, tl.float32)  # … with its best
         for i in range(found):
             best, which = _take(value, place, wide * across)
             value = tl.where(place == which, float("nan"), value)
-            held = tl.where(slot == i, which, held)
             where = tl.where(within // chunk == i, which, where)
             worth = tl.where(within // chunk == i, best, worth)
-        # The best of their tokens, or of those that must follow: a place behind all others for each row.
+        # The best of their tokens, or of those that must follow. Of equals the lower flat index row · vocab + token is
+        # taken; candidates that do not exist have indices behind all others.
         whole = first + where // across
         token = where % across * chunk + within % chunk
         real = (worth > nothing) & (token < vocab)
         value = tl.load(logits + whole * logits_row + token, mask=real, other=nothing).to(tl.float32)
         value = _known(value + (tl.load(logprob + whole) - tl.load(total + whole)))
+        index = tl.where(real, where // across * vocab + token, rows * vocab + within)
         alone = tl.load(logits + (first + row) * logits_row + only, mask=is_row, other=nothing).to(tl.float32)
         alone = tl.where(bound, _known(alone + shift), nothing)
-        behind = wide * chunk + row
+        alone_index = row * vocab + only
+        no_index = rows * vocab + wide * chunk
         totals = tl.full((wide,), nothing, tl.float32)
-        places = tl.zeros((wide,), tl.int32)
+        flat = tl.zeros((wide,), tl.int32)
         for i in range(2 * rows):
-            best, which = _take(value, within, wide * chunk)
-            given, whose = _take(alone, behind, 2 * wide * chunk)
+            best, which = _take(value, index, no_index)
+            given, whose = _take(alone, alone_index, no_index)
             must = given > best
             which = tl.where(must, whose, which)
-            value = tl.where(within == which, float("nan"), value)
-            alone = tl.where(behind == which, nothing, alone)
+            value = tl.where(index == which, float("nan"), value)
+            alone = tl.where(alone_index == which, nothing, alone)
             totals = tl.where(slot == i, tl.where(must, given, best), totals)
-            places = tl.where(slot == i, which, places)
-        held = tl.sum(tl.where((places // chunk)[:, None] == slot[None, :], held[None, :], 0), axis=1)
-        is_alone = places >= wide * chunk
-        parents = tl.where(is_alone, places - wide * chunk, held // across)
-        tokens = tl.where(is_alone, only, tl.minimum(held % across * chunk + places % chunk, vocab - 1))
+            flat = tl.where(slot == i, which, flat)
+        parents = tl.minimum(flat // vocab, rows - 1)
+        tokens = flat % vocab
         return totals, parents, tokens
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -153,8 +244,8 @@ if triton is not None:
         limit,
         penalties,
         tokens,
-        ended,
-        facts,
+        finished,
+        scores,
         capacity,
         rows: tl.constexpr,
         n: tl.constexpr,
@@ -173,7 +264,7 @@ if triton is not None:
         same = (candidate - n)[:, None] == tl.arange(0, wide)[None, :]
         final = tl.max(tl.where(same & ends[None, :], totals[None, :], nothing), axis=1)
         parent = tl.sum(tl.where(same, parents[None, :], 0), axis=1)
-        fact = facts + (sentence * n + candidate) * 4
+        fact = scores + (sentence * n + candidate) * 4
         score = tl.where(old, tl.load(fact, mask=old, other=nothing), tl.div_rn(final, tl.load(penalties + at)))
         final = tl.where(old, tl.load(fact + 1, mask=old, other=nothing), final)
         count = tl.where(old, tl.load(fact + 2, mask=old, other=nothing), at.to(tl.float32))
@@ -183,7 +274,7 @@ if triton is not None:
         rank = tl.sum(((better | earlier) & (old | new)[None, :]).to(tl.int32), axis=1)
         stays = (old | new) & (rank < n)
         tl.debug_barrier()  # all facts have been read
-        fact = facts + (sentence * n + rank) * 4
+        fact = scores + (sentence * n + rank) * 4
         tl.store(fact, score, mask=stays)
         tl.store(fact + 1, final, mask=stays)
         tl.store(fact + 2, count, mask=stays)
@@ -193,12 +284,12 @@ if triton is not None:
                 position = start + tl.arange(0, part)
                 inside = stays[:, None] & (position < capacity)[None, :]
                 place = (sentence * n + candidate)[:, None] * capacity + position[None, :]
-                kept = tl.load(ended + place, mask=inside & old[:, None], other=0)
+                kept = tl.load(finished + place, mask=inside & old[:, None], other=0)
                 place = (sentence * rows + parent)[:, None] * capacity + position[None, :]
                 written = tl.load(tokens + place, mask=inside & new[:, None], other=0)
                 tl.debug_barrier()
                 place = (sentence * n + rank)[:, None] * capacity + position[None, :]
-                tl.store(ended + place, tl.where(old[:, None], kept, written), mask=inside)
+                tl.store(finished + place, tl.where(old[:, None], kept, written), mask=inside)
         return tl.max(tl.where(stays & (rank == n - 1), score, nothing), axis=0)
 
     @triton.jit(do_not_specialize=["logits_row", "vocab", "chunks"])  # type: ignore[untyped-decorator]
@@ -215,8 +306,8 @@ if triton is not None:
         longest,
         forced,
         done,
-        ended,
-        facts,
+        finished,
+        scores,
         logits_row,
         vocab,
         chunks,
@@ -242,7 +333,7 @@ if triton is not None:
         slot = tl.arange(0, wide)
         ends = (token == eos) & (slot < 2 * rows)
         worst = _finish(
-            totals, parents, ends, at, limit, penalties, tokens, ended, facts, capacity, rows, n, wide, both, part
+            totals, parents, ends, at, limit, penalties, tokens, finished, scores, capacity, rows, n, wide, both, part
         )
         # The first `rows` that do not end go on; others if they are few. Each is stored in its place.
         goes_on = (token != eos) & (slot < 2 * rows)
@@ -273,7 +364,7 @@ if triton is not None:
         tl.store(done + sentence, over)
 
     @triton.jit(do_not_specialize=["logits_row", "vocab", "chunks"])  # type: ignore[untyped-decorator]
-    def _extend_chains(  # type: ignore[no-untyped-def]
+    def _extend_greedy(  # type: ignore[no-untyped-def]
         logits,
         total,
         largest,
@@ -285,8 +376,8 @@ if triton is not None:
         longest,
         forced,
         done,
-        ended,
-        facts,
+        finished,
+        scores,
         logits_row,
         vocab,
         chunks,
@@ -318,7 +409,7 @@ if triton is not None:
         score = tl.div_rn(now, tl.load(penalties + at))
         tl.debug_barrier()  # all numbers have been read
         if ends:
-            fact = facts + sentence * 4
+            fact = scores + sentence * 4
             tl.store(fact, score)
             tl.store(fact + 1, now)
             tl.store(fact + 2, at.to(tl.float32))
@@ -327,7 +418,7 @@ if triton is not None:
                 position = start + tl.arange(0, part)
                 inside = position < capacity
                 written = tl.load(tokens + sentence * capacity + position, mask=inside, other=0)
-                tl.store(ended + sentence * capacity + position, written, mask=inside)
+                tl.store(finished + sentence * capacity + position, written, mask=inside)
             tl.debug_barrier()
         now = tl.where(ends | limit, nothing, now)  # what goes beyond its limit is no number: it would never end
         tl.store(tokens + sentence * capacity + end, token.to(tl.int64))

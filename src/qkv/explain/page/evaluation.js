@@ -1,5 +1,5 @@
 "use strict";
-// One list of sentences at a time, and of those the ones that contain a text. Without this script all lists are shown.
+// Shows one list of sentences, filtered by a text. Without this script the page shows all lists.
 const controls = document.getElementById("controls"), lists = [...document.querySelectorAll("[data-list]")];
 
 function show() {

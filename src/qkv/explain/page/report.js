@@ -8,16 +8,16 @@ const several = data.runs.length > 1;
 const redraws = [];
 
 function html(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 function svg(tag, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
@@ -38,24 +38,24 @@ function ticks(low, high, count, axis) {
   const rough = (high - low) / count, size = 10 ** Math.floor(Math.log10(rough));
   let step = [1, 2, 2.5, 5, 10].map(n => n * size).find(n => n >= rough);
   if (axis === "seconds") step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400].find(n => n >= rough) || step;
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
-  return found;
+  const values = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(+(i * step).toPrecision(12));
+  return values;
 }
 function logTicks(low, high) {
-  const found = [];
+  const values = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
     for (const n of high / low > 300 ? [1] : high / low > 20 ? [1, 3] : [1, 2, 3, 5, 7]) {
       const value = +(n * 10 ** power).toPrecision(6);
-      if (value >= low * 0.999 && value <= high * 1.001) found.push(value);
+      if (value >= low * 0.999 && value <= high * 1.001) values.push(value);
     }
-  return found;
+  return values;
 }
 
 // ---- a chart --------------------------------------------------------------------------------------------------------
 
 const table = line => data.runs[line.run][line.table];
-function label(line, chart) { // in a chart with one line for each run, the run is name enough
+function label(line, chart) { // in a chart with one line for each run, the run's name is the label
   const alone = chart.lines.filter(other => other.run === line.run).length === 1, name = data.runs[line.run].name;
   return !several ? line.label : alone ? name : `${name}: ${line.label}`;
 }
@@ -98,7 +98,7 @@ function paint(plot, chart, axis, log) {
   plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   plot.replaceChildren();
   if (!lines.flat().some(Boolean)) {
-    plot.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, `the log does not say the ${AXES[axis]}`));
+    plot.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, `the log has no ${AXES[axis]}`));
     return null;
   }
   const scale = scales(lines, chart, width, axis, log);
@@ -143,7 +143,7 @@ function point(plot, tip, chart, drawn, axis, x) { // show the values at x, one 
   tip.style.left = `${Math.max(4, left)}px`;
 }
 
-function numbers(chart) { // the tables behind a chart, made when they are first opened
+function numbers(chart) { // tables of a chart's numbers, built when they are first opened
   const box = html("details", {}, html("summary", {}, "Numbers"));
   box.addEventListener("toggle", () => {
     if (box.children.length > 1) return;
@@ -185,7 +185,7 @@ function add(chart) {
   plot.addEventListener("keydown", event => {
     const last = drawn ? drawn.stops.length - 1 : -1;
     const to = { ArrowRight: Math.min(last, stop + 1), ArrowLeft: stop < 0 ? last : Math.max(0, stop - 1), Home: 0, End: last, Escape: -1 }[event.key];
-    if (to === undefined) return; // another key is none of ours
+    if (to === undefined) return; // not a key of the chart
     event.preventDefault();
     show(to);
   });

@@ -29,7 +29,7 @@ function card(model) {
     size: parameters ? `${count(parameters)} parameters` : "",
     vocabulary: model.vocabulary ?? "",
     engine: model.engine ?? "",
-    longest: longest ? `${count(longest)} tokens; ${is ? "longer text is split at sentence ends and joined again" : "earlier text is forgotten"}` : "",
+    longest: longest ? `${count(longest)} tokens; ${is ? "longer sentences are split and joined again" : "earlier text is forgotten"}` : "",
     scores: Object.entries(scores ?? {}).filter(([name, value]) => typeof value === "number" && name !== "step").map(([name, value]) =>
       `${NAMES[name] ?? name.replaceAll("_", " ")} ${+value.toPrecision(4)}`).join(" · "),
     made: model.made ? [model.made.begun?.slice(0, 10), model.made.qkv && `qkv ${model.made.qkv}`, model.made.torch && `torch ${model.made.torch}`].filter(Boolean).join(", ") : "",

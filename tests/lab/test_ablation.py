@@ -1,4 +1,4 @@
-"""Changes of a recipe against the recipe as it is: at equal time, with several seeds, told apart from chance."""
+"""Ablation: changes of a recipe at equal time, with several seeds and the noise between them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [(each.name, each.seed, each.steps) for each in found] == [
         (name, seed, steps) for name, steps in ((ablation.BASELINE, 8), (DROP, 4), (WORDS, 8)) for seed in (1, 2)
     ]
-    told = page.read_text(encoding="utf-8")
-    assert f"| {DROP} |" in told
-    assert "`qkv lab ablate`" in told
+    text = page.read_text(encoding="utf-8")
+    assert f"| {DROP} |" in text
+    assert "`qkv lab ablate`" in text
     monkeypatch.setattr(trials, "_measure", lambda *arguments: pytest.fail("measured again"))
     assert ablation.measure(recipe(tmp_path), [DROP, WORDS], **options)["trials"] == result["trials"]
 
@@ -64,7 +64,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("equal", "share"), [("time", 2.5), ("steps", 1.0)])
-def test_updates_are_those_of_the_recipe_as_it_is(
+def test_updates_follow_from_the_unchanged_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
@@ -91,7 +91,7 @@ def fake(name: str, spec: TrainConfig, key: str, bleu: float) -> Result:
     return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
 
 
-def test_a_gain_is_told_from_chance() -> None:
+def test_a_gain_beyond_the_noise_is_significant() -> None:
     def three(name: str, *values: float) -> list[Result]:
         return [fake(name, TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
 
@@ -103,15 +103,15 @@ def test_a_gain_is_told_from_chance() -> None:
     }
     rows = {row[0]: row for row in ablation._result_table("", found).rows}
     assert rows["good"][1] == "32.00 ± 0.10"
-    assert rows["good"][3].endswith(": more than chance")
-    assert rows["same"][3].endswith(": chance")
+    assert rows["good"][3].endswith(": significant")
+    assert rows["same"][3].endswith(": within the noise")
     assert rows["broken"][4] == "failed"
     alone = ablation._result_table("", {name: results[:1] for name, results in found.items()})
     assert [row[3] for row in alone.rows][1] == "+1.9, noise unknown"
     assert rows[ablation.BASELINE][3] == ""
 
 
-def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
+def test_wrong_calls_are_refused_before_any_training(tmp_path: Path) -> None:
     made = recipe(tmp_path)
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
@@ -121,28 +121,28 @@ def test_mistakes_are_told_before_hours_of_work(tmp_path: Path) -> None:
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)
     with pytest.raises(UsageError, match=r"a \.json file"):
         ablation.measure(made, [], out=tmp_path, output=["table.txt"])
-    with pytest.raises(UsageError, match=r"other validation text .*: give all the same with --valid-src"):
+    with pytest.raises(UsageError, match=r"other validation text .*: give one text to all rows with --valid-src"):
         ablation.measure(made, ["data.valid_size=3"], out=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("train.steps=5600", "how long .* with --steps"),
-        ("train.epochs=3", "how long .* with --steps"),
-        ("model.dropout=0.2 train.patience=1", "all are trained to their end"),
+        ("train.steps=5600", "length .* with --steps"),
+        ("train.epochs=3", "length .* with --steps"),
+        ("model.dropout=0.2 train.patience=1", "run to their end"),
         ("train.seed=7", "same seeds: .* --seeds"),
-        ("train.device=cpu", "same device: .* --device"),
-        ("train.log_every=7", "changes nothing"),
+        ("train.device=cpu", "one device: .* --device"),
+        ("train.log_every=7", "no effect"),
         ("data.store=elsewhere", "working folder: .* --out"),
     ],
 )
-def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, why: str) -> None:
+def test_options_decided_by_the_table_are_refused(tmp_path: Path, change: str, why: str) -> None:
     path = change.split()[-1].partition("=")[0]
-    with pytest.raises(UsageError, match=rf"^--try {change}: {path} is not for a row to change, because .*{why}"):
+    with pytest.raises(UsageError, match=rf"^--try {change}: {path} cannot differ between rows, because .*{why}"):
         ablation.measure(recipe(tmp_path), [change], out=tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
-def test_what_no_row_may_change_are_options() -> None:
+def test_refused_options_exist() -> None:
     assert set(ablation.NOT_COMPARABLE) <= {path for path, _, _ in Config().options()}

@@ -38,7 +38,7 @@ def size(spec: ModelConfig, vocab: int) -> int:
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_a_preset_is_whole(name: str) -> None:
+def test_presets_are_complete(name: str) -> None:
     preset = presets.PRESETS[name]
     made = preset()
     assert made.train.name == name
@@ -81,7 +81,7 @@ def test_no_such_preset() -> None:
 
 
 @pytest.mark.parametrize("name", table3.ROWS)
-def test_a_row_at_scale_is_the_papers_in_small(name: str) -> None:
+def test_scaled_rows_keep_the_papers_proportions(name: str) -> None:
     full, text = presets.PRESETS[name](), presets.demo()
     scale = table3.Scale(width=1 / 4, depth=1 / 2, steps=100, tokens=1024)
     small = table3.scaled_config(name, scale, text, device="cpu", seed=7)
@@ -173,7 +173,7 @@ def test_operations_of_a_recurrent_network(even: tuple[Config, Prepared, int, in
     d, gates, vocab = 16, {"gru": 3, "lstm": 4}[cell], prepared.tokenizers.tgt.size
     spec = RnnConfig(cell=cell, d_model=d)
     encoder = S * 2 * gates * (d // 2) * (d + d // 2)
-    decoder = T * gates * d * (2 * d + d)  # the token and what is fed to it, and the state
+    decoder = T * gates * d * (2 * d + d)  # the token, the fed attention vector, and the state
     attention = S * d * d + T * (d * d + S * d + S * d + 2 * d * d)
     forward = encoder + decoder + attention + (2 if cell == "lstm" else 1) * d * d + T * d * vocab
     counted = trials.flops_per_token(dataclasses.replace(made, model=spec), prepared)
@@ -200,7 +200,7 @@ def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: P
     assert table2.match_parameters(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
 
 
-def test_contestants_are_the_presets_where_those_are_measured(tmp_path: Path, prepared: Prepared) -> None:
+def test_matched_models_are_the_presets_on_the_demo_corpus(tmp_path: Path, prepared: Prepared) -> None:
     found = table2.matched_models(presets.demo(), prepared)
     assert found[table2.OURS] == presets.demo().model
     sizes = {name: size(model, prepared.tokenizers.tgt.size) for name, model in found.items()}
@@ -264,7 +264,7 @@ def test_an_interrupted_table_keeps_what_is_done(
     assert [result.name for result in trials.read_results(tmp_path / "work").values()] == ["first"]
 
 
-def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
+def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
     trial = Trial("small", small_config(*text, log_every=2), prepared)
     (result,) = trials.run_all([trial], tmp_path / "work")
     assert not result.error
@@ -282,7 +282,7 @@ def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared
     assert result.parameters == size(trial.config.model, prepared.tokenizers.tgt.size)
     assert result.flops == result.tokens * trials.flops_per_token(trial.config, prepared)
     assert result.test_bleu is None
-    # A test set asked for later is translated, but nothing is trained again; the validation text as test set agrees.
+    # A test set added later is translated without new training; the validation text as test set gives equal BLEU.
     valid = str(prepared.valid_text[0]), str(prepared.valid_text[1])
     (run.path / "weights" / "best.safetensors").unlink()  # it is the last weights that count
     (again,) = trials.run_all([trial], tmp_path / "work", test=valid)
@@ -291,7 +291,7 @@ def test_a_trial_measures_what_it_says(text: tuple[str, str], prepared: Prepared
 
 
 @pytest.mark.slow
-def test_trials_side_by_side(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
+def test_parallel_trials(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
     steep = Trial("steep", small_config(*text, steps=14, learning_rate=1e30, clip=0.0), prepared)
     killed = Trial("killed", small_config(*text, name="killed"), prepared)
     wanted = [steep, *named(text, prepared, "small")]
@@ -358,16 +358,16 @@ def test_the_noise_of_a_difference() -> None:
     assert result_tables.pooled_deviation(groups) == pytest.approx(pooled)
     gap = result_tables.difference(groups[1], groups[2], pooled)
     assert (gap.value, gap.noise) == pytest.approx((5.0, 2 * pooled * math.sqrt(1 / 2 + 1)))
-    assert not gap.told
+    assert not gap.significant
     gap = result_tables.difference(groups[1], groups[0], pooled)
-    assert gap.told
-    assert not result_tables.difference(groups[1], groups[0], math.nan).told
+    assert gap.significant
+    assert not result_tables.difference(groups[1], groups[0], math.nan).significant
     assert result_tables.mean_and_deviation([1.0, 3.0]) == "2.00 ± 1.41"
     assert result_tables.mean_and_deviation([1.0]) == "1.00"
 
 
 def trained(name: str, losses: Sequence[float], bleu: float, *, flops: float = 10.0, pace: float = 1.0) -> list[Result]:
-    """Two seeds whose validations come every 100 tokens."""
+    """Return results of two seeds, validated every 100 tokens."""
     curve = tuple(Point(i, 100 * i, pace * i, loss) for i, loss in enumerate(losses, 1))
     one = Result(name, 1, name, flops_per_token=flops, loss=losses[-1], bleu=bleu, curve=curve, parameters=5, steps=4)
     return [one, dataclasses.replace(one, seed=2, bleu=bleu + 0.2)]
@@ -453,7 +453,7 @@ def test_costs_are_equal(
         assert set(table.steps.values()) == {1000}
     elif equal == "time":
         assert table.steps == {"RNN": 250, "ConvS2S": 2000, table2.OURS: 1000}
-        pace["rnn"] = 8.0  # a table that goes on keeps to what was measured first
+        pace["rnn"] = 8.0  # a resumed table keeps the first measurement
         table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 250
         monkeypatch.setattr(trials, "describe", lambda device: "another machine")
@@ -464,7 +464,7 @@ def test_costs_are_equal(
         assert costs == pytest.approx([costs[-1]] * 3, rel=5e-3)
 
 
-def test_tables_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+def test_wrong_table_calls_are_refused(tmp_path: Path) -> None:
     for wrong, match in [
         ({"output": ["table.txt"]}, "a .json file"),
         ({"rows": ["table3_f"]}, "choose among paper_base"),

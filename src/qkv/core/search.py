@@ -1,0 +1,450 @@
+"""Greedy and beam search (section 6.1), and the scores of given targets by forced decoding.
+
+A hypothesis is a sequence of tokens that ends in </s>. Its log-probability is the sum over its tokens, </s> included;
+its score is that sum divided by the length penalty. At the longest length allowed only </s> may follow, so every
+hypothesis ends.
+
+The order of equals is the same on every path. Continuations: higher total first, then lower row, then lower token id;
+NaN last. Rows are numbered by rank, so this order is total. Finished hypotheses: higher score first, then the one that
+finished earlier.
+
+The search needs four calls of a model and nothing else: `encode`, `start`, `step` and the state's `select`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from qkv.core.config import DecodeConfig
+from qkv.core.errors import QkvError, UsageError
+from qkv.models.state import StepModel
+
+CHUNK = 64  # neighbours in the vocabulary whose maximum is looked at first
+CACHED = 2**17  # numbers that stay in the cache of a core
+LEAVING = 0.25  # sentences leave a batch in groups of at least this part of it: leaving copies the decoder state
+
+Ids = Sequence[int]
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of the tokens that write no text."""
+
+    bos: int
+    eos: int
+    pad: int
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation in ids, without </s>; its score is the log-probability under the length penalty."""
+
+    tokens: list[int]
+    logprob: float
+    score: float
+    truncated: bool  # it reached the longest length allowed, and </s> was the only continuation left
+
+
+class LogitsProcessor(Protocol):
+    """Changes log-probabilities (sentences, rows, vocab) of the next token in place, before the choice."""
+
+    @property
+    def changes_score(self) -> bool: ...  # True: forbids by -inf; False: changes the choice, not what the choice counts
+
+    @property
+    def capturable(self) -> bool: ...  # needs no value on the host, so that it may be part of a CUDA graph
+
+    def __call__(self, log_probs: Tensor, state: SearchState) -> None: ...
+
+
+@dataclass(frozen=True)
+class SearchOptions(DecodeConfig):
+    """How to search: the options of the config, and those of one call. Lengths do not count </s>."""
+
+    n_best: int = 1
+    min_length: int = 0
+    max_length: int | None = None  # None: length of the source + extra_length
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    @classmethod
+    def of(cls, decode: DecodeConfig, **more: Any) -> Self:
+        """Return the options of a config with more of one call."""
+        return cls(**{**vars(decode), **more})
+
+    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
+        """Return all processors, in the order in which they are applied."""
+        return self.processors
+
+
+def length_penalty(length: Tensor | float, decode: DecodeConfig) -> Any:
+    """Return the divisor of a log-probability; length counts </s>. `gnmt` is the paper's ((5 + length) / 6)^alpha."""
+    if decode.length_penalty == "gnmt":
+        return ((5 + length) / 6) ** decode.alpha
+    return length if decode.length_penalty == "average" else 1.0
+
+
+@dataclass
+class SearchState:
+    """Hypotheses that grow, `rows` for each sentence, and the n best that have finished.
+
+    Tensors of fixed size: kernels and C work on them in place, and a step over them can be captured as a CUDA graph.
+    Sentences that are done stay until `Search.keep` removes them. A row without a hypothesis has log-probability -inf.
+    """
+
+    tokens: Tensor  # (sentences, rows, capacity): <s>, then the tokens written so far
+    newest: Tensor  # (sentences, rows): the last of them
+    length: Tensor  # (sentences,): tokens written after <s>
+    logprob: Tensor  # (sentences, rows)
+    longest: Tensor  # (sentences,): the most tokens that may be written, </s> not counted
+    forced: Tensor  # (sentences, capacity): the token that must be written at each length, or -1
+    done: Tensor  # (sentences,)
+    finished_tokens: Tensor  # (sentences, n, capacity), <s> first
+    finished_scores: Tensor  # (sentences, n, 4): score, log-probability, length, truncated; score -inf: none
+
+    @classmethod
+    def empty(cls, sentences: int, rows: int, n_best: int, capacity: int, device: torch.device) -> SearchState:
+        """Return a state of this size in which all sentences are done."""
+
+        def full(*shape: int, value: float, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.full((sentences, *shape), value, dtype=dtype, device=device)
+
+        return cls(
+            tokens=full(rows, capacity, value=0),
+            newest=full(rows, value=0),
+            length=full(value=0),
+            logprob=full(rows, value=-math.inf, dtype=torch.float),
+            longest=full(value=0),
+            forced=full(capacity, value=-1),
+            done=full(value=True, dtype=torch.bool),
+            finished_tokens=full(n_best, capacity, value=0),
+            finished_scores=full(n_best, 4, value=-math.inf, dtype=torch.float),
+        )
+
+    @property
+    def at_limit(self) -> Tensor:
+        """Where only </s> may follow: (sentences,)."""
+        return self.length >= self.longest
+
+    def place(self, slots: Tensor, bos: int, longest: Tensor, forced: Tensor, logprob: Tensor) -> None:
+        """Start sentences in these slots: `forced` (sentences, lengths), `logprob` (rows,) the same for each."""
+        # index_fill and index_copy: an assignment would copy numbers from the host, which a CUDA graph cannot.
+        self.tokens.index_fill_(0, slots, 0)
+        self.tokens[:, :, 0].index_fill_(0, slots, bos)
+        self.newest.index_fill_(0, slots, bos)
+        self.length.index_fill_(0, slots, 0)
+        self.logprob.index_copy_(0, slots, logprob.expand(len(slots), -1))
+        self.longest.index_copy_(0, slots, longest)
+        self.forced.index_fill_(0, slots, -1)
+        self.forced[:, : forced.shape[1]].index_copy_(0, slots, forced)
+        self.done.index_fill_(0, slots, False)
+        self.finished_scores.index_fill_(0, slots, -math.inf)
+
+    def finish(self, totals: Tensor, scores: Tensor, rows: Tensor, truncated: Tensor) -> None:
+        """Keep the n best of the finished and the new (sentences, new), which continue `rows` with </s>."""
+        length, cut = (part[:, None].expand_as(totals) for part in (self.length, truncated))
+        entries = torch.cat([self.finished_scores, torch.stack([scores, totals, length, cut], dim=-1)], dim=1)
+        _, order = top_k(entries[:, :, 0], self.finished_scores.shape[1])
+        self.finished_scores.copy_(entries.gather(1, order[:, :, None].expand(-1, -1, 4)))
+        capacity = self.tokens.shape[2]
+        written = self.tokens.gather(1, rows[:, :, None].expand(-1, -1, capacity))
+        written = torch.cat([self.finished_tokens, written], dim=1)
+        self.finished_tokens.copy_(written.gather(1, order[:, :, None].expand(-1, -1, capacity)))
+
+    def go_on(self, rows: Tensor | None, tokens: Tensor, logprob: Tensor, done: Tensor) -> None:
+        """Continue `rows` (None: each its own) with one token each: all (sentences, rows), but `done` (sentences,)."""
+        if rows is not None:
+            self.tokens.copy_(self.tokens.gather(1, rows[:, :, None].expand_as(self.tokens)))
+        self.length.add_(1).clamp_(max=self.tokens.shape[2] - 1)
+        self.tokens.scatter_(2, self.length[:, None, None].expand(-1, self.tokens.shape[1], 1), tokens[:, :, None])
+        self.newest.copy_(tokens)
+        self.logprob.copy_(logprob.masked_fill(done[:, None], -math.inf))
+        self.done.copy_(done)
+
+
+class RankedStep(NamedTuple):
+    """A step that was done, as `on_step` gets it: the continuations that were ranked, and which of them go on."""
+
+    totals: Tensor  # (sentences, ranked), best first; -inf: no continuation
+    parents: Tensor  # the rows that they continue
+    tokens: Tensor
+    kept: Tensor  # (sentences, rows): places among the ranked
+    best: Tensor  # (sentences, rows): total of the best continuation of each row, ranked or not
+
+
+class Search:
+    """Sentences that each grow by one token per step; subclasses choose the token in `extend`."""
+
+    def __init__(
+        self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, state: SearchState
+    ) -> None:
+        self.model, self.options, self.special, self.state = model, options, special, state
+        device, self.rows = state.done.device, state.tokens.shape[1]
+        self.decoder: Any = None  # the model's state
+        self.numbers = list(range(len(state.done)))  # number of the sentence in each slot
+        self.on_step: Callable[[Search, RankedStep], None] | None = None
+        self.processors = options.logits_processors()
+        self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
+        self.never = torch.tensor([special.pad, special.bos], device=device)
+        lengths = torch.arange(1, state.tokens.shape[2] + 2, device=device)
+        self.penalties = torch.ones(len(lengths), device=device) * length_penalty(lengths.float(), options)
+        self.eager = device.type == "cpu"  # reading a value from the device costs nothing: skip what no sentence needs
+
+    def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
+        """Start sentences in these slots; `forced` (sentences, lengths) are the tokens they begin with, then -1."""
+        longest = longest.maximum((forced >= 0).sum(1))
+        self.state.place(slots, self.special.bos, longest, forced, self.first)
+
+    def advance(self) -> None:
+        """Write one more token to every row."""
+        logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
+        if (rows := self.extend(logits[:, -1])) is not None:
+            self.decoder = self.decoder.select(rows)
+
+    def extend(self, logits: Tensor) -> Tensor | None:
+        """Choose from logits (sentences × rows, vocab); return the row that each row continues, if not itself."""
+        raise NotImplementedError
+
+    def allowed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values (sentences, rows, vocab), -inf where forbidden, and their shift (sentences, rows).
+
+        value + shift is the log-probability of a token. Without processors the values are the logits: equal logits of a
+        row stay equal.
+        """
+        state, eos = self.state, self.special.eos
+        values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
+        shift = logits.new_zeros(len(logits), dtype=torch.float) if self.processors else -log_sum_exp(logits)
+        values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
+        values.index_fill_(2, self.never, -math.inf)
+        if self.options.min_length:
+            early = state.length < state.longest.clamp(max=self.options.min_length)
+            values[:, :, eos].masked_fill_(early[:, None], -math.inf)
+        forced = state.forced.gather(1, state.length[:, None])  # (sentences, 1)
+        is_forced, only = (forced >= 0)[:, :, None], torch.where(forced >= 0, forced, eos)
+        place = only[:, :, None].expand(-1, self.rows, 1)
+        given = values.gather(2, place)
+        for processor in self.processors:
+            if processor.changes_score:
+                processor(values, state)
+        bound = is_forced | state.at_limit[:, None, None]
+        if not self.eager or bool(bound.any()):  # then only one token may follow; processors cannot forbid a forced one
+            value = torch.where(is_forced, given, values.gather(2, place))
+            others = torch.arange(values.shape[2], device=values.device) != place
+            values.masked_fill_(others & bound, -math.inf).scatter_(2, place, value)
+        return values, shift
+
+    def preferred(self, values: Tensor) -> Tensor:
+        """Return the values by which tokens are chosen: with processors that do not change the score."""
+        preferring = [processor for processor in self.processors if not processor.changes_score]
+        values = values.clone() if preferring else values
+        for processor in preferring:
+            processor(values, self.state)
+        return values
+
+    def keep(self, slots: list[int]) -> None:
+        """Go on with these slots alone."""
+        chosen = torch.tensor(slots, device=self.state.done.device)
+        for each in fields(self.state):
+            setattr(self.state, each.name, getattr(self.state, each.name)[chosen])
+        rows = chosen[:, None] * self.rows + torch.arange(self.rows, device=chosen.device)
+        self.decoder = self.decoder.select(rows.flatten())
+        self.numbers = [self.numbers[slot] for slot in slots]
+
+    def finished(self, slots: list[int]) -> list[list[Hypothesis]]:
+        """Return the hypotheses of slots that are done, best first."""
+        found: list[list[Hypothesis]] = []
+        tokens, scores = (part[slots].tolist() for part in (self.state.finished_tokens, self.state.finished_scores))
+        for sentence in zip(tokens, scores, strict=True):
+            entries = [each for each in zip(*sentence, strict=True) if each[1][0] > -math.inf]
+            entries.sort(key=lambda each: -each[1][0])
+            found.append([Hypothesis(ids[1 : 1 + int(n)], logp, s, bool(cut)) for ids, (s, logp, n, cut) in entries])
+        if not all(hypotheses and math.isfinite(hypotheses[0].logprob) for hypotheses in found):
+            raise QkvError(
+                "the model's probabilities are not numbers, or the rules left no way to go on: use the weights of "
+                "another step, or fewer rules"
+            )
+        return found
+
+
+class GreedySearch(Search):
+    """Take the most probable token at each step until </s>; of equals the lower id."""
+
+    def extend(self, logits: Tensor) -> None:
+        state, eos = self.state, self.special.eos
+        values, shift = self.allowed(logits)
+        tokens = self.choose(self.preferred(values))  # (sentences, rows)
+        before = state.logprob.clone()
+        totals = before + (values.gather(2, tokens[:, :, None]).squeeze(2) + shift)
+        ends, limit = (tokens == eos) & (before > -math.inf), state.at_limit
+        if not self.eager or bool(ends.any()):
+            length, cut = (part[:, None].expand_as(totals) for part in (state.length, limit))
+            entries = torch.stack([totals / self.penalties[length], totals, length, cut], dim=-1)
+            state.finished_scores.copy_(torch.where(ends[:, :, None], entries, state.finished_scores))
+            state.finished_tokens.copy_(torch.where(ends[:, :, None], state.tokens, state.finished_tokens))
+        going_on = totals.masked_fill(ends | limit[:, None], -math.inf)  # beyond the limit a row would never end
+        state.go_on(None, tokens, going_on, (going_on == -math.inf).all(1))
+        if self.on_step:
+            others = (values + (before + shift)[:, :, None]).scatter(2, tokens[:, :, None], -math.inf)
+            second, other = top_k(others.flatten(1), 1)
+            ranked, own = torch.cat([totals, second], dim=1), torch.zeros_like(tokens)
+            self.on_step(self, RankedStep(ranked, own.expand(-1, 2), torch.cat([tokens, other], dim=1), own, totals))
+
+    def choose(self, values: Tensor) -> Tensor:
+        """Return one token for each row: (sentences, rows)."""
+        return values.argmax(-1)
+
+
+class BeamSearch(Search):
+    """Keep the best `rows` hypotheses of each sentence; it is done when none can still enter its n best."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.first[1:] = -math.inf  # all rows begin alike: only the first counts
+
+    def extend(self, logits: Tensor) -> Tensor:
+        state, beam, vocab = self.state, self.rows, logits.shape[1]
+        values, shift = self.allowed(logits)
+        before = (state.logprob + shift)[:, :, None]
+        scores = values + before  # (sentences, beam, vocab): log-probabilities of whole hypotheses
+        preferred = self.preferred(values)
+        best, flat = self.rank(scores if preferred is values else preferred + before)
+        totals = scores.flatten(1).gather(1, flat).masked_fill_(best == -math.inf, -math.inf)
+        parents, tokens = flat // vocab, flat % vocab
+        ends = tokens == self.special.eos
+        kept = self.going_on(ends)
+        step = RankedStep(totals, parents, tokens, kept, scores.amax(2)) if self.on_step else None
+        # A hypothesis is finished if its </s> is among the first `beam`. Twice as many are ranked: `beam` do not end.
+        final = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
+        if not self.eager or bool((final > -math.inf).any()):
+            state.finish(final, self.finish_score(final, parents[:, :beam]), parents[:, :beam], state.at_limit)
+        totals = totals.masked_fill(ends, -math.inf).gather(1, kept)
+        parents, tokens = parents.gather(1, kept), tokens.gather(1, kept)
+        # Log-probabilities only fall: no hypothesis will score more than its own at the longest length.
+        bound = totals.amax(1) / self.penalties[state.longest]
+        state.go_on(parents, tokens, totals, state.done | (bound <= state.finished_scores[:, -1, 0]) | state.at_limit)
+        if self.on_step and step:
+            self.on_step(self, step)
+        first = torch.arange(0, parents.numel(), beam, device=parents.device)
+        return (first[:, None] + parents).flatten()
+
+    def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the best 2 × beam of scores (sentences, beam, vocab), best first, and their flat indices."""
+        return top_k(scores.flatten(1), 2 * self.rows)
+
+    def going_on(self, ends: Tensor) -> Tensor:
+        """Return the places of the first `beam` that do not end, in their order: (sentences, beam)."""
+        return ends.byte().argsort(dim=1, stable=True)[:, : self.rows]
+
+    def finish_score(self, totals: Tensor, parents: Tensor) -> Tensor:
+        """Return the scores of hypotheses that end now; they continue the rows `parents` (sentences, beam)."""
+        scores: Tensor = totals / self.penalties[self.state.length][:, None]
+        return scores
+
+
+def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of each row (rows, n), largest first, and their indices; of equals the lower, NaN last.
+
+    This is the tie order of the search. `torch.topk` promises none. Sorting everything is slow, so chunks are ranked by
+    their maximum first: a chunk that holds one of the k best is itself among the k best chunks, in the same order.
+    """
+    values = values.nan_to_num(-math.inf, math.inf, -math.inf)
+    (rows, n), whole = values.shape, values.shape[1] // CHUNK
+    if whole <= 2 * k:
+        best, order = values.sort(dim=1, descending=True, stable=True)
+        return best[:, :k], order[:, :k]
+    _, chunks = top_k(values[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(2), k)
+    inside = torch.arange(CHUNK, device=values.device)
+    places = (chunks.sort(dim=1)[0][:, :, None] * CHUNK + inside).flatten(1)  # in the order of the indices
+    rest = torch.arange(whole * CHUNK, n, device=values.device).expand(rows, -1)
+    places = torch.cat([places, rest], dim=1)
+    best, order = values.gather(1, places).sort(dim=1, descending=True, stable=True)
+    return best[:, :k], places.gather(1, order[:, :k])
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return log Σ exp of each row (rows, vocab), computed in blocks that stay in the cache of a CPU."""
+    if not logits.is_cpu:
+        return logits.float().logsumexp(1)
+    rows, vocab = logits.shape
+    total = logits.new_empty(rows, dtype=torch.float)
+    block = max(1, CACHED // vocab)
+    scratch = logits.new_empty(min(block, rows), vocab, dtype=torch.float)  # fresh memory costs more than the exp
+    for start in range(0, rows, block):
+        some = logits[start : start + block]
+        largest = some.amax(1).float()
+        terms = torch.sub(some, largest[:, None], out=scratch[: len(some)]).exp_()
+        total[start : start + block] = terms.sum(1).log_().add_(largest)
+    return total
+
+
+StartSearch = Callable[..., Search]  # returns a search for a batch, as `start_search` does
+
+
+def start_search(
+    model: StepModel[Any, Any],
+    options: SearchOptions,
+    special: SpecialTokens,
+    *,
+    lengths: Tensor,
+    capacity: int,
+    numbers: Sequence[int] | None = None,
+    greedy: type[GreedySearch] = GreedySearch,
+    beam: type[BeamSearch] = BeamSearch,
+) -> Search:
+    """Return a search for as many sentences as `lengths` (of their sources); none of them has started.
+
+    `numbers` are the sentences' own in the whole input. `greedy` and `beam` are the classes that do the steps.
+    """
+    rows = max(options.beam, options.n_best)
+    state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+    return (greedy if rows == 1 else beam)(model, options, special, state)
+
+
+@torch.inference_mode()
+def search(
+    model: StepModel[Any, Any],
+    source: Tensor,
+    lengths: Tensor,
+    options: SearchOptions,
+    special: SpecialTokens,
+    *,
+    longest: Tensor | None = None,
+    prefix: Tensor | None = None,
+    numbers: Sequence[int] | None = None,
+    start: StartSearch = start_search,
+) -> list[list[Hypothesis]]:
+    """Return the n best hypotheses of each source (batch, source) of so many tokens, </s> included, best first.
+
+    `longest` limits each output; by default to the source's length + `extra_length`, as in the paper. Each hypothesis
+    begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length and score.
+    """
+    if prefix is None:
+        prefix = source.new_empty(len(source), 0)
+    check_prefix(prefix, special)
+    if longest is None:
+        longest = lengths - 1 + options.extra_length
+    capacity = max(int(longest.max()), prefix.shape[1]) + 2
+    run = start(model, options, special, lengths=lengths, capacity=capacity, numbers=numbers)
+    run.place(torch.arange(len(source), device=source.device), longest, prefix)
+    run.decoder = model.start(model.encode(source, lengths), run.rows)
+    found: list[list[Hypothesis]] = [[] for _ in source]
+    while True:
+        run.advance()
+        done: list[bool] = run.state.done.tolist()
+        if sum(done) > LEAVING * len(done) or all(done):
+            leaving = [slot for slot, over in enumerate(done) if over]
+            for slot, hypotheses in zip(leaving, run.finished(leaving), strict=True):
+                found[run.numbers[slot]] = hypotheses
+            if all(done):
+                return found
+            run.keep([slot for slot, over in enumerate(done) if not over])
+
+
+def check_prefix(prefix: Tensor, special: SpecialTokens) -> None:
+    """Refuse a prefix that holds tokens that write no text."""
+    if prefix.numel() and bool(torch.isin(prefix, torch.tensor(special, device=prefix.device)).any()):
+        raise UsageError("a prefix cannot hold <s>, </s> or <pad>: give only tokens that write something")

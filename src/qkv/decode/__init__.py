@@ -1,1 +1,0 @@
-"""Decoding: search for the best translation, and the score of a given one."""

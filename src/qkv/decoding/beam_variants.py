@@ -1,0 +1,174 @@
+"""Diverse beams and the coverage penalty: subclasses of the beam search, and the options that choose among all.
+
+Groups of beams are ranked one after another; each group is kept away from the tokens that earlier groups have just
+taken (Vijayakumar et al., 2018). The coverage penalty lowers the score of a hypothesis for each source token that got
+little attention (Wu et al., 2016).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.core.errors import UsageError
+from qkv.core.search import (
+    BeamSearch,
+    GreedySearch,
+    LogitsProcessor,
+    Search,
+    SearchOptions,
+    SearchState,
+    SpecialTokens,
+    start_search,
+    top_k,
+)
+from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling, uniform_numbers
+from qkv.models.attention import record
+from qkv.models.state import StepModel
+
+
+@dataclass(frozen=True)
+class DecodingOptions(SearchOptions):
+    """Options of the search and of its variants; the defaults are a plain search."""
+
+    coverage: float = 0.0  # β: a score gains β Σ log min(attention that a source token has had, 1)
+    repetition_penalty: float = 1.0  # factor of the log-probability of a written token; above 1: less probable
+    no_repeat_ngram: int = 0  # no n tokens in a row twice; 0: no limit
+    groups: int = 1
+    diversity: float = 0.5  # subtracted for each hypothesis of an earlier group that has just taken the token
+    sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        least = {"min_length": 0, "coverage": 0, "no_repeat_ngram": 0, "groups": 1, "diversity": 0, "max_length": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and (value < low or not math.isfinite(value)):
+                raise UsageError(f"{name} = {value}: must be at least {low}")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise UsageError(f"repetition_penalty = {self.repetition_penalty}: must be above 0; 1 changes nothing")
+        if self.max_length is not None and self.min_length > self.max_length:
+            raise UsageError(f"min_length = {self.min_length} is more than max_length = {self.max_length}")
+        if self.sampling is not None and (self.groups > 1 or self.coverage):
+            raise UsageError(
+                "samples are drawn one by one: groups and coverage are for a beam, leave them or sample out"
+            )
+
+    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
+        every: list[LogitsProcessor] = [NoRepeatNgram(self.no_repeat_ngram)] if self.no_repeat_ngram else []
+        every += self.processors
+        every += [RepetitionPenalty(self.repetition_penalty)] if self.repetition_penalty != 1 else []
+        return tuple(every)
+
+
+class CoverageBeamSearch(BeamSearch):
+    """Beam search whose scores depend on the attention that each source token has had; coverage 0 changes nothing."""
+
+    options: DecodingOptions
+
+    def __init__(self, *arguments: Any, lengths: Tensor) -> None:
+        """`lengths` (sentences,) are those of the sources, </s> included."""
+        super().__init__(*arguments)
+        self.lengths = lengths
+        self.covered: Tensor | None = None  # (sentences, rows, source): sum of the attention over all steps
+
+    def advance(self) -> None:
+        if not self.options.coverage:
+            return super().advance()
+        with record() as recording:
+            logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
+        name = [name for name in recording.weights if name.endswith(".cross")][-1]
+        parts = recording.weights[name]  # each (sentences, heads, rows, source)
+        weights = torch.stack([part.mean(1) for part in parts]).mean(0)
+        self.covered = weights if self.covered is None else self.covered + weights
+        rows = self.extend(logits[:, -1])
+        self.covered = self.covered.flatten(0, 1)[rows].view_as(self.covered)
+        self.decoder = self.decoder.select(rows)
+        return None
+
+    def finish_score(self, totals: Tensor, parents: Tensor) -> Tensor:
+        scores = super().finish_score(totals, parents)
+        if self.covered is None:
+            return scores
+        real = torch.arange(self.covered.shape[2], device=self.lengths.device) < self.lengths[:, None]
+        logs = self.covered.clamp(1e-9, 1.0).log().masked_fill(~real[:, None], 0.0).sum(-1)  # (sentences, rows)
+        return scores + (self.options.coverage * logs).gather(1, parents)
+
+    def keep(self, slots: list[int]) -> None:
+        super().keep(slots)
+        chosen = torch.tensor(slots, device=self.state.done.device)
+        self.lengths = self.lengths[chosen]
+        if self.covered is not None:
+            self.covered = self.covered[chosen]
+
+
+class DiverseBeamSearch(CoverageBeamSearch):
+    """Beam search in groups of one width, ranked one after another."""
+
+    def __init__(self, *arguments: Any, lengths: Tensor) -> None:
+        super().__init__(*arguments, lengths=lengths)
+        self.groups = self.options.groups
+        self.width = self.rows // self.groups
+        self.first.fill_(-math.inf)
+        self.first[:: self.width] = 0.0  # the rows of a group begin alike: only the first counts
+
+    def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first `width` of each group, then the second `width` of each: (sentences, 2 × beam)."""
+        vocab = scores.shape[2]
+        taken = scores.new_zeros(len(scores), 1, vocab)  # by how many hypotheses of earlier groups
+        ranked = []
+        for group in range(self.groups):
+            ours = scores[:, group * self.width : (group + 1) * self.width]
+            best, flat = top_k((ours - self.options.diversity * taken).flatten(1), 2 * self.width)
+            ranked.append((best, flat + group * self.width * vocab))
+            tokens = flat % vocab
+            going_on = (tokens == self.special.eos).byte().argsort(dim=1, stable=True)[:, : self.width]
+            tokens = tokens.gather(1, going_on)
+            taken[:, 0].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=taken.dtype))
+        halves = [torch.stack(part, dim=1).unflatten(2, (2, self.width)) for part in zip(*ranked, strict=True)]
+        best, flat = (part.transpose(1, 2).flatten(1) for part in halves)
+        return best, flat
+
+    def going_on(self, ends: Tensor) -> Tensor:
+        """Return the first `width` places of each group that do not end, group by group."""
+        groups = ends.unflatten(1, (2, self.groups, self.width)).transpose(1, 2).flatten(2)  # (sentences, groups, 2 w)
+        chosen = groups.byte().argsort(dim=2, stable=True)[:, :, : self.width]
+        group = torch.arange(self.groups, device=ends.device)[:, None] * self.width
+        places: Tensor = (chosen // self.width * self.rows + group + chosen % self.width).flatten(1)
+        return places
+
+
+def start_variant(
+    model: StepModel[Any, Any],
+    options: SearchOptions,
+    special: SpecialTokens,
+    *,
+    lengths: Tensor,
+    capacity: int,
+    numbers: Sequence[int] | None = None,
+    greedy: type[GreedySearch] = GreedySearch,
+    beam: type[BeamSearch] = BeamSearch,
+) -> Search:
+    """Return the search that the options ask for, as `start_search` does for plain ones."""
+    if not isinstance(options, DecodingOptions):
+        return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
+    rows = max(options.beam, options.n_best)
+    if rows % options.groups:
+        raise UsageError(f"{rows} beams in {options.groups} groups: the beams must divide into groups of one width")
+    if rows == 1 and options.coverage:
+        raise UsageError("coverage compares hypotheses, and a beam of 1 has one: give a larger beam")
+    if options.sampling is not None:
+        rows = options.n_best
+        chosen = range(len(lengths)) if numbers is None else numbers
+        uniform = uniform_numbers(options.sampling, chosen, rows, capacity).to(lengths.device)
+        state = SearchState.empty(len(lengths), rows, rows, capacity, lengths.device)
+        return Sampler(model, options, special, state, sampling=options.sampling, numbers=uniform)
+    if options.groups > 1 or options.coverage:
+        kind = DiverseBeamSearch if options.groups > 1 else CoverageBeamSearch
+        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        return kind(model, options, special, state, lengths=lengths)
+    return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
