@@ -96,17 +96,17 @@ def test_every_sentence_is_translated_by_itself(server: Server, translator: qkv.
     expected = f"{one} {two}  {three}"
     assert server.translate(text) == expected
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
-    assert server.ask("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
+    assert server.request("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
     first, last = LINES[0].split(maxsplit=1)
     marked = f"<p><b>{first}</b> {last} {LINES[1]}  <i>{LINES[2]}</i></p>"
-    found = server.translate(marked, format="html")
-    assert re.sub("<[^>]*>", "", found) == expected
-    assert found.endswith(f" {two}  <i>{three}</i></p>")
-    assert "<b>" in found[: found.index(two)]
+    html = server.translate(marked, format="html")
+    assert re.sub("<[^>]*>", "", html) == expected
+    assert html.endswith(f" {two}  <i>{three}</i></p>")
+    assert "<b>" in html[: html.index(two)]
     for name, document in (("a.txt", text), ("a.md", f"**{first}** {last} {LINES[1]} {LINES[2]}\n")):
-        place = f"/documents/{server.ask(f'/documents?name={name}&target=it', document.encode()).json['id']}"
-        server.until(lambda place=place: server.ask(place).json["state"] != "running")
-        written = server.ask(f"{place}/file").data.decode()
+        place = f"/documents/{server.request(f'/documents?name={name}&target=it', document.encode()).json['id']}"
+        server.until(lambda place=place: server.request(place).json["state"] != "running")
+        written = server.request(f"{place}/file").data.decode()
         assert written.replace("**", "").rstrip() == f"{one} {two} {three}"  # a segment has single spaces
         assert name == "a.txt" or written.index("**") < written.index(two)
 
