@@ -434,7 +434,7 @@ def test_the_explorer_shows_the_current_sentence(opened: Open, stub: Stub) -> No
     page.locator("#heat").focus()
     page.keyboard.press("ArrowDown")
     weight = attention.weights["decoder.0.cross"][1, 1, 0]
-    expect_text(page, "#readout", f"{attention.written[1]} looks at {attention.source[0]}: {weight:.4f}")
+    expect_text(page, "#readout", f"{attention.written[1]} attends to {attention.source[0]}: {weight:.4f}")
     page.locator("#on").click()
     assert f"writes {attention.written[1]}" in page.locator("#step-about").inner_text()
     page.locator("#tree button.best").first.wait_for()

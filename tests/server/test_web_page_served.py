@@ -88,7 +88,7 @@ def test_attention_and_what_if(opened: Open, translator: qkv.Translator) -> None
     page.locator("#heat").focus()
     page.keyboard.press("ArrowDown")
     weight = attention.weights["decoder.0.cross"][1, 1, 0]
-    expect_text(page, "#readout", f"{attention.written[1]} looks at {attention.source[0]}: {weight:.4f}")
+    expect_text(page, "#readout", f"{attention.written[1]} attends to {attention.source[0]}: {weight:.4f}")
 
     page.click("#off-head")
     wanted = translator.what_if(TEXT, heads_off=[("decoder.0.cross", 1)])
