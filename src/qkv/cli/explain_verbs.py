@@ -155,9 +155,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Output page (.html).")] = Path("report.html"),
 ) -> None:
     """Write a page about a training: curves, samples, comparison."""
+    from qkv.assembly import Run
     from qkv.console import say
     from qkv.explain.training_report import write_training_report
-    from qkv.run import Run
 
     write_training_report([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))
