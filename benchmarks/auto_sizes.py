@@ -21,13 +21,13 @@ from itertools import islice
 from pathlib import Path
 
 from qkv import presets
+from qkv.api import auto_recipe
 from qkv.data.lines import Lines
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.ablation import seconds_per_update
 from qkv.lab.trials import Trial
 from qkv.options import Config, CorpusConfig, DataConfig
-from qkv.training import auto_recipe
 
 AUTO, PAPER, QUICKER = "auto", "paper_base", "paper_base, warm-up in proportion"
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.api import Translator
+from qkv.core.optimizer import learning_rate
 from qkv.data.lines import read_lines
 from qkv.models.layers import sinusoids
 from qkv.options import TrainConfig
-from qkv.train.optim import learning_rate
 
 SENTENCE = "Your cat is a lovely cat."
 PRONOUN = ("The cat was purring because it was happy.", "it", "cat")

@@ -22,9 +22,9 @@ from qkv.options import Config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from qkv.core.trainer import Trainer
     from qkv.data.loader import Step
     from qkv.data.store import Prepared
-    from qkv.train.trainer import Trainer
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -215,11 +215,11 @@ def _written(stream: io.TextIOWrapper) -> str:
 
 def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
     """Let one trainer go on from where another was broken off, through the files of a run."""
-    from qkv.run import Run
-    from qkv.train import checkpoint, loop
+    from qkv.assembly import Run
+    from qkv.core.checkpoint import latest_state
 
-    run = Run.create(folder, broken.config, broken.prepared.tokenizers)
-    loop.save_state(run, broken)
-    state = checkpoint.latest(run)
+    run = Run.create(folder, broken.config, broken.text.tokenizers)
+    broken.save(run)
+    state = latest_state(run)
     assert state is not None
-    resumed.go_on_from(checkpoint.restore(state, resumed.model, resumed.optimizer, resumed.ema))
+    resumed.restore(state)

@@ -10,13 +10,12 @@ import pytest
 
 import qkv
 from conftest import Call, Done, sentences, tiny_config, write_pairs
-from qkv.api import run_training
+from qkv.api import auto_recipe, run_training
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
 from qkv.options import Config, CorpusConfig, DataConfig, DecoderOnlyConfig, TokenizerConfig, TrainConfig
-from qkv.run import Run
-from qkv.training import auto_recipe
 
 Pair = tuple[str, str]
 

@@ -13,16 +13,17 @@ import torch
 
 from conftest import begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.api.run_training import _begin
+from qkv.assembly import trainer_for
+from qkv.core import checkpoint
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.trainer import Trainer
 from qkv.data import links
 from qkv.data import store as store_module
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.attention import record
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
-from qkv.train import checkpoint
-from qkv.train.guided import Guide, guided_layer, guided_loss
-from qkv.train.trainer import Trainer
+from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
 
 # ---- the objective ---------------------------------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ def settings(files: tuple[str, str, str], align: bool = True, **train: object) -
 @pytest.fixture
 def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trainer]:
     def make(align: bool = True, **train: object) -> Trainer:
-        return Trainer(*begun(tmp_path, settings(aligned, align, **train)))
+        return trainer_for(*begun(tmp_path, settings(aligned, align, **train)))
 
     return make
 
@@ -82,26 +83,27 @@ def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trai
 def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer]) -> None:
     made = trainer()
     batch = updates(made, 1)[0].micros[0]
-    guide = made.guide
-    assert guide is not None
+    guide = made.train_step.objective
+    assert isinstance(guide, GuidedAlignment)
     assert [guided_layer(layers) for layers in (1, 2, 3, 6)] == [0, 0, 1, 4]
     made.model.eval()
-    with guide.watching(), record() as recording:
+    with guide.recording() as seen, record() as recording:
         plain = made.model.hidden(*batch.inputs)
     (used,) = recording.weights["decoder.1.cross"]
-    torch.testing.assert_close(guide.log_weights().exp(), used[:, 0])
+    torch.testing.assert_close(guide.log_weights(*seen).exp(), used[:, 0])
+    kept = seen[0].data_ptr()
     torch.testing.assert_close(made.model.hidden(*batch.inputs), plain)
-    assert guide.seen is None  # not kept, and outside the block not seen
+    assert seen[0].data_ptr() == kept  # outside the block nothing is recorded
 
 
 def mass(trainer: Trainer, batch: Batch) -> float:
     """The mean weight of the guided head on linked tokens."""
-    guide = trainer.guide or Guide(trainer.model, 1.0)
+    guide = GuidedAlignment(trainer.model, weight=1.0, smoothing=0.0, pad=0)
     assert batch.links is not None
-    with torch.no_grad(), guide.watching():
+    with torch.no_grad(), guide.recording() as seen:
         trainer.model.hidden(*batch.inputs)
         row, source, target = batch.links.unbind(1)
-        found = guide.log_weights().exp()[row, target, source]
+        found = guide.log_weights(*seen).exp()[row, target, source]
     return float(found.sum() / len(torch.unique(batch.links[:, [0, 2]], dim=0)))
 
 
@@ -157,15 +159,15 @@ def _rows(batch: Batch, first: int, stop: int) -> Batch:
 def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tmp_path: Path) -> None:
     spec = settings(aligned)
     run, prepared = _begin(tmp_path / "run", spec, None, [], "")
-    unbroken, broken, resumed = (Trainer(run.config, prepared) for _ in range(3))
+    unbroken, broken, resumed = (trainer_for(run.config, prepared) for _ in range(3))
     for step in updates(unbroken, 8):
         unbroken.step(step)
     for step in updates(broken, 4):
         broken.step(step)
-    checkpoint.save(run, broken.progress, broken.model, broken.optimizer, None)
-    state = checkpoint.latest(run)
+    broken.save(run)
+    state = checkpoint.latest_state(run)
     assert state is not None
-    resumed.go_on_from(checkpoint.restore(state, resumed.model, resumed.optimizer, None))
+    resumed.restore(state)
     for step in updates(resumed, 4):
         resumed.step(step)
     after = weights(resumed)

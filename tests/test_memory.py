@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
+from qkv.assembly import trainer_for
 from qkv.core.errors import QkvError
+from qkv.core.loss import label_smoothed_loss
+from qkv.core.trainer import Trainer
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
 from qkv.models.build import build
@@ -24,8 +27,6 @@ from qkv.options import (
     ModelConfig,
     TransformerConfig,
 )
-from qkv.train.loss import smoothed_loss
-from qkv.train.trainer import Trainer, largest
 from qkv.training import memory_limits
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
@@ -46,7 +47,7 @@ Make = Callable[..., Trainer]
 def trainer(prepared: tuple[Config, Prepared]) -> Make:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         settings, text = prepared
-        return Trainer(settings.replace(model=model or {}, train=train), text)
+        return trainer_for(settings.replace(model=model or {}, train=train), text)
 
     return make
 
@@ -63,7 +64,9 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
 
     Returns the sizes that were tried, as they are tried.
     """
-    real, tried = trainer._pass, []
+    step = trainer.train_step
+    assert isinstance(step, memory_limits.MemoryLimitedStep)
+    real, tried = step.forward_backward, []
 
     def limited(batch: Batch) -> Tensor:
         tried.append(memory_limits.size(batch))
@@ -72,7 +75,7 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
             raise torch.OutOfMemoryError("as a GPU would say")
         return real(batch)
 
-    monkeypatch.setattr(trainer, "_pass", limited)
+    monkeypatch.setattr(step, "forward_backward", limited)
     return tried
 
 
@@ -111,11 +114,13 @@ def test_the_largest_batch_is_tried_first(trainer: Make, monkeypatch: pytest.Mon
     sizes = [
         memory_limits.size(made.updates.batch(micro, (0, 0, 0))) for update in made.updates.plan(0) for micro in update
     ]
-    assert memory_limits.size(largest(made.updates)) == max(sizes)
+    assert memory_limits.size(memory_limits.largest_batch(made.updates)) == max(sizes)
     tried = small_device(made, monkeypatch, 100)
-    made.probe()
+    step = made.train_step
+    assert isinstance(step, memory_limits.MemoryLimitedStep)
+    step.try_largest()
     assert tried[0] == max(sizes)
-    assert made.room.tokens <= 100
+    assert step.limit.tokens <= 100
     assert all(parameter.grad is None for parameter in made.model.parameters())
     assert made.progress.step == 0
 
@@ -140,7 +145,7 @@ def test_a_room_cuts_into_parts_that_fit() -> None:
     for _ in range(200):
         rows, width, limit = (int(random.integers(1, high)) for high in (30, 12, 120))
         ids = torch.from_numpy(random.integers(1, 9, (rows, width)))
-        room = memory_limits.Room(torch.device("cpu"))
+        room = memory_limits.MicroBatchLimit(torch.device("cpu"))
         room.tokens = limit
         parts = room.parts(Batch((ids,), ids, rows * width))
         assert torch.equal(torch.cat([part.labels for part in parts]), ids)
@@ -174,12 +179,12 @@ def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig
         torch.manual_seed(7)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             hidden = model.hidden(*inputs)
-        loss, _ = smoothed_loss(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
+        loss, _ = label_smoothed_loss(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
         loss.backward()
         return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()], sum(kept)
 
     loss, expected, kept = gradients()
-    memory_limits.recompute(model)
+    memory_limits.recompute_layers(model)
     again, found, less = gradients()
     assert torch.equal(loss, again)
     assert all(map(torch.equal, expected, found))

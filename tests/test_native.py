@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conftest import sentences
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens, search
 from qkv.core.translate import search_all, token_logprobs
@@ -27,7 +28,6 @@ from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, 
 from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.engines.cpu.packed_transformer import PackedTransformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig, TranslationConfig
-from qkv.run import Run
 from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
 ROOT = Path(__file__).parents[1]

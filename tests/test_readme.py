@@ -69,7 +69,7 @@ def test_the_commands_run(folder: Path) -> None:
             shutil.copytree("runs/mine", "runs/other")
         if arguments[0] == "serve":  # which would never end
             with serving(*arguments[1:]) as server:
-                assert len(server.ask("/models").json["models"]) == len(arguments[1:])
+                assert len(server.request("/models").json["models"]) == len(arguments[1:])
             continue
         out = io.StringIO()
         with contextlib.redirect_stdout(out):

@@ -19,11 +19,11 @@ import torch
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv.api import run_training
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.store import prepare
 from qkv.options import Config
-from qkv.run import Run
 
 STEPS, EVERY = 16, 4
 
@@ -34,14 +34,16 @@ import json, os, signal, sys
 from pathlib import Path
 from qkv import cli
 from qkv.core import files
+from qkv.api import run_training
+from qkv.assembly import Run
+from qkv.core.run import JsonlLog
+from qkv.core.trainer import Trainer
 from qkv.data.job import Job
-from qkv.run import Run
-from qkv.train import log, loop
 
 PLACES = {
     "sync": (files, "sync"),
-    "step": (loop.Trainer, "start"),
-    "log": (log.Log, "write"),
+    "step": (Trainer, "start"),
+    "log": (JsonlLog, "event"),
     "learn": (Job, "learn"),
     "create": (Run, "create"),
 }

@@ -21,11 +21,22 @@ import torch
 
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv.core import files
+from qkv.api import auto_recipe
+from qkv.api.run_training import average_last
+from qkv.assembly import Run, trainer_for, updates_for
+from qkv.core import checkpoint, files, optimizer, validation
+from qkv.core import trainer as trainer_module
+from qkv.core.checkpoint import average_checkpoints
+from qkv.core.errors import Interrupted
+from qkv.core.loss import SmoothedObjective
+from qkv.core.run import JsonlLog
 from qkv.core.search import SearchOptions
+from qkv.core.trainer import Outcome, Trainer
 from qkv.core.translate import search_all
+from qkv.core.validation import Validation, validate
 from qkv.data.loader import Batch, Step
 from qkv.data.store import Prepared, prepare
+from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -39,16 +50,7 @@ from qkv.options import (
     TransformerConfig,
     option_path,
 )
-from qkv.run import Run
-from qkv.train import loop, optim
-from qkv.train import trainer as trainer_module
-from qkv.train.average import average, average_last
-from qkv.train.checkpoint import Progress
-from qkv.train.log import Log
-from qkv.train.trainer import Outcome, Trainer
-from qkv.train.validate import Validation, validate
-from qkv.training import auto_recipe
-from qkv.training.model_card import parameters
+from qkv.training.regularization import Ema
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
     """A model before its first step, of the tests' config with some options changed."""
 
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
-        return Trainer(*begun(tmp_path, settings(small, **train).replace(model=model or {})))
+        return trainer_for(*begun(tmp_path, settings(small, **train).replace(model=model or {})))
 
     return make
 
@@ -150,9 +152,9 @@ def test_the_schedule_reaches_the_optimiser(trainer: Callable[..., Trainer], sch
     made = trainer(schedule=schedule, warmup=2)
     for number, update in enumerate(updates(made, 3), 1):
         made.step(update)
-        rate = optim.learning_rate(number, made.spec, made.config.model.d_model)
-        assert [group["lr"] for group in made.optimizer.param_groups] == [rate]
-        assert made.learning_rate() == rate
+        rate = optimizer.learning_rate(number, made.config.train, made.config.model.d_model)
+        assert [group["lr"] for group in made.train_step.optimizer.param_groups] == [rate]
+        assert made.progress.learning_rate == rate
 
 
 def test_adam_takes_the_first_step_that_it_should(trainer: Callable[..., Trainer]) -> None:
@@ -175,9 +177,9 @@ def test_clipping_limits_the_gradient(trainer: Callable[..., Trainer], monkeypat
             float(torch.nn.utils.get_total_norm([p.grad for p in made.model.parameters() if p.grad is not None]))
         )
 
-    monkeypatch.setattr(made.optimizer, "step", look)
+    monkeypatch.setattr(made.train_step.optimizer, "step", look)
     outcome = made.step(updates(made, 1)[0])
-    assert outcome.norm > 0.1
+    assert outcome.gradient_norm > 0.1
     assert norms == [pytest.approx(0.01, rel=1e-3)]
 
 
@@ -195,7 +197,7 @@ def test_dropout_follows_the_step_number_alone(trainer: Callable[..., Trainer]) 
 
 def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
     made, exact = trainer(precision="bf16", warmup=1), trainer(precision="fp32", warmup=1)
-    assert made.precision == torch.bfloat16
+    assert made.train_step.precision == torch.bfloat16
     for ours, theirs in zip(updates(made, 8), updates(exact, 8), strict=True):
         low, high = made.step(ours), exact.step(theirs)
         assert low.finite
@@ -209,33 +211,33 @@ def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
     """Make the loss NaN in the steps of which `bad` is true."""
-    real = trainer_module.smoothed_loss
+    real = SmoothedObjective.__call__
     calls: list[int] = []
 
-    def loss(*arguments: Any, **options: Any) -> Any:
-        smoothed, nll = real(*arguments, **options)
+    def loss(*arguments: Any) -> Any:
+        smoothed, nll = real(*arguments)
         calls.append(0)
         return (smoothed * math.nan, nll) if bad(len(calls)) else (smoothed, nll)
 
-    monkeypatch.setattr(trainer_module, "smoothed_loss", loss)
+    monkeypatch.setattr(SmoothedObjective, "__call__", loss)
 
 
 def test_a_bad_step_is_skipped_and_counted(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(ema=0.5, micro_tokens=256)
     first, second, third = updates(made, 3)
     made.step(first)
-    before, moments = weights(made), [dict(state) for state in made.optimizer.state.values()]
+    before, moments = weights(made), [dict(state) for state in made.train_step.optimizer.state.values()]
     counts = [int(state["step"]) for state in moments]
-    assert made.ema
-    average_before = [tensor.clone() for tensor in made.ema.weights]
+    assert isinstance(made.train_step.average, Ema)
+    average_before = [tensor.clone() for tensor in made.train_step.average.weights]
     with monkeypatch.context() as patch:
         poison(patch, lambda call: True)
         assert not made.step(second).finite
     assert made.progress.step == 2
     assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 1)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
-    assert all(map(torch.equal, made.ema.weights, average_before))
-    assert [int(state["step"]) for state in made.optimizer.state.values()] == counts
+    assert all(map(torch.equal, made.train_step.average.weights, average_before))
+    assert [int(state["step"]) for state in made.train_step.optimizer.state.values()] == counts
     assert made.step(third).finite  # and no NaN is left in the gradients
     assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 0)
     assert not all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
@@ -292,7 +294,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Let the validations find these losses, one after another."""
     results = iter(losses)
-    monkeypatch.setattr(loop, "validate", lambda *arguments: Validation(next(results), None, ""))
+    monkeypatch.setattr(validation, "validate", lambda *arguments: Validation(next(results), None, ""))
 
 
 def test_early_stopping(small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +335,7 @@ def test_the_average_of_the_last_is_their_mean(
     path, chosen = average_last(run.path, 2)
     assert [path.stem, *(each.stem for each in chosen)] == ["average_2", "step-0000006", "step-0000008"]
     two = files.read_tensors(path)
-    assert all(torch.equal(two[name], value) for name, value in average(chosen).items())
+    assert all(torch.equal(two[name], value) for name, value in average_checkpoints(chosen).items())
     assert all(torch.allclose(two[n], (kept[1][n] + kept[2][n]) / 2, atol=1e-7) for n in two)
     assert run.weights("average_2") == path
 
@@ -358,7 +360,7 @@ def test_validation_sees_the_moving_average(
         seen.append(next(model.parameters()).detach().clone())
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(loop, "validate", look)
+    monkeypatch.setattr(validation, "validate", look)
     run = qkv.train(settings(small, ema=0.9, steps=4, validate_every=4, average=0), tmp_path / "run").path
     name = next(iter(dict(Run(run).model(torch.device("cpu")).named_parameters())))
     state = run / "state" / "step-0000004"
@@ -431,7 +433,7 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
 ) -> None:
     """By a clock on which a step takes one second, a validation 100 and to save 1000; stopped in between or not."""
     now, read = [0.0], [0]
-    start, saved = Trainer.start, loop.save_state
+    start, saved = Trainer.start, trainer_module.save_state
 
     def step(self: Trainer, update: Step) -> Callable[[], Outcome]:
         now[0] += 1
@@ -448,13 +450,13 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
         now[0] += 100
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Trainer, "start", step)
-    monkeypatch.setattr(loop, "save_state", save)
-    monkeypatch.setattr(loop, "validate", found)
+    monkeypatch.setattr(trainer_module, "save_state", save)
+    monkeypatch.setattr(validation, "validate", found)
     spec, run = settings(small, steps=7, log_every=3, validate_every=5), tmp_path / "run"
     if stopped:
-        with pytest.raises(loop.Interrupted):
+        with pytest.raises(Interrupted):
             qkv.train(spec, run)
         qkv.train(run=run, resume=True)
     else:
@@ -465,13 +467,12 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
 
 
 def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:
-    with Log(tmp_path / "log.jsonl", steps=10, after=Progress()) as log:
-        log.write("valid", 1, loss=math.inf, rate=1.23456789e-7, sample="a\u2028b\nc", bleu=None)
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log.event("valid", 1, {"loss": math.inf, "rate": 1.23456789e-7, "sample": "a\u2028b\nc", "bleu": None})
     (line,) = (tmp_path / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     values = {"event": "valid", "step": 1, "loss": None, "rate": 1.23457e-7, "sample": "a\u2028b\nc", "bleu": None}
     assert json.loads(line) == values
-    with Log(tmp_path / "log.jsonl", steps=10, after=Progress(step=1, validated=1)):
-        pass
+    log.event("start", 1, {"validated": 1})
     assert (tmp_path / "log.jsonl").read_text(encoding="utf-8") == line + "\n"
 
 
@@ -517,7 +518,7 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     short, reasons = auto_recipe.choose(given, prepared, minutes=1)
     long, _ = auto_recipe.choose(given, prepared, minutes=500)
-    passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
+    passes = [each.train.steps / len(updates_for(each, prepared).plan(0)) for each in (short, long)]
     assert passes == pytest.approx([30, 80], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
@@ -708,11 +709,11 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
     """With `train.epochs`, the last step is the one that ends the last pass, for the schedule and the bar too."""
     made = trainer(epochs=2.0, steps=10_000, schedule="linear", warmup=0)
     passes = sum(len(made.updates.plan(epoch)) for epoch in range(2))
-    assert made.spec.steps == passes
+    assert made.plan().last_step == passes
+    assert made.schedule.plan(passes, 0.0) == (0.0, passes)
     made.progress.step = passes
-    assert made.learning_rate() == 0.0
     assert made.done()
-    assert trainer(epochs=2.0, steps=3).spec.steps == 3
+    assert trainer(epochs=2.0, steps=3).plan().last_step == 3
 
 
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ class ProcessWorkers(Generic[M]):
         tasks: Sequence[tuple[*Ts]],
         on_result: Callable[[int, R], None] = lambda number, result: None,
     ) -> list[R]:
-        """Return `function(made, *task)` in the order of the tasks; `on_result` gets each result as it arrives."""
+        """Return `function(model, *task)` in the order of the tasks; `on_result` gets each result as it arrives."""
         self.start()
         results: dict[int, R] = {}
         numbered = iter(enumerate(tasks))
@@ -257,16 +257,16 @@ def answer_calls() -> None:
     """Main loop of a child process: build the model, then answer each call with a result or an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt, and ends us
     connection = Connection(int(sys.argv[1]))
-    made: Any = None
+    model: Any = None  # made by the first call
     while True:
         result, error = None, None
         try:
             function, arguments = connection.recv()
-            if made is None:
-                made = function(*arguments)
+            if model is None:
+                model = function(*arguments)
                 freeze_garbage_collector()
             else:
-                result = function(made, *arguments)
+                result = function(model, *arguments)
         except EOFError:
             return  # the parent has ended
         except QkvError as failed:

@@ -18,7 +18,9 @@ import torch
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import presets
+from qkv.assembly import updates_for
 from qkv.core.errors import UsageError
+from qkv.core.trainer import Interrupted
 from qkv.data.loader import Position
 from qkv.data.store import Prepared
 from qkv.lab import result_tables, table2, table3, trials
@@ -26,8 +28,6 @@ from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
 from qkv.models.build import build
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
-from qkv.train.loop import Interrupted
-from qkv.train.trainer import make_updates
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: Pr
     assert result.perplexity == pytest.approx(math.exp(result.loss))
     assert [point.step for point in result.curve] == [1, 2, 3]
     assert len([entry for entry in log if entry["event"] == "train"]) == 1, "of the last step there is none"
-    with closing(make_updates(trial.config, prepared).starting(Position(0, 0))) as updates:
+    with closing(updates_for(trial.config, prepared).starting(Position(0, 0))) as updates:
         read = list(accumulate(update.tokens for update in islice(updates, 3)))
     assert [point.tokens for point in result.curve] == read
     assert 0 < result.curve[0].seconds < result.curve[1].seconds < result.seconds < last["seconds"]

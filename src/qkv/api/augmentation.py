@@ -26,8 +26,10 @@ from qkv.api.file_translation import Chunk, Crew, Work, fingerprint, translate_f
 from qkv.api.pair_filters import FATES, Filters, Noise, Settled, beside, settle
 from qkv.api.results import Alternative, Translation
 from qkv.api.translator import CHUNK, Translator
+from qkv.assembly import Run
 from qkv.console import writer
 from qkv.core.errors import UsageError
+from qkv.core.validation import bleu_tokenizer
 from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.passes import Limits
@@ -35,8 +37,6 @@ from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
 from qkv.engines.cpu.native_search import worker_count
 from qkv.evaluation.diagnosis import find_loop
-from qkv.evaluation.metrics import tokenizer_for
-from qkv.run import Run
 
 KINDS = ("back-translation", "self-training", "distillation")
 GARBLED = "\ufffd"  # what the tokenizer makes of bytes that are not UTF-8
@@ -142,7 +142,7 @@ class Augmenter:
     def _closest(self, found: Translation, reference: str) -> Alternative:
         """Of several translations the one closest to the reference; of equally close ones the likeliest."""
         every = [_best(found), *found.alternatives]
-        tokenizer = tokenizer_for(self.translator.config.data.tgt_lang)
+        tokenizer = bleu_tokenizer(self.translator.config.data.tgt_lang)
         scores = utilities([reference, *(each.text for each in every)], self.closest_by, tokenizer)[1:, 0]
         return every[int(scores.round(9).argmax())]
 

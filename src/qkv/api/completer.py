@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
+from qkv.core.validation import total_loss
 from qkv.data.store import Prepared
 from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.transformer import DecoderOnly
-from qkv.train.validate import running_text, total_loss
+from qkv.training.lm_tasks import running_text
 
 TOKENS = 200  # how much a completion adds unless told
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from qkv.api.output_journal import End, Entry, Journal, Part, journal_of, part_of
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
 from qkv.data.corpus import PACKED, find, is_stream, pieces
-from qkv.run import Run
 
 CHARACTERS = 1 << 20  # of text in a chunk, however few lines that is: memory is bounded by it
 POLL = 0.5  # seconds between two looks at the other processes

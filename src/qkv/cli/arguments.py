@@ -106,7 +106,7 @@ def command_line() -> str:
 
 def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list[str], list[str]]:
     """Return the lines of both files, or the held-out pairs of the run."""
-    from qkv.run import Run
+    from qkv.assembly import Run
 
     if source and not reference:
         raise UsageError(f"{source}: references are missing: give REF too")

@@ -212,7 +212,7 @@ def _format(translation: Translation, number: int, ranked: bool, as_json: bool) 
 def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any]:
     """Return everything that decides the output; an unfinished file is resumed only if this is unchanged."""
     from qkv.api.file_translation import fingerprint
-    from qkv.run import Run
+    from qkv.assembly import Run
 
     opened = [Run.open(run) for run in runs]
     by_sentence = options.get("split", True) and opened[0].by_sentence

@@ -110,7 +110,8 @@ def _target_elements(links: list[Link], places: list[Element], words: int, root:
     linked: list[list[Element]] = [[] for _ in range(words)]
     for i, j in links:
         if i >= len(places) or j >= words:
-            raise UsageError(f"link {i}-{j}: the source has {len(places)} words and the translation {words}")
+            sizes = f"the source has {len(places)} words and the translation {words}"
+            raise UsageError(f"link {i}-{j}: {sizes}: give the alignment of these texts")
         linked[j].append(places[i])
     counts = [Counter(elements) for elements in linked]
     owners = [max(count, key=lambda element: (len(element.path), count[element]), default=None) for count in counts]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
@@ -27,8 +28,7 @@ from qkv.data.loader import collate
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig
-from qkv.run import Run
-from qkv.train.guided import guided_layer
+from qkv.training.regularization import guided_layer
 
 READINGS = ("written", "fed")
 THRESHOLDS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35)

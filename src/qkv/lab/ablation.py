@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qkv.api import auto_recipe
+from qkv.assembly import trainer_for
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared
-from qkv.engines.cuda_training.cuda_trainer import make_trainer
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, TranslationConfig, option_path
-from qkv.training import auto_recipe
 
 BASELINE = "as it is"
 EQUAL = ("time", "steps")
@@ -112,7 +112,7 @@ def _check_same_validation(texts: dict[str, Prepared]) -> None:
 
 def _updates(config: Config, prepared: Prepared) -> int:
     """Return the number of updates; a recipe in epochs needs a trainer to count them."""
-    return make_trainer(config, prepared).spec.steps if config.train.epochs else config.train.steps
+    return trainer_for(config, prepared).plan().last_step if config.train.epochs else config.train.steps
 
 
 def _equalise_time(variants: dict[str, Config], texts: dict[str, Prepared], folder: Path) -> dict[str, Config]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qkv import presets
-from qkv.assembly import start_search_for
+from qkv.assembly import Run, open_run, start_search_for
 from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchOptions
@@ -25,14 +25,13 @@ from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, To
 from qkv.core.translate import search_all
 from qkv.data.loader import pad
 from qkv.engines.cpu import pack
-from qkv.engines.cpu.native_search import ProcessDecoding, open_run
+from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.conversion import import_optional
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models.transformer import Transformer
 from qkv.options import Config, ModelConfig, TransformerConfig
-from qkv.run import Run
 from qkv.worker_pool import ProcessWorkers
 
 Sources = Sequence[Sequence[int]]

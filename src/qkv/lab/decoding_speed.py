@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
@@ -27,7 +28,6 @@ from qkv.lab import decoding_contenders, training_speed
 from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.models.base import parameter_count
-from qkv.run import Run
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
 AT_LEAST = 3  # rounds

@@ -30,23 +30,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.api import Translator
+from qkv.api.run_training import fit
+from qkv.assembly import Run, updates_for
 from qkv.console import bars, say
 from qkv.core import files
 from qkv.core.device import choose_device, describe
-from qkv.core.errors import QkvError, UsageError
+from qkv.core.errors import Interrupted, QkvError, UsageError
+from qkv.core.loss import label_smoothed_loss
+from qkv.core.validation import corpus_bleu
 from qkv.data.lines import read_lines
 from qkv.data.loader import Position
 from qkv.data.store import Prepared, prepare
-from qkv.evaluation import metrics
+from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
-from qkv.run import Run
-from qkv.train.loop import Interrupted, fit
-from qkv.train.loss import smoothed_loss
-from qkv.train.trainer import make_updates
-from qkv.training.model_card import parameters, vocabulary
 from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"
@@ -355,7 +354,7 @@ def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
 
     def bleu(sources: list[str], references: list[str]) -> float:
         texts = [each.text for each in translator.translate(sources)]
-        return metrics.bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
+        return corpus_bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
 
     valid = [path.read_text(encoding="utf-8").split("\n")[: len(prepared.valid)] for path in prepared.valid_text]
     return Result(
@@ -390,7 +389,7 @@ def flops_per_token(config: Config, prepared: Prepared) -> float:
     unfused recurrence and attention, because the counter cannot see inside fused kernels.
     """
     small = {"tokens_per_step": max(COUNTED_TOKENS, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
-    updates = make_updates(config.replace(train=small), prepared)
+    updates = updates_for(config.replace(train=small), prepared)
     tokenizers = prepared.tokenizers
     model = build(config.model, tokenizers.src.size, tokenizers.tgt.size)
     for part in model.modules():
@@ -405,7 +404,7 @@ def flops_per_token(config: Config, prepared: Prepared) -> float:
         for update in islice(steps, COUNTED_UPDATES):
             for batch in update.micros:
                 hidden = model.hidden(*batch.inputs)
-                loss, _ = smoothed_loss(
+                loss, _ = label_smoothed_loss(
                     hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad
                 )
                 loss.backward()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from qkv.assembly import Run
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
-from qkv.run import Run
 
 
 def card(run: Run, prepared: Prepared) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from qkv.assembly import trainer_for, updates_for
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
 from qkv.data.store import Prepared, Store
-from qkv.engines.cuda_training.cuda_trainer import make_trainer, trainer_for
+from qkv.explain.model_card import parameters, shape, unit
 from qkv.options import (
     AttentionModelConfig,
     Config,
@@ -25,7 +26,6 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.training.model_card import parameters, shape, unit
 
 MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
 WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
@@ -258,7 +258,7 @@ def tokens_a_pass(store: Store) -> int:
 
 def updates_a_pass(config: Config, prepared: Prepared) -> int:
     """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
-    return len(trainer_for(config).read(config, prepared).plan(0))
+    return len(updates_for(config, prepared).plan(0))
 
 
 def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
@@ -272,7 +272,7 @@ def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
         # A full update of a large model takes a CPU half a minute, and a small one tells as much.
         share = min(share, max(1024, config.data.max_length + 1))
     sizes = {"tokens_per_step": share, "micro_tokens": min(spec.micro_tokens, share)}
-    trainer = make_trainer(config.replace(train=sizes), prepared)
+    trainer = trainer_for(config.replace(train=sizes), prepared)
     times: list[float] = []
     with closing(trainer.updates.starting(trainer.progress.position)) as steps:
         for _ in range(WARM_UP.get(trainer.device.type, 10)):
