@@ -181,6 +181,19 @@ def test_every_package_has_an_init() -> None:
     assert not [str(folder) for folder in folders if folder / "__init__.py" not in MODULES]
 
 
+def test_a_module_name_occurs_once_in_the_tree() -> None:
+    names = [path.stem for path in MODULES if not path.name.startswith("__")]
+    names += [path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent != SRC / "qkv"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_function_has_the_name_of_a_package() -> None:
+    """`import qkv.training.distributed` works beside `qkv.train(…)`, in any order."""
+    folders = {path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent.parent == SRC / "qkv"}
+    functions = "import qkv; print(*(n for n in qkv.__all__ if callable(getattr(qkv, n))))"
+    assert not folders & set(python(functions).stdout.split())
+
+
 def test_public_names_exist() -> None:
     done = python("import qkv; [getattr(qkv, name) for name in qkv.__all__]; print(qkv.__version__)")
     assert done.stdout.strip() == PROJECT["version"], done.stderr

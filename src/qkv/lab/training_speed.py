@@ -151,12 +151,12 @@ def measure_training(
 
 
 def _select_contenders(device: torch.device, only: Sequence[str]) -> list[Contender]:
-    known = contenders(device)
-    wanted = [each for each in known if not only or any(word in each.name for word in only)]
-    if not wanted:
-        names = "; ".join(each.name for each in known)
+    available = contenders(device)
+    selected = [each for each in available if not only or any(word in each.name for word in only)]
+    if not selected:
+        names = "; ".join(each.name for each in available)
         raise UsageError(f"--only {' '.join(only)}: no contender has such a name; choose among {names}")
-    return wanted
+    return selected
 
 
 def _version(package: str) -> str:

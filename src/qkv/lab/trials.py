@@ -192,22 +192,22 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
     With `jobs` > 1 each trial runs in its own process, `jobs` at a time. A failed trial is reported, and repeated by
     the next call.
     """
-    known = read_results(folder)
+    results = read_results(folder)
     keys = [key_of(trial) for trial in trials]
     waiting = [
         (trial, key)
         for trial, key in zip(trials, keys, strict=True)
-        if key not in known or known[key].error or (test and known[key].test != list(test))
+        if key not in results or results[key].error or (test and results[key].test != list(test))
     ]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} already done")
     runs = (_open(trial, key, folder) for trial, key in waiting)
     started = time.monotonic()
-    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as results:
-        for number, result in enumerate(results, 1):
-            known[result.key] = result
+    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as finished:
+        for number, result in enumerate(finished, 1):
+            results[result.key] = result
             _append(folder / RESULTS, result)
             say(f"{number}/{len(waiting)}  {result}; {_time_left(started, number, len(waiting) - number)}")
-    return [known[key] for key in keys]
+    return [results[key] for key in keys]
 
 
 def _time_left(started: float, done: int, left: int) -> str:
@@ -250,13 +250,13 @@ def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepar
     The folder stores the value: a new measurement would differ, and an interrupted table would change its updates.
     """
     path = folder / TIMINGS
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    timings: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     place = describe(choose_device(trial.config.train.device))  # "auto" may be another device on another machine
     key = f"{trial.name} on {place}, {key_of(trial)}"
-    if key not in known:
-        known[key] = seconds(trial.config, trial.text)
-        files.write_text(path, json.dumps(known, indent=1) + "\n")
-    return known[key]
+    if key not in timings:
+        timings[key] = seconds(trial.config, trial.text)
+        files.write_text(path, json.dumps(timings, indent=1) + "\n")
+    return timings[key]
 
 
 OpenTrial = tuple[str, str, Run]  # name, key, run folder
