@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.assembly import build_model
+from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate, pad
 from qkv.decoding.ensemble import Ensemble
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from test_search import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.assembly import build_model
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate
 from qkv.options import DecodeConfig, TransformerConfig
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4

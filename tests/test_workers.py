@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import sentences, wait_until
-from qkv.api.loading import open_run
+from qkv.assembly import open_run
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
@@ -126,7 +126,7 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from qkv.core.search import SearchOptions
-from qkv.api.loading import open_run
+from qkv.assembly import open_run
 from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv import options as config
 from qkv.worker_pool import ProcessWorkers

@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
 from qkv.assembly import build_model
+from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.options import TrainConfig, TransformerConfig
 

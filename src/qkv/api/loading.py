@@ -8,13 +8,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from qkv.assembly import Run
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
 from qkv.core.transformer import Model, StepModel, TranslationModel
 from qkv.engines.cpu import DTYPES, pack
-from qkv.engines.cpu.native_search import CPU, OpenedRun
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
-from qkv.run import Run
 
 M = TypeVar("M", bound=Model)
 
@@ -57,10 +56,3 @@ def engine(model: TranslationModel, dtype: str, device: torch.device) -> StepMod
         packed: Any = pack(model, dtype)
         return cast("StepModel[Any, Any]", packed)
     return model if choose_precision(dtype, device) == torch.float else copy.deepcopy(model).to(torch.bfloat16)
-
-
-def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
-    """Return a run's model, packed, and its tokenizers: what each process works with."""
-    run = Run.open(path)
-    model: Any = pack(run.model(CPU, weights), dtype)
-    return model, run.tokenizers

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from qkv.api.explaining import Explained
-from qkv.api.loading import checked, engine, open_run
+from qkv.api.loading import checked, engine
 from qkv.api.results import Alternative, OtherWord, Scored, Translation
-from qkv.assembly import search_engines_for, start_search_for
+from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import score_all
-from qkv.data.store import Prepared
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
@@ -31,7 +31,6 @@ from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
-from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 
@@ -292,7 +291,7 @@ class Translator(Explained):
         folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
         """
         learned = Shortlist.learn(
-            Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
+            PreparedText.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
         self._use(learned)
         try:

@@ -9,19 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.search import (
-    Hypothesis,
-    Ids,
-    SearchOptions,
-    SpecialTokens,
-    StartSearch,
-    search,
-    start_search,
-)
+from qkv.core import batches
+from qkv.core.batches import Batch, collate, pad
+from qkv.core.search import Hypothesis, Ids, SearchOptions, SpecialTokens, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.data import batches
-from qkv.data.loader import Batch, collate, pad
 
 Indices = Sequence[int]
 

@@ -122,7 +122,7 @@ def model_card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
     """The entry of a model in `GET /models`."""
     from qkv.core.transformer import parameter_count
     from qkv.decoding.search_request import without_spaces
-    from qkv.training.model_card import shape, vocabulary
+    from qkv.explain.model_card import shape, vocabulary
 
     config, scores, card = model.config, model.run.scores, model.run.path / "card.md"
     return {
