@@ -24,10 +24,10 @@ from typing import Any, Unpack
 from qkv import __version__
 from qkv.api.file_translation import Chunk, Crew, Work, fingerprint, translate_file, translate_lines
 from qkv.api.pair_filters import FATES, Filters, Noise, Settled, beside, settle
-from qkv.api.results import Alternative, Translation
 from qkv.api.translator import CHUNK, Translator
 from qkv.console import writer
 from qkv.core.errors import UsageError
+from qkv.core.translate import Alternative, Translation
 from qkv.data.corpus import PACKED, find, form_of, is_stream
 from qkv.data.lines import Lines
 from qkv.data.passes import Limits
