@@ -1,9 +1,9 @@
-"""Learning curves against the clock: validation BLEU and loss of runs, and of a peer's loop beside them.
+"""Plot validation BLEU and loss of runs, and BLEU of peer_loop.py, against elapsed time.
 
     python benchmarks/curves.py runs/europarl [runs/other …] [peer.json …] -o curves.png
 
-A run folder has them in its log, what benchmarks/peer_loop.py writes has BLEU alone. Seconds are those since training
-began, validations included.
+Run folders have the values in their log; the output of benchmarks/peer_loop.py has BLEU only. Seconds count from the
+start of training and include validations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Curve = list[dict[str, float]]
 
 
 def read(path: Path) -> Curve:
-    """The validations of a run, or of a peer's report."""
+    """Read the validations of a run folder or of a peer's report."""
     if path.is_file():
         curve: Curve = json.loads(path.read_text(encoding="utf-8"))["curve"]
         return [{"seconds": point["seconds"], "BLEU": point["bleu"]} for point in curve]

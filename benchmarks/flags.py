@@ -1,9 +1,9 @@
-"""How often `qkv evaluate` calls something a hallucination that is one, and that is none.
+"""Measure hit rate and false alarms of the hallucination flag of `qkv evaluate`.
 
     python benchmarks/flags.py NAME=SRC,REF …          # at most the first 2,000 lines of each
 
-Outputs are made of the references: those of other sentences, shuffled, and the right ones with 3 words in 10 replaced
-by random words of the set. Also the references and the sources themselves.
+The test outputs are: references of other sentences (shuffled), references with 3 words in 10 replaced by random words
+of the set, the references, and the sources.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import random
 import sys
 from itertools import islice
 
-from qkv.data.lines import read_lines
+from qkv.data.formats import read_lines
 from qkv.evaluation.diagnosis import diagnose
 
 LINES, REPLACED = 2000, 0.3
 
 
-def spoilt(lines: list[str], draw: random.Random) -> list[str]:
+def replace_words(lines: list[str], draw: random.Random) -> list[str]:
     words = [word for line in lines for word in line.split()]
     return [" ".join(draw.choice(words) if draw.random() < REPLACED else w for w in line.split()) for line in lines]
 
@@ -32,17 +32,17 @@ def main() -> None:
         sources, references = (list(islice(read_lines(file), LINES)) for file in files.split(","))
         outputs = {
             "other": draw.sample(references, len(references)),
-            "replaced": spoilt(references, draw),
+            "replaced": replace_words(references, draw),
             "right": references,
             "source": sources,
         }
-        found = {kind: diagnose(sources, made, references) for kind, made in outputs.items()}
-        flagged = sum(bool(each.flags) for each in found["right"].sentences)
+        diagnoses = {kind: diagnose(sources, texts, references) for kind, texts in outputs.items()}
+        flagged = sum(bool(each.flags) for each in diagnoses["right"].sentences)
         print(
-            f"| {name}, {len(sources):,} lines | {found['other'].chance:.1f} "
-            f"| {found['other'].rate('hallucination'):.0%} ({found['other'].rate('short'):.0%}) "
-            f"| {found['replaced'].rate('hallucination'):.1%} | {flagged} flagged "
-            f"| {found['source'].rate('copy'):.0%} |",
+            f"| {name}, {len(sources):,} lines | {diagnoses['other'].chance:.1f} "
+            f"| {diagnoses['other'].rate('hallucination'):.0%} ({diagnoses['other'].rate('short'):.0%}) "
+            f"| {diagnoses['replaced'].rate('hallucination'):.1%} | {flagged} flagged "
+            f"| {diagnoses['source'].rate('copy'):.0%} |",
             flush=True,
         )
 

@@ -1,14 +1,14 @@
-"""transformers' MarianMT trained by the loop that a user would write, against the clock: what recipes compare with.
+"""Train transformers' MarianMT with a usual training loop for a fixed time: the baseline of the recipes.
 
     python benchmarks/peer_loop.py train.en train.de valid.en valid.de --seconds 110 --every 30 -o peer.json
         [--test test.en test.de …] [--d-model 256] [--layers 3] [--tokens 8192] [--vocab 10000] [--lines 3000]
         [--store DIR]
 
-The subwords are ours, so that the scores compare. Everything else is the usual: shuffled batches of like length,
-padded; AdamW, warm-up and a cosine over the time there is; bf16 autocast on a GPU; label smoothing; `generate` with a
-beam of 4 on the first `--lines` of the validation set every so many seconds, whose time counts as it does for us. The
-clock starts when the text is prepared (and kept in `--store`, if given, for the next time). `benchmarks/curves.py`
-draws what it writes beside our own runs.
+The subwords are those of qkv, so that the scores are comparable. Everything else is usual: shuffled padded batches of
+similar length; AdamW; warm-up and a cosine over the given time; bf16 autocast on a GPU; label smoothing; `generate`
+with beam 4 on the first `--lines` of the validation set every `--every` seconds, which counts as training time.
+The clock starts after the preparation of the text, which `--store` keeps for further runs. `benchmarks/curves.py` plots
+the output next to runs of qkv.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.lines import read_lines
-from qkv.data.store import prepare
+from qkv.data.formats import read_lines
+from qkv.data.text_preparation import prepare_text
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Pair = tuple[list[int], list[int]]
 
 
 def learn(files: list[str], vocab: int, store: str = "") -> tuple[TokenizerPair, list[Pair]]:
-    """Subwords, and the training text in their ids."""
+    """Learn subwords; return the tokenizers and the training pairs as ids."""
     train, valid = CorpusConfig(src=files[0], tgt=files[1]), CorpusConfig(src=files[2], tgt=files[3])
     with tempfile.TemporaryDirectory() as folder:
         data = DataConfig(train=(train,), valid=(valid,), store=store)
-        made = prepare(data, TokenizerConfig(vocab=vocab), Path(folder))
-        return made.tokenizers, [
-            (made.train.src(i).tolist(), made.train.tgt(i).tolist()) for i in range(len(made.train))
-        ]
+        prepared = prepare_text(data, TokenizerConfig(vocab=vocab), Path(folder))
+        pairs = prepared.train
+        return prepared.tokenizers, [(pairs.src(i).tolist(), pairs.tgt(i).tolist()) for i in range(len(pairs))]
 
 
 def build(size: argparse.Namespace, tokenizers: TokenizerPair) -> MarianMTModel:
@@ -57,8 +56,8 @@ def build(size: argparse.Namespace, tokenizers: TokenizerPair) -> MarianMTModel:
     special = {"pad_token_id": tokens.pad, "eos_token_id": tokens.eos, "decoder_start_token_id": tokens.bos}
     shared = {"scale_embedding": True, "share_encoder_decoder_embeddings": True, "activation_function": "relu"}
     drop = {"dropout": size.dropout, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    made = {"vocab_size": tokens.size, "max_position_embeddings": 512, "forced_eos_token_id": None}
-    return MarianMTModel(MarianConfig(**layers, **heads, **widths, **special, **shared, **drop, **made))
+    output = {"vocab_size": tokens.size, "max_position_embeddings": 512, "forced_eos_token_id": None}
+    return MarianMTModel(MarianConfig(**layers, **heads, **widths, **special, **shared, **drop, **output))
 
 
 def padded(rows: list[list[int]], pad: int) -> Tensor:
@@ -67,26 +66,26 @@ def padded(rows: list[list[int]], pad: int) -> Tensor:
 
 
 def batches(pairs: list[Pair], tokens: int, draw: random.Random) -> Iterator[list[Pair]]:
-    """An epoch: pairs of like length together, about so many padded tokens of the longer side a batch, in any order."""
+    """Yield one epoch: pairs of similar length, about `tokens` padded tokens per batch, batches shuffled."""
     noise = np.random.default_rng(draw.getrandbits(32)).random(len(pairs))
     order = np.argsort(np.array([len(target) for _, target in pairs]) + noise)
-    made, longest = [], 0
+    epoch, longest = [], 0
     batch: list[Pair] = []
     for pair in map(pairs.__getitem__, order.tolist()):
         longest = max(longest, *map(len, pair))
         if batch and (len(batch) + 1) * longest > tokens:
-            made.append(batch)
+            epoch.append(batch)
             batch, longest = [], max(map(len, pair))
         batch.append(pair)
-    made.append(batch)
-    draw.shuffle(made)
-    yield from made
+    epoch.append(batch)
+    draw.shuffle(epoch)
+    yield from epoch
 
 
 @torch.no_grad()
 def translate(model: MarianMTModel, tokenizers: TokenizerPair, lines: list[str], device: torch.device) -> list[str]:
     model.eval()
-    src, tgt, found = tokenizers.src, tokenizers.tgt, {}
+    src, tgt, texts = tokenizers.src, tokenizers.tgt, {}
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
     for first in range(0, len(order), 128):
         some = order[first : first + 128]
@@ -96,19 +95,19 @@ def translate(model: MarianMTModel, tokenizers: TokenizerPair, lines: list[str],
                 source, attention_mask=source != src.pad, num_beams=4, max_new_tokens=source.shape[1] + 50
             )
         for i, row in zip(some, out.tolist(), strict=True):
-            found[i] = tgt.decode([token for token in row if token not in (tgt.pad, tgt.bos, tgt.eos)])
+            texts[i] = tgt.decode([token for token in row if token not in (tgt.pad, tgt.bos, tgt.eos)])
     model.train()
-    return [found[i] for i in range(len(lines))]
+    return [texts[i] for i in range(len(lines))]
 
 
 class Peer:
-    """The model, its text and its clock."""
+    """The model, its training text and its clock."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(given.seed)
         self.given, self.draw = given, random.Random(given.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        # As in qkv: cuDNN's attention, which PyTorch prefers on this card, plans anew for every shape it meets.
+        # As in qkv: cuDNN's attention, PyTorch's default on recent GPUs, builds a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.tokenizers, self.pairs = learn(given.files, given.vocab, given.store)
         self.valid, self.reference = (list(read_lines(name))[: given.lines] for name in given.files[2:])
@@ -141,25 +140,25 @@ class Peer:
         return loss.detach()
 
     def train(self) -> list[dict[str, float]]:
-        """Epoch after epoch until the time is up; the curve of BLEU on the validation set.
+        """Train until the time is up; return the curve of validation BLEU.
 
-        The last validation comes after the end; no other is begun that could last until then.
+        The last validation runs after the end; no other validation starts that could overlap it.
         """
         curve: list[dict[str, float]] = []
         due, took = self.given.every, 0.0
         while True:
             for batch in batches(self.pairs, self.given.tokens, self.draw):
                 loss = self.update(batch)
-                begun = self.seconds
-                if begun < self.given.seconds and (begun < due or begun + 2 * took >= self.given.seconds):
+                now = self.seconds
+                if now < self.given.seconds and (now < due or now + 2 * took >= self.given.seconds):
                     continue
-                found = translate(self.model, self.tokenizers, self.valid, self.device)
-                bleu = corpus_bleu(found, [self.reference]).score
+                texts = translate(self.model, self.tokenizers, self.valid, self.device)
+                bleu = corpus_bleu(texts, [self.reference]).score
                 curve.append({"seconds": self.seconds, "step": self.step, "loss": loss.item(), "bleu": bleu})
                 print(curve[-1], flush=True)
-                if begun >= self.given.seconds:
+                if now >= self.given.seconds:
                     return curve
-                took = self.seconds - begun
+                took = self.seconds - now
                 due = self.seconds + self.given.every
 
 
@@ -182,9 +181,9 @@ def main() -> None:
     output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for files in zip(given.test[::2], given.test[1::2], strict=True):
         source, reference = (list(read_lines(name)) for name in files)
-        found = translate(peer.model, peer.tokenizers, source, peer.device)
-        scores = {name: corpus_bleu(found, [reference], lowercase=name != "bleu").score for name in ("bleu", "lower")}
-        report["test"][files[0]] = scores | {"chrf": corpus_chrf(found, [reference]).score}
+        texts = translate(peer.model, peer.tokenizers, source, peer.device)
+        scores = {name: corpus_bleu(texts, [reference], lowercase=name != "bleu").score for name in ("bleu", "lower")}
+        report["test"][files[0]] = scores | {"chrf": corpus_chrf(texts, [reference]).score}
         print(files[0], report["test"][files[0]], flush=True)
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

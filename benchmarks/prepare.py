@@ -1,11 +1,11 @@
-"""Preparing a corpus against the subword library's own batch encoding of the same lines, in one run.
+"""Compare the preparation of a corpus with the batch encoding of the subword library on the same lines.
 
     python benchmarks/prepare.py train.en.xz train.de.xz [--vocab 32000] [--rounds 1]
 
-The first figure is all of `prepare`: unpacking, filtering, learning the vocabulary, tokenising and writing the store.
-The second is only the time inside `encode_batch`, with the vocabulary just learned and the lines already in memory.
-Seconds are elapsed ones and, in brackets, those of all processors, which tell more where the machine is shared.
-Memory is the most that all processes held at one time (shared pages counted once, and, in brackets, in every process).
+The first figure is all of `prepare`: decompression, filtering, learning the vocabulary, tokenising, writing the store.
+The second is the time inside `encode_batch` alone, with the learned vocabulary and the lines in memory. Seconds are
+elapsed time and, in brackets, processor time, which is more reliable on a shared machine. Memory is the peak of all
+processes together, with shared pages counted once and, in brackets, per process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 
 import tokenizers
 
-from qkv.data.corpus import pieces
-from qkv.data.store import Prepared, prepare
+from qkv.core.dataset import PreparedText
+from qkv.data.formats import read_any_file
+from qkv.data.text_preparation import prepare_text
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
-Seconds = tuple[float, float]  # elapsed, and spent by all processors
-BATCH = 20_000  # lines given to the library at once
+Seconds = tuple[float, float]  # elapsed time, processor time
+BATCH = 20_000  # lines per call of the library
 
 
 def main() -> None:
@@ -48,11 +49,11 @@ def main() -> None:
         print(f"ratio {ours[0] / theirs[0]:.2f} ({ours[1] / theirs[1]:.2f})", flush=True)
 
 
-def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
+def _prepare(results: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) -> None:
     stages: dict[str, float] = {}
     data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
-    prepared = prepare(
+    prepared = prepare_text(
         data,
         TokenizerConfig(vocab=vocab),
         store,
@@ -62,11 +63,11 @@ def _prepare(told: Queue[Seconds], src: str, tgt: str, store: Path, vocab: int) 
     print(prepared.report)
     bounds = [*stages.values(), end]
     print("; ".join(f"{stage} {bounds[i + 1] - bounds[i]:.1f} s" for i, stage in enumerate(stages)))
-    told.put((end - start, _processor()))
+    results.put((end - start, _processor()))
 
 
-def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
-    ours = Prepared.open(store).tokenizers
+def _encode_batch(results: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
+    ours = PreparedText.open(store).tokenizers
     spent = busy = 0.0
     for name, side in ((src, ours.src), (tgt, ours.tgt)):
         library = side.library
@@ -78,13 +79,13 @@ def _encode_batch(told: Queue[Seconds], src: str, tgt: str, store: Path) -> None
             library.encode_batch(lines)
             spent += time.perf_counter() - start
             busy += _processor() - before
-    told.put((spent, busy))
+    results.put((spent, busy))
 
 
 def _batches(name: str) -> Iterator[list[str]]:
     lines: list[str] = []
     rest = b""
-    for piece in pieces(Path(name)):
+    for piece in read_any_file(Path(name)):
         *whole, rest = (rest + piece).split(b"\n")
         lines += [line.decode() for line in whole]
         if len(lines) >= BATCH:
@@ -99,10 +100,10 @@ def _processor() -> float:
 
 
 def _measure(function: Callable[..., None], *arguments: Any) -> tuple[Seconds, float, float]:
-    """Run a function in a process of its own: what it tells, and the most memory its processes held together."""
+    """Run a function in a new process; return its seconds and the peak memory of all its processes."""
     context = multiprocessing.get_context("spawn")
-    told: Queue[Seconds] = context.Queue()
-    process = context.Process(target=function, args=(told, *arguments))
+    results: Queue[Seconds] = context.Queue()
+    process = context.Process(target=function, args=(results, *arguments))
     process.start()
     assert process.pid
     shared = resident = 0
@@ -112,7 +113,7 @@ def _measure(function: Callable[..., None], *arguments: Any) -> tuple[Seconds, f
         process.join(0.2)
     if process.exitcode:
         raise SystemExit(process.exitcode)
-    return told.get(), shared / 1e9, resident / 1e9
+    return results.get(), shared / 1e9, resident / 1e9
 
 
 def _family(pid: int) -> list[int]:

@@ -26,7 +26,7 @@ keeps all of them, resolved, in its `config.toml`.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page as Markdown."""
     sections: list[tuple[str, Any]] = []
     for spec in dataclasses.fields(Config):
         if spec.name == "model":
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def section(title: str, cls: Any) -> str:
-    """One section's heading and table."""
+    """Return heading and table of one section."""
     rows = [
         f"| `{spec.name}` | {allowed(spec)} | {default(spec)} | {spec.metadata['help']} |"
         for spec in dataclasses.fields(cls)
@@ -50,7 +50,7 @@ def section(title: str, cls: Any) -> str:
 
 
 def allowed(spec: dataclasses.Field[Any]) -> str:
-    """What an option may be: its choices, or its type and bounds."""
+    """Return the allowed values: choices, or type and bounds."""
     choices, low, high = (spec.metadata[key] for key in ("choices", "low", "high"))
     if choices:
         return " ".join(f'`"{choice}"`' for choice in choices)
@@ -60,7 +60,7 @@ def allowed(spec: dataclasses.Field[Any]) -> str:
 
 
 def default(spec: dataclasses.Field[Any]) -> str:
-    """The default as TOML writes it."""
+    """Return the default in TOML notation."""
     return "none" if spec.default == () else f"`{json.dumps(spec.default)}`"
 
 

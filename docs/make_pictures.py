@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation, each from the code itself and none by hand.
+"""Draw the figures of the documentation with the functions of the package.
 
 python docs/make_pictures.py runs/demo [FOLDER]
 """
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.api import Translator
-from qkv.data.lines import read_lines
+from qkv.core.optimizer import learning_rate
+from qkv.data.formats import read_lines
 from qkv.models.layers import sinusoids
 from qkv.options import TrainConfig
-from qkv.train.optim import learning_rate
 
 SENTENCE = "Your cat is a lovely cat."
 PRONOUN = ("The cat was purring because it was happy.", "it", "cat")
 AGREEMENT = ("The women stayed in the garden because they were tired.", "stanche", "women")
-# Sentences in which it is plain what is meant by it: the noun right before.
+# Sentences with an unambiguous pronoun: it refers to the noun before "because".
 LIKE_IT = re.compile(r"\b(?:that|this|those|these) (\w+) because (it|they) (?:is|was|are|were) (?:very )?\w+\.$")
 SCHEDULES = [(512, 4000, "base"), (1024, 4000, "big"), (512, 8000, ""), (256, 4000, "")]  # d_model, warm-up steps
 CELL, LEFT, TOP, GAP = 26, 92, 84, 40
 
-# Colours for a light page and a dark one; every picture brings its own paper, for readers that know neither.
+# Colours for light and dark pages; every figure has its own background for readers without either.
 STYLE = """<style>
 .paper{fill:#fff}.ink{fill:#1b1d21}.soft{fill:#5c626d}.line{stroke:#d9dce2;fill:none}.heat{fill:#1558b0}
 .c0{--c:#1558b0}.c1{--c:#c2500a}.c2{--c:#2b8a3e}.c3{--c:#a33ea1}.stroke{stroke:var(--c);fill:none}.fill{fill:var(--c)}
@@ -43,7 +43,7 @@ STYLE = """<style>
 
 
 def svg(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """A picture on its own paper, with a title for those who cannot see it."""
+    """Return an SVG document with a background and a title for screen readers."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"'
     top = [f'{head} font-size="13" font-family="Arial, sans-serif">', f"<title>{escape(title)}</title>", STYLE]
     paper = f'<rect class="paper" width="{width:g}" height="{height:g}" rx="8"/>'
@@ -58,7 +58,7 @@ def label(x: float, y: float, text: str, anchor: str = "start", kind: str = "ink
 
 
 def position_encodings(length: int = 100, d_model: int = 128) -> str:
-    """Section 3.5: the sinusoids that are added to the embeddings, −1 to 1, a row for each position."""
+    """Section 3.5: the sinusoids added to the embeddings, −1 to 1, one row per position."""
     table = sinusoids(length, d_model).numpy()  # (length, d_model)
     width, height, left, top = 720, 260, 58, 34
     image = b64encode(png(np.round((table + 1) * 127.5).astype(np.uint8))).decode()
@@ -95,7 +95,7 @@ def palette() -> NDArray[np.uint8]:
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """Numbers of palette colours (rows, columns) as a PNG file."""
+    """Return palette indices (rows, columns) as a PNG file."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -142,11 +142,11 @@ def learning_rates(steps: int = 20_000) -> str:
 
 
 def picture(run: str | Path | Translator) -> str:
-    """The cross-attention of every head of the last decoder layer, side by side, as SVG."""
-    found = _translator(run).attention(SENTENCE)
-    name = max(name for name in found.weights if name.endswith("cross"))
-    heads = np.asarray(found.weights[name])
-    columns, rows = found.source, found.written
+    """Draw the cross-attention of all heads of the last decoder layer as SVG."""
+    attention = _translator(run).attention(SENTENCE)
+    name = max(name for name in attention.weights if name.endswith("cross"))
+    heads = np.asarray(attention.weights[name])
+    columns, rows = attention.source, attention.written
     width = LEFT + len(heads) * (len(columns) * CELL + GAP)
     height = TOP + len(rows) * CELL + 34
     parts = [label(LEFT - 8, TOP + i * CELL + 18, token, "end") for i, token in enumerate(rows)]
@@ -165,46 +165,48 @@ def picture(run: str | Path | Translator) -> str:
         ]
         parts.append(label(x0, TOP + len(rows) * CELL + 22, f"head {number}", kind="soft"))
     layer = int(name.split(".")[1]) + 1
-    return svg(width, height, f"Cross-attention of layer {layer}: {found.text} → {found.translation}", parts)
+    return svg(width, height, f"Cross-attention of layer {layer}: {attention.text} → {attention.translation}", parts)
 
 
 @dataclass(frozen=True)
-class Links:
-    """What one word attends to in the last layer: the weight of each head on each word of the source."""
+class WordAttention:
+    """Attention of one word in the last layer: the weight of each head on each source word."""
 
     name: str
-    rows: list[str]  # the words of the sentence that looks
+    rows: list[str]  # words of the attending sentence
     source: list[str]
     query: int
     weights: NDArray[np.float64]  # (heads, words of the source)
 
 
 def dependency(run: str | Path | Translator) -> str:
-    """Who looks back at the noun: the pronoun in the encoder, and the adjective that agrees with it in the decoder."""
+    """Draw attention to a distant noun: from a pronoun (encoder) and from an agreeing adjective (decoder)."""
     translator = _translator(run)
     parts = []
     for i, (text, word, noun) in enumerate((PRONOUN, AGREEMENT)):
-        drawn = _bundle(links(translator, text, word), text, noun)
+        drawn = _bundle(word_attention(translator, text, word), text, noun)
         parts.append(f'<g transform="translate(0 {212 * i})">{drawn}</g>')
     return svg(870, 426, f"Attention over a distance: {PRONOUN[0]} {AGREEMENT[0]}", parts)
 
 
-def links(translator: Translator, text: str, word: str) -> Links:
-    """A word of the source looks by the encoder's self-attention, one of the translation by cross-attention."""
-    found = translator.attention(text)
-    source, written = split_words(found.source), split_words(found.written)
+def word_attention(translator: Translator, text: str, word: str) -> WordAttention:
+    """Return the attention of a word: encoder self-attention for a source word, cross-attention for a target word."""
+    attention = translator.attention(text)
+    source, written = split_words(attention.source), split_words(attention.written)
     inside = word in [each for each, _ in source]
     rows = source if inside else written
-    name = max(name for name in found.weights if re.fullmatch(r"encoder.*self" if inside else r"decoder.*cross", name))
-    weights = np.asarray(found.weights[name])  # (heads, queries, keys)
+    name = max(
+        name for name in attention.weights if re.fullmatch(r"encoder.*self" if inside else r"decoder.*cross", name)
+    )
+    weights = np.asarray(attention.weights[name])  # (heads, queries, keys)
     merged = np.stack([weights[..., pieces].sum(-1) for _, pieces in source], axis=-1)  # (heads, queries, words)
     query = max(i for i, (each, _) in enumerate(rows) if each == word)
-    looked = merged[:, rows[query][1][-1]]  # (heads, words), of the last piece, which carries the ending
-    return Links(name, [each for each, _ in rows], [each for each, _ in source], query, looked)
+    received = merged[:, rows[query][1][-1]]  # (heads, words), of the last piece, which carries the ending
+    return WordAttention(name, [each for each, _ in rows], [each for each, _ in source], query, received)
 
 
 def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Subwords put together: each word and the numbers of its pieces; marks and </s> stand alone."""
+    """Join subwords to words, each with the indices of its pieces; punctuation and </s> are separate words."""
     words: list[tuple[str, list[int]]] = []
     for i, token in enumerate(tokens):
         if words and token[:1] != "▁" and token.isalnum() and words[-1][0].isalnum():
@@ -214,31 +216,35 @@ def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
     return words
 
 
-def _bundle(found: Links, text: str, noun: str) -> str:
-    """The word above, the source below, and a line for each head and word, the stronger the more it looks there."""
+def _bundle(attention: WordAttention, text: str, noun: str) -> str:
+    """Draw one curve per head and source word, with opacity equal to the attention weight."""
     above, below, left, width = 60, 190, 24, 640
     places = {
         key: left + (np.arange(len(words)) + 0.5) * width / len(words)
-        for key, words in (("rows", found.rows), ("source", found.source))
+        for key, words in (("rows", attention.rows), ("source", attention.source))
     }
-    stack, layer, kind = found.name.split(".")
+    stack, layer, kind = attention.name.split(".")
     parts = [
-        label(left, 26, f"{stack}, layer {int(layer) + 1}, {kind}-attention: what “{found.rows[found.query]}” looks at")
+        label(
+            left,
+            26,
+            f"{stack}, layer {int(layer) + 1}, {kind}-attention: what “{attention.rows[attention.query]}” looks at",
+        )
     ]
-    for head, weights in enumerate(found.weights):
-        shift = 3 * (head - (len(found.weights) - 1) / 2)
+    for head, weights in enumerate(attention.weights):
+        shift = 3 * (head - (len(attention.weights) - 1) / 2)
         for x, weight in zip(places["source"], weights, strict=True):
             if weight >= 0.02:
-                x0, x1 = places["rows"][found.query] + shift, x + shift
+                x0, x1 = places["rows"][attention.query] + shift, x + shift
                 parts.append(
                     f'<path class="c{head % 4} stroke" stroke-width="2.6" stroke-opacity="{weight:.2f}" '
                     f'd="M{x0:.1f} {above + 7}C{x0:.1f} {above + 60} {x1:.1f} {below - 70} {x1:.1f} {below - 16}"/>'
                 )
-        share = weights[found.source.index(noun)]
+        share = weights[attention.source.index(noun)]
         parts.append(f'<rect class="c{head % 4} fill" x="684" y="{74 + 24 * head}" width="12" height="12" rx="2"/>')
         parts.append(label(704, 85 + 24 * head, f"head {head}: {share:.2f} on “{noun}”"))
-    for key, y, strong in (("rows", above, found.query), ("source", below, found.source.index(noun))):
-        words = found.rows if key == "rows" else found.source
+    for key, y, strong in (("rows", above, attention.query), ("source", below, attention.source.index(noun))):
+        words = attention.rows if key == "rows" else attention.source
         for i, (x, word) in enumerate(zip(places[key], words, strict=True)):
             parts.append(
                 label(
@@ -249,20 +255,22 @@ def _bundle(found: Links, text: str, noun: str) -> str:
 
 
 def measure(translator: Translator, sentences: Iterable[str]) -> dict[str, NDArray[np.float64]]:
-    """How much each head of the last layers looks at the noun, over sentences like these: mean weights (heads,).
+    """Return the mean attention weight on the noun of each head of the last layers, over matching sentences.
 
-    By `pronoun` in the encoder, and by `adjective`, the last word of the translation, in the decoder.
+    `pronoun` is measured in the encoder, `adjective`, the last word of the translation, in the decoder.
     """
-    found: dict[str, list[NDArray[np.float64]]] = {"pronoun": [], "adjective": []}
+    weights_of: dict[str, list[NDArray[np.float64]]] = {"pronoun": [], "adjective": []}
     for text in sentences:
         match = LIKE_IT.search(text)
         if match is None:
             continue
         adjective = re.findall(r"\w+", translator.translate(text).text)[-1]
         for kind, word in (("pronoun", match[2]), ("adjective", adjective)):
-            looked = links(translator, text, word)
-            found[kind].append(looked.weights[:, looked.source.index("because") - 1])
-    return {f"{kind}, {len(rows)} sentences": np.mean(rows, axis=0).round(2) for kind, rows in found.items() if rows}
+            attention = word_attention(translator, text, word)
+            weights_of[kind].append(attention.weights[:, attention.source.index("because") - 1])
+    return {
+        f"{kind}, {len(rows)} sentences": np.mean(rows, axis=0).round(2) for kind, rows in weights_of.items() if rows
+    }
 
 
 def _translator(run: str | Path | Translator) -> Translator:
@@ -272,7 +280,7 @@ def _translator(run: str | Path | Translator) -> Translator:
 
 
 def main(run: str = "runs/demo", folder: str = "docs") -> None:
-    """Write every picture, and say what the heads do over all sentences of the kind that is drawn."""
+    """Write all figures, and print the mean attention of the heads over all matching sentences."""
     translator = _translator(run)
     pictures = {
         "attention": picture(translator),

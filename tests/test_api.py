@@ -32,7 +32,7 @@ def translator(tiny: Path) -> Translator:
 def test_public_names_stay_what_they_are() -> None:
     """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
     code = (
-        "import qkv.train.loop, qkv.evaluation.metrics, qkv; qkv.load; print(qkv.train.__name__, qkv.evaluate.__name__)"
+        "import qkv.training.distributed, qkv.evaluation.metrics, qkv; print(qkv.train.__name__, qkv.evaluate.__name__)"
     )
     again = "import qkv; qkv.train; qkv.load; assert callable(qkv.train) and callable(qkv.evaluate)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

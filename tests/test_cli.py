@@ -23,8 +23,8 @@ import sacrebleu
 import qkv
 from conftest import PATIENCE, Call, sentences, write_pairs
 from qkv import api
+from qkv.assembly import Run
 from qkv.options import Config
-from qkv.run import Run
 
 COMMAND = [sys.executable, "-m", "qkv"]
 
@@ -140,7 +140,7 @@ def test_options_reach_the_translator(tiny: Path, call: Call) -> None:
     assert score("--with", str(tiny), "--dtype", "fp32") == pytest.approx(score("--dtype", "fp32"), abs=1e-4)
 
 
-def test_what_may_and_may_not_be_said(tiny: Path, call: Call) -> None:
+def test_constraints_on_the_output(tiny: Path, call: Call) -> None:
     def text(*options: str) -> str:
         return call("translate", tiny, *options, input=b"One red cat.\n").out.strip()
 
@@ -155,7 +155,7 @@ def test_what_may_and_may_not_be_said(tiny: Path, call: Call) -> None:
 
 
 def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
-    """Someone types a line and sees its translation before typing the next; no progress bar gets in the way."""
+    """At a terminal each typed line is translated before the next is typed, without a progress bar."""
     ours, theirs = pty.openpty()
     command = [*COMMAND, "translate", str(tiny)]
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as talk, closing(ours):
@@ -167,11 +167,11 @@ def test_a_terminal_is_answered_line_by_line(tiny: Path) -> None:
             assert talk.stdout.readline() == answer
         os.write(ours, b"\x04")  # Ctrl-D
         assert talk.wait(PATIENCE) == 0
-        assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # the echo of the terminal, and nothing else
+        assert os.read(ours, 4096) == b"One cat.\r\n\r\nTwo dog.\r\n"  # only the echo of the terminal
 
 
 def test_a_pipe_is_answered_as_it_comes(tiny: Path) -> None:
-    """A program that sends a line and waits for its translation gets it; what came together is answered together."""
+    """A program that writes a line into a pipe gets its translation at once; lines sent together return together."""
     with subprocess.Popen([*COMMAND, "translate", str(tiny)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as talk:
         assert talk.stdin
         assert talk.stdout
@@ -191,8 +191,10 @@ def test_a_pipe_is_answered_as_it_comes(tiny: Path) -> None:
         assert talk.wait(PATIENCE) == 0
 
 
-def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path) -> None:
-    """The bar goes to the terminal, the result where it was sent."""
+def test_progress_bars_appear_only_on_a_terminal(
+    tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path
+) -> None:
+    """The bar is written to the terminal, the result to the output."""
     ours, theirs = pty.openpty()
     command = [*COMMAND, "translate", str(tiny), test_set[0]]
     shown = b""
@@ -202,7 +204,7 @@ def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tupl
         closing(ours),
     ):
         os.close(theirs)
-        with suppress(OSError):  # how a terminal says that the other side has gone
+        with suppress(OSError):  # raised when the other side of the terminal is closed
             while select.select([ours], [], [], PATIENCE)[0]:
                 shown += os.read(ours, 4096)
         assert process.wait(PATIENCE) == 0
@@ -213,14 +215,14 @@ def test_progress_bars_live_on_a_terminal(tiny: Path, call: Call, test_set: tupl
 
 @contextmanager
 def closing(descriptor: int) -> Iterator[None]:
-    """Hang up in the end, so that a process on the other side does not wait for ever."""
+    """Close the descriptor at the end, so that a process on the other side does not wait forever."""
     try:
         yield
     finally:
         os.close(descriptor)
 
 
-def test_a_reader_that_leaves_is_no_accident(tiny: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tiny: Path, tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.write_text("One.\n" * 30_000)
     line = f'"{sys.executable}" -m qkv translate "{tiny}" "{many}" --beam 1 | head -n 2'
@@ -266,10 +268,10 @@ def test_a_run_does_not_differ_from_itself(tiny: Path, call: Call, test_set: tup
     assert "b - a = +" in worse
 
 
-def test_a_comparison_holds_what_each_run_has_alone(
+def test_a_comparison_contains_both_single_reports(
     tiny: Path, call: Call, test_set: tuple[str, str], tmp_path: Path
 ) -> None:
-    """--weights and --output belong to the run, not to the one it is compared with."""
+    """--weights and --output apply to the run, not to the run it is compared with."""
 
     def report(*options: object) -> dict[str, Any]:
         return dict(json.loads(call("evaluate", tiny, *test_set, "--json", *options).out))

@@ -1,4 +1,4 @@
-"""Attention maps: the recorded weights are the ones used, heads are measured as stated, and the files hold it all."""
+"""Attention maps: recorded weights are those of the model, measures follow their definitions, files are complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn
 from qkv.explain import attention_maps, head_analysis
 from qkv.explain.attention_maps import AttentionMap, attention_map, words
-from qkv.explain.head_analysis import measure, rarest
+from qkv.explain.head_analysis import measure_head, rare_tokens
 from qkv.models import build
 from qkv.models.attention import Recording
 from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
@@ -31,7 +31,7 @@ def tokenizers() -> TokenizerPair:
     return learn(TEXT, TEXT, TokenizerConfig(vocab=270), ())
 
 
-def made(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
+def map_of(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
     torch.manual_seed(0)
     model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     source, target = (tokenizers.src.encode(text) for text in TEXT)
@@ -39,41 +39,43 @@ def made(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
 
 
 @pytest.fixture(scope="module")
-def found(tokenizers: TokenizerPair) -> AttentionMap:
-    return made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
+def example(tokenizers: TokenizerPair) -> AttentionMap:
+    return map_of(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=2, decoder_layers=1))
 
 
-# ---- what is recorded ------------------------------------------------------------------------------------------------
+# ---- recording -------------------------------------------------------------------------------------------------------
 
 
-def test_every_layer_and_head_is_there_and_sums_to_one(found: AttentionMap) -> None:
-    assert set(found.weights) == {"encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"}
-    for name, weights in found.weights.items():
-        rows, columns = found.labels(name)
+def test_every_layer_and_head_is_there_and_sums_to_one(example: AttentionMap) -> None:
+    assert set(example.weights) == {"encoder.0.self", "encoder.1.self", "decoder.0.self", "decoder.0.cross"}
+    for name, weights in example.weights.items():
+        rows, columns = example.labels(name)
         assert weights.shape == (2, len(rows), len(columns))
         np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
-    assert np.triu(found.weights["decoder.0.self"][0], 1).max() == 0.0
-    assert found.fed[0] == "<s>"
-    assert found.written[-1] == found.source[-1] == "</s>"
-    assert found.fed[1:] == found.written[:-1]
-    assert found.translation == TEXT[1]
+    assert np.triu(example.weights["decoder.0.self"][0], 1).max() == 0.0
+    assert example.fed[0] == "<s>"
+    assert example.written[-1] == example.source[-1] == "</s>"
+    assert example.fed[1:] == example.written[:-1]
+    assert example.translation == TEXT[1]
 
 
 def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair) -> None:
-    """The recorder hears the model's own tensors; the map holds the same numbers, bit for bit."""
-    heard: dict[str, torch.Tensor] = {}
+    """The recorder receives the model's tensors; the map holds the same numbers, bit for bit."""
+    recorded: dict[str, torch.Tensor] = {}
     add = Recording.add
 
     def listen(self: Any, name: str, weights: torch.Tensor) -> None:
-        heard[name] = weights
+        recorded[name] = weights
         add(self, name, weights)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "add", listen)
-        found = made(tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1))
-    assert set(heard) == set(found.weights)
-    for name, weights in heard.items():
-        assert np.array_equal(weights[0].numpy(), found.weights[name])
+        example = map_of(
+            tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1)
+        )
+    assert set(recorded) == set(example.weights)
+    for name, weights in recorded.items():
+        assert np.array_equal(weights[0].numpy(), example.weights[name])
 
 
 @pytest.mark.parametrize(
@@ -85,14 +87,14 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair)
     ids=lambda spec: spec.kind,
 )
 def test_other_kinds_of_model_show_what_they_have(spec: Any, tokenizers: TokenizerPair, tmp_path: Path) -> None:
-    found = made(tokenizers, spec)
-    assert found.weights
-    for name, weights in found.weights.items():
+    example = map_of(tokenizers, spec)
+    assert example.weights
+    for name, weights in example.weights.items():
         assert name.endswith("cross")
-        assert weights.shape == (1, len(found.written), len(found.source))
+        assert weights.shape == (1, len(example.written), len(example.source))
         np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
-        assert found.heads[name][0].offset is None
-    found.save(tmp_path / "map.html")
+        assert example.heads[name][0].offset is None
+    example.save(tmp_path / "map.html")
     assert (tmp_path / "map.html").stat().st_size > 10_000
 
 
@@ -121,16 +123,16 @@ def shifted(n: int, offset: int, sharp: float = 0.9) -> np.ndarray:
     ("offset", "role"), [(-1, "previous token"), (1, "next token"), (0, "positional"), (-3, "positional")]
 )
 def test_a_head_that_looks_at_one_offset_is_named_for_it(offset: int, role: str) -> None:
-    head = measure(shifted(10, offset), cross=False)
+    head = measure_head(shifted(10, offset), cross=False)
     assert (head.offset, head.roles) == (offset, [role])
     assert head.mass == pytest.approx(0.9)
-    assert measure(shifted(10, offset, sharp=0.45), cross=False).roles == []
-    assert measure(shifted(3, -1), cross=False).roles == []  # too short to tell
+    assert measure_head(shifted(10, offset, sharp=0.45), cross=False).roles == []
+    assert measure_head(shifted(3, -1), cross=False).roles == []  # too few queries
 
 
 def test_a_fixed_offset_is_one_that_most_queries_have() -> None:
-    to_first = np.eye(8)[np.zeros(8, int)]  # every row looks at key 0: offset −7 has one query, with weight 1
-    head = measure(to_first, cross=False)
+    to_first = np.eye(8)[np.zeros(8, int)]  # all weight on key 0: offset −7 has one query, with weight 1
+    head = measure_head(to_first, cross=False)
     assert head.roles == []
     assert head.mass is not None
     assert head.mass <= 0.25
@@ -138,43 +140,45 @@ def test_a_fixed_offset_is_one_that_most_queries_have() -> None:
 
 def test_entropy_confidence_and_distance() -> None:
     even, sharp = np.full((4, 8), 1 / 8), np.eye(8)
-    assert measure(even, cross=True).entropy == pytest.approx(3.0)
-    assert measure(even, cross=True).confidence == pytest.approx(1 / 8)
-    assert measure(sharp, cross=False).entropy == 0.0
-    assert measure(sharp, cross=False).confidence == 1.0
-    assert measure(sharp, cross=False).distance == 0.0
-    assert measure(shifted(9, 2, sharp=1.0)[:7], cross=False).distance == pytest.approx(2.0)
+    assert measure_head(even, cross=True).entropy == pytest.approx(3.0)
+    assert measure_head(even, cross=True).confidence == pytest.approx(1 / 8)
+    assert measure_head(sharp, cross=False).entropy == 0.0
+    assert measure_head(sharp, cross=False).confidence == 1.0
+    assert measure_head(sharp, cross=False).distance == 0.0
+    assert measure_head(shifted(9, 2, sharp=1.0)[:7], cross=False).distance == pytest.approx(2.0)
     stretched = np.eye(9)[::2]  # 5 rows over 9 columns, along the diagonal
-    assert measure(stretched, cross=True).distance == pytest.approx(0.0)
+    assert measure_head(stretched, cross=True).distance == pytest.approx(0.0)
 
 
 def test_an_alignment_is_sharp_in_order_and_nearly_one_to_one() -> None:
-    assert measure(np.eye(8), cross=True).roles == ["alignment"]
+    assert measure_head(np.eye(8), cross=True).roles == ["alignment"]
     swapped = np.eye(8)[[0, 2, 1, 3, 4, 6, 5, 7]]
-    assert measure(swapped, cross=True).roles == ["alignment"]
-    assert measure(np.eye(8)[::-1], cross=True).roles == []  # backwards
-    assert measure(0.5 * np.eye(8) + 0.5 / 8, cross=True).roles == []  # not sharp
-    assert measure(np.eye(8)[[0, 0, 0, 0, 7, 7, 7, 7]], cross=True).roles == []  # two keys for all
-    assert measure(np.eye(8)[[7] * 8], cross=True).order == 0.0
-    assert measure(np.eye(8), cross=False).roles == ["positional"]  # self-attention aligns nothing
+    assert measure_head(swapped, cross=True).roles == ["alignment"]
+    assert measure_head(np.eye(8)[::-1], cross=True).roles == []  # backwards
+    assert measure_head(0.5 * np.eye(8) + 0.5 / 8, cross=True).roles == []  # not sharp
+    assert measure_head(np.eye(8)[[0, 0, 0, 0, 7, 7, 7, 7]], cross=True).roles == []  # two keys for all
+    assert measure_head(np.eye(8)[[7] * 8], cross=True).order == 0.0
+    assert measure_head(np.eye(8), cross=False).roles == ["positional"]  # self-attention aligns nothing
 
 
 def test_rare_tokens_are_those_learned_last() -> None:
     ids = [300, 5, 900, 310, 320, 330, 340, 350, 800, 360]
-    assert rarest(ids, 259).nonzero()[0].tolist() == [2, 8]
-    assert rarest([900, 300, 900, 301, 302], 259).nonzero()[0].tolist() == [0, 2]  # one token, twice
-    assert not rarest([5, 6, 7], 259).any()  # bytes alone
-    rare = rarest(ids, 259)
+    assert rare_tokens(ids, 259).nonzero()[0].tolist() == [2, 8]
+    assert rare_tokens([900, 300, 900, 301, 302], 259).nonzero()[0].tolist() == [0, 2]  # one token, twice
+    assert not rare_tokens([5, 6, 7], 259).any()  # bytes alone
+    rare = rare_tokens(ids, 259)
     weights = np.full((6, 10), 0.2 / 8)
     weights[:, rare] = 0.4
-    assert measure(weights, cross=True, rare=rare).roles == ["rare token"]
-    assert measure(weights, cross=True, rare=rare).rare == pytest.approx(0.8)
-    assert measure(np.full((6, 10), 0.1), cross=True, rare=rare).roles == []
-    assert measure(np.full((6, 2), 0.5), cross=True, rare=np.array([True, False])).roles == []  # no more than chance
+    assert measure_head(weights, cross=True, rare=rare).roles == ["rare token"]
+    assert measure_head(weights, cross=True, rare=rare).rare == pytest.approx(0.8)
+    assert measure_head(np.full((6, 10), 0.1), cross=True, rare=rare).roles == []
+    assert (
+        measure_head(np.full((6, 2), 0.5), cross=True, rare=np.array([True, False])).roles == []
+    )  # no more than chance
 
 
 def test_every_role_is_explained() -> None:
-    names = {f.name for f in dataclasses.fields(head_analysis.Head)} - {"roles", "mass"}
+    names = {f.name for f in dataclasses.fields(head_analysis.HeadMeasures)} - {"roles", "mass"}
     assert names == set(head_analysis.MEASURES)
     script = (attention_maps.PAGE / "explorer.js").read_text(encoding="utf-8")
     signs = re.search(r"SIGNS = \{(.*?)\}", script)
@@ -182,44 +186,48 @@ def test_every_role_is_explained() -> None:
     assert not [role for role in head_analysis.LEGEND if role not in signs[1]]
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_the_data_and_asks_nobody_else(found: AttentionMap, tmp_path: Path) -> None:
-    found.save(tmp_path / "map.html")
+def test_the_page_holds_the_data_and_loads_nothing(example: AttentionMap, tmp_path: Path) -> None:
+    example.save(tmp_path / "map.html")
     page = (tmp_path / "map.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    assert "<" not in data[1]  # nothing that a browser could take for markup
+    assert "<" not in data[1]  # no markup for a browser to interpret
     held = json.loads(data[1])
-    assert (held["source"], held["written"], held["translation"]) == (found.source, found.written, found.translation)
+    assert (held["source"], held["written"], held["translation"]) == (
+        example.source,
+        example.written,
+        example.translation,
+    )
     for name, packed in held["weights"].items():
         units = np.frombuffer(base64.b64decode(packed["data"]), "<u2").reshape(packed["shape"])
-        assert np.array_equal(units / 10_000, np.round(found.weights[name].astype(np.float64), 4))
+        assert np.array_equal(units / 10_000, np.round(example.weights[name].astype(np.float64), 4))
     assert not re.search(r"https?://|src=|@import|url\(", page.replace(data[1], ""))
-    assert page.count("&lt;script&gt;") == 1  # the sentence is text wherever it stands
+    assert page.count("&lt;script&gt;") == 1  # the sentence appears as text only
     assert not [place for place in attention_maps.PARTS if place in page]
 
 
-def test_data_pictures_and_unknown_names(found: AttentionMap, tmp_path: Path) -> None:
-    found.save(tmp_path / "map.json")
+def test_data_pictures_and_unknown_names(example: AttentionMap, tmp_path: Path) -> None:
+    example.save(tmp_path / "map.json")
     held = json.loads((tmp_path / "map.json").read_text(encoding="utf-8"))
-    assert held == json.loads(json.dumps(found.to_dict()))
+    assert held == json.loads(json.dumps(example.to_dict()))
     for name, weights in held["weights"].items():
-        np.testing.assert_allclose(weights, found.weights[name], atol=5.1e-7)
+        np.testing.assert_allclose(weights, example.weights[name], atol=5.1e-7)
     with pytest.raises(UsageError, match=r"map\.txt.*\.html or \.json or \.png or \.svg"):
-        found.save(tmp_path / "map.txt")
+        example.save(tmp_path / "map.txt")
 
 
-def test_pictures_show_every_cross_attention_head(found: AttentionMap, tmp_path: Path) -> None:
+def test_pictures_show_every_cross_attention_head(example: AttentionMap, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = dataclasses.replace(found, text="costs $5 or $6")  # dollars are no formula
-    found.save(tmp_path / "map.svg")
+    example = dataclasses.replace(example, text="costs $5 or $6")  # dollars are no formula
+    example.save(tmp_path / "map.svg")
     first = (tmp_path / "map.svg").read_bytes()
-    found.save(tmp_path / "map.svg")
+    example.save(tmp_path / "map.svg")
     assert (tmp_path / "map.svg").read_bytes() == first
     assert first.decode().count("<image") == 2  # one layer, two heads
-    found.save(tmp_path / "map.png")
+    example.save(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -230,15 +238,15 @@ def test_nothing_is_cut_at_the_edge_of_a_picture(tmp_path: Path, tokens: int, ac
     label = [f"word{i}" for i in range(tokens)]
     weights = {"decoder.10.cross": np.zeros((across, tokens, tokens))}
     title = " ".join(label * 3)
-    attention_maps.draw(weights, {"decoder.10.cross": (label, label)}, tmp_path / "map.png", title=title)
+    attention_maps.plot_attention(weights, {"decoder.10.cross": (label, label)}, tmp_path / "map.png", title=title)
     pixels = image.imread(tmp_path / "map.png")
     assert all(np.all(edge == 1.0) for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
 
 
 def test_a_picture_of_signs_the_font_lacks_is_drawn_and_says_so(
-    found: AttentionMap, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: AttentionMap, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    dataclasses.replace(found, text="\U0001f9ff").save(tmp_path / "map.png")
+    dataclasses.replace(example, text="\U0001f9ff").save(tmp_path / "map.png")
     assert (tmp_path / "map.png").exists()
     assert "written with a warning" in capsys.readouterr().err

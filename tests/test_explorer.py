@@ -170,7 +170,7 @@ def test_grid_then_head_then_cell_shows_the_recorded_weight(opened: Open, small:
         assert f"layer {layer}, head {head}" in page.locator("#view-title").inner_text()
         for i, j in ((0, 0), (3, 2), (len(rows) - 1, len(columns) - 1)):
             exact = small.weights[name][head, i, j]
-            assert value_at(page, i, j) == f"{rows[i]} looks at {columns[j]}: {rounded(exact):.4f}"
+            assert value_at(page, i, j) == f"{rows[i]} attends to {columns[j]}: {rounded(exact):.4f}"
 
 
 @pytest.mark.parametrize("name", ["encoder.0.self", "decoder.1.self", "decoder.0.cross"])
@@ -329,11 +329,11 @@ def test_the_keyboard_reaches_everything(opened: Open, small: AttentionMap) -> N
     page.keyboard.press("ArrowDown")
     page.keyboard.press("End")
     exact = rounded(small.weights["encoder.1.self"][2, 1, -1])
-    assert page.locator("#readout").inner_text() == f"{small.source[1]} looks at </s>: {exact:.4f}"
+    assert page.locator("#readout").inner_text() == f"{small.source[1]} attends to </s>: {exact:.4f}"
     page.keyboard.press("Tab")  # the tokens
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#readout").inner_text().startswith(f"{small.source[1]} is looked at most by")
+    assert page.locator("#readout").inner_text().startswith(f"{small.source[1]} is attended to most by")
 
 
 def test_controls_have_names_and_values_are_announced(opened: Open, small: AttentionMap) -> None:

@@ -73,7 +73,7 @@ def test_the_pictures_of_attention_hold_the_weights(
     shown = [float(e.get("fill-opacity", "")) for e in root.iter() if e.get("class") == "heat"]
     np.testing.assert_allclose(shown, np.asarray(found.weights["decoder.0.cross"]).ravel(), atol=5.1e-4)
     parsed(pictures.dependency(translator))
-    looked = pictures.links(translator, "The cat sees the dog.", "cane")
+    looked = pictures.word_attention(translator, "The cat sees the dog.", "cane")
     assert (looked.name, looked.source) == ("decoder.0.cross", ["The", "cat", "sees", "the", "dog", ".", "</s>"])
     assert looked.rows[looked.query] == "cane"
     np.testing.assert_allclose(looked.weights.sum(-1), 1.0, atol=1e-2)

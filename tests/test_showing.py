@@ -10,9 +10,9 @@ import pytest
 
 import qkv
 from conftest import Call, sentences
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.explain.word_alignment import Alignment, Head, alignment_head, keep_head
-from qkv.run import Run
 
 TEXT = "The cat sees the big dog."
 
@@ -74,7 +74,7 @@ def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: P
     found = [Alignment.parse(line) for line in done.out.splitlines()]
     assert found == qkv.Translator(run).align(files["src"], files["tgt"], head=kept)
     assert f"{aer[0]:.4f}" in done.err
-    assert "leave --gold and --output out" in call("align", run, *paths, "--find", "a", "--gold", "b").error
+    assert "leave out --gold and --output" in call("align", run, *paths, "--find", "a", "--gold", "b").error
     assert "no way to count words" in call("align", run, *paths, "--words", "letters").error
     wrong = [*files["gold"][:2], "0-99", *files["gold"][3:]]
     (tmp_path / "wrong").write_text("".join(f"{line}\n" for line in wrong), encoding="utf-8")

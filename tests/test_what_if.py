@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import qkv
+from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import Batch, collate
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
-from qkv.explain.head_analysis import HeadImportance, draw, importance, matrices
+from qkv.explain.head_analysis import HeadImportance, head_importance, importance_tables, plot_head_importance
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record
 from qkv.models.attention import heads_of, without
 from qkv.models.convs2s import ConvMemory
@@ -245,13 +245,13 @@ def test_importance_is_the_loss_without_the_head_less_the_loss_with_it() -> None
     pairs = [[random.integers(3, 90, size=size).tolist() for size in random.integers(1, 9, 2)] for _ in range(11)]
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
     heard: list[int] = []
-    found = importance(model, BYTES, sources, targets, CPU, heard.append, tokens=20)
+    found = head_importance(model, BYTES, sources, targets, CPU, heard.append, tokens=20)
     assert sum(heard) == 11
     assert len(heard) > 1
     assert [h.change for h in found] == sorted((h.change for h in found), reverse=True)
     assert {(h.name, h.head) for h in found} == {(name, i) for name in heads_of(model, CPU) for i in range(4)}
-    assert found == importance(model, BYTES, sources, targets, CPU, tokens=20)
-    together = {(h.name, h.head): h for h in importance(model, BYTES, sources, targets, CPU)}
+    assert found == head_importance(model, BYTES, sources, targets, CPU, tokens=20)
+    together = {(h.name, h.head): h for h in head_importance(model, BYTES, sources, targets, CPU)}
 
     batch = collate(*([np.array(row) for row in side] for side in (sources, targets)), BYTES)
     for one in found:
@@ -266,26 +266,26 @@ def test_importance_is_the_loss_without_the_head_less_the_loss_with_it() -> None
         assert one.change == pytest.approx(losses[1] - losses[0], abs=1e-5)
         assert one.change == pytest.approx(together[one.name, one.head].change, abs=1e-5)
     for few in ([], targets[:3]):
-        with pytest.raises(UsageError, match="as many of both"):
-            importance(model, BYTES, few, targets, CPU)
+        with pytest.raises(UsageError, match="give one target for each"):
+            head_importance(model, BYTES, few, targets, CPU)
 
 
 def test_changes_are_laid_out_by_layer_and_head_and_drawn(tmp_path: Path) -> None:
     found = [HeadImportance("decoder.1.cross", head, change, 2.0) for head, change in ((1, 0.75), (0, -0.25))]
     found += [HeadImportance("encoder.0.self", 0, 0.125, 2.0)]
-    assert list(matrices(found).items()) == [
+    assert list(importance_tables(found).items()) == [
         ("encoder.self", [[0.125]]),
         ("decoder.cross", [[None, None], [-0.25, 0.75]]),
     ]
-    draw(found, tmp_path / "new" / "heads.svg")
-    draw(found, tmp_path / "again.svg")
+    plot_head_importance(found, tmp_path / "new" / "heads.svg")
+    plot_head_importance(found, tmp_path / "again.svg")
     drawn = (tmp_path / "new" / "heads.svg").read_text(encoding="utf-8")
     assert drawn == (tmp_path / "again.svg").read_text(encoding="utf-8")
     assert all(text in drawn for text in ("+0.750", "−0.250", "+0.125", "encoder self", "decoder → source"))
-    draw(found, tmp_path / "heads.png")
+    plot_head_importance(found, tmp_path / "heads.png")
     assert (tmp_path / "heads.png").read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(UsageError, match=r"heads\.pdf.*\.png or \.svg"):
-        draw(found, tmp_path / "heads.pdf")
+        plot_head_importance(found, tmp_path / "heads.pdf")
     (tmp_path / "file").write_text("")
     with pytest.raises(QkvError, match="cannot be written"):
-        draw(found, tmp_path / "file" / "heads.svg")
+        plot_head_importance(found, tmp_path / "file" / "heads.svg")

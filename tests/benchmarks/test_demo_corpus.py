@@ -16,8 +16,7 @@ import demo_corpus as demo
 from demo_corpus import grammar, lexicon, nouns, verbs
 from demo_corpus.phrase import render
 from qkv.core.errors import UsageError
-from qkv.data.corpus import find
-from qkv.data.lines import read_lines
+from qkv.data.formats import open_text, read_lines
 
 Corpus = dict[str, list[demo.Example]]
 
@@ -296,7 +295,7 @@ SOMETIMES_FUNCTION = frozenset("want wants like likes get gets got".split())  # 
 
 
 def test_no_held_out_bag_of_content_words_is_in_training(corpus: Corpus) -> None:
-    """The same rule, told from the text alone."""
+    """The same rule, checked on the text alone."""
 
     def bag(example: demo.Example) -> frozenset[str]:
         return frozenset(w.lower() for w in demo.words(example.source)) - FUNCTION_WORDS
@@ -408,14 +407,14 @@ def test_texts(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shipped_files_hold_what_the_generator_makes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte, decompressed: the bytes of the .xz files depend on the library that wrote them."""
     monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
-    shipped = find("demo:test.en", "").parent
+    shipped = open_text("demo:test.en", "").parent
     assert {path.name.removesuffix(".xz"): lzma.decompress(path.read_bytes()) for path in shipped.iterdir()} == {
         name: text.encode() for name, text in demo.texts().items()
     }
 
 
 def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command writes each text compressed, over what was there."""
+    """The command writes each text compressed and overwrites old files."""
     few = {"test.en": "Your cat.\n", "test.it": "Il tuo gatto è qui.\n"}
     monkeypatch.setattr(demo, "texts", lambda seed=0: few if seed == 7 else {})
     folder = tmp_path / "a" / "b"
@@ -427,10 +426,10 @@ def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_are_found_by_name() -> None:
-    """`demo:NAME` stands for a file of the corpus wherever a file may stand."""
-    assert find("demo:test.it", "elsewhere").is_file()
+    """`demo:NAME` is accepted as a file name and means a file of the corpus."""
+    assert open_text("demo:test.it", "elsewhere").is_file()
     assert read_lines("demo:test.it")[0] == "Il tuo gatto è un gatto adorabile."
     assert len(read_lines("demo:valid.align")) == demo.SIZES["valid"]
     for unknown in ("test.de", "", "test.it.xz", "../demo/test.it"):
         with pytest.raises(UsageError, match=r"no such file: the built-in corpus has .*test\.en"):
-            find(f"demo:{unknown}", "")
+            open_text(f"demo:{unknown}", "")

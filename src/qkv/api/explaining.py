@@ -12,7 +12,7 @@ from qkv.decoding.search_request import tag_before
 from qkv.explain.attention_maps import AttentionMap, attention_map
 from qkv.explain.counterfactuals import WhatIf, edit, what_if
 from qkv.explain.decoding_tree import decoding, forced_steps
-from qkv.explain.head_analysis import HeadImportance, importance
+from qkv.explain.head_analysis import HeadImportance, head_importance
 from qkv.explain.word_alignment import Alignment, align_pairs, alignment_head
 from qkv.explain.word_alignment import Head as AlignmentHead
 from qkv.models.attention import Head
@@ -69,7 +69,7 @@ class Explained(Loaded[TranslationModel]):
     ) -> list[HeadImportance]:
         """What every head is worth: how much the loss of these translations grows without it, most important first."""
         rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
-        return importance(
+        return head_importance(
             self.model,
             self.tokenizers,
             rows,

@@ -17,24 +17,22 @@ from torch import Tensor
 from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
 from qkv.api.results import OtherWord, Scored
-from qkv.assembly import search_engines_for, start_search_for
+from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.translate import Translation, score_all, translate_lines
-from qkv.data.store import Prepared
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
-from qkv.engines.cpu.native_search import open_run
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
 from qkv.models.base import Model
 from qkv.models.state import StepModel
-from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 
@@ -297,7 +295,7 @@ class Translator(Explained):
         folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
         """
         learned = Shortlist.learn(
-            Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
+            PreparedText.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
         self._use(learned)
         try:

@@ -32,9 +32,9 @@ def explain(
     """Show attention maps and the beam search of one sentence."""
     from qkv.api import Translator
     from qkv.console import say
-    from qkv.explain.attention_maps import check
+    from qkv.explain.attention_maps import check_map_path
 
-    check(output)
+    check_map_path(output)
     attention = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
     attention.save(output)
     say(f"{attention.translation or '(the translation is empty)'}\n{output}")
@@ -60,7 +60,7 @@ def heads(
     from qkv.api import Translator
     from qkv.console import counter
     from qkv.explain import figure_files
-    from qkv.explain.head_analysis import draw
+    from qkv.explain.head_analysis import plot_head_importance
 
     if plot:
         figure_files.check_picture(plot)
@@ -73,7 +73,7 @@ def heads(
         row = dataclasses.asdict(each)
         print(json.dumps(row) if as_json else f"{each.change:+.4f}\t{each.name}\t{each.head}")
     if plot:
-        draw(importances, plot, title=f"Head importance: {run}")
+        plot_head_importance(importances, plot, title=f"Head importance: {run}")
 
 
 def align(
@@ -102,7 +102,7 @@ def align(
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.core import files
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import KEPT, agreement, keep_head, rank_heads
 
     if find and (gold or output != "-"):
@@ -137,7 +137,7 @@ def align(
 
 def _read_pharaoh(path: str) -> list[Alignment]:
     """Read the alignments of a Pharaoh file."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import Alignment
 
     alignments = []
@@ -155,9 +155,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Output page (.html).")] = Path("report.html"),
 ) -> None:
     """Write a page about a training: curves, samples, comparison."""
+    from qkv.assembly import Run
     from qkv.console import say
     from qkv.explain.training_report import write_training_report
-    from qkv.run import Run
 
     write_training_report([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))

@@ -10,19 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.core import batches
+from qkv.core.batches import Batch, collate, pad
 from qkv.core.errors import UsageError
-from qkv.core.search import (
-    Hypothesis,
-    Ids,
-    SearchOptions,
-    SpecialTokens,
-    StartSearch,
-    search,
-    start_search,
-)
+from qkv.core.search import Hypothesis, Ids, SearchOptions, SpecialTokens, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data import batches
-from qkv.data.loader import Batch, collate, pad
 from qkv.models.state import StepModel
 
 Indices = Sequence[int]

@@ -1,11 +1,12 @@
-"""What a head does, measured: how sharp it is, how far it looks, and the roles that follow by stated thresholds.
+"""Measures of attention heads (sharpness, distance, offset …), their roles by fixed thresholds, and their importance.
 
-The roles are those that Voita et al. (2019) found in trained Transformers, positional and rare-token, and alignment,
-known from attention since Bahdanau et al. (2015). They describe a head on one sentence: on another it may have others.
+The roles positional and rare-token are from Voita et al. (2019), alignment from Bahdanau et al. (2015). Measures and
+roles describe a head on one sentence; on another sentence they may differ.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,52 +17,58 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.batches import Batch, collate
+from qkv.core.config import Config
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import by_length
-from qkv.data.loader import Batch, collate
+from qkv.core.validation import Task, Validation
 from qkv.explain import figure_files
-from qkv.models.attention import heads_of, without
+from qkv.models.attention import heads_of, record, without
+from qkv.models.base import Model
 from qkv.models.state import StepModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POSITIONAL_MASS = 0.5  # mean weight on one fixed offset
-RARE_MASS, RARE_TIMES = 0.5, 2.0  # mean weight on the rarest tokens, and how often the share that chance would give
+RARE_MASS, RARE_TIMES = 0.5, 2.0  # mean weight on the rarest tokens, and its ratio to that of even attention
 RARE_SHARE = 0.2  # the rarest fifth of the source's tokens, at least one
 ALIGNMENT_CONFIDENCE, ALIGNMENT_ORDER, ALIGNMENT_COVERAGE = 0.6, 0.8, 0.6
-SHORTEST = 4  # with fewer queries every head would seem to have a role
+SHORTEST = 4  # queries; with fewer, almost every head passes a threshold by chance
 
 LEGEND = {
     "previous token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset −1",
     "next token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset +1",
     "positional": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on another fixed offset",
     "rare token": (
-        f"a mean weight of at least {RARE_MASS}, and {RARE_TIMES:g} times what even attention would give, on the "
-        f"rarest {RARE_SHARE:.0%} of the source's tokens; rarity is a token's number in the vocabulary, which is "
-        f"learned from frequent to rare (single bytes come first and never count as rare)"
+        f"a mean weight of at least {RARE_MASS}, and {RARE_TIMES:g} times that of even attention, on the rarest "
+        f"{RARE_SHARE:.0%} of the source's tokens; rarity is the token's number in the vocabulary, which is learned "
+        f"from frequent to rare (single bytes are never rare)"
     ),
     "alignment": (
-        f"cross-attention that is sharp (confidence ≥ {ALIGNMENT_CONFIDENCE}), runs along both sentences (order ≥ "
-        f"{ALIGNMENT_ORDER}) and is near to one-to-one (coverage ≥ {ALIGNMENT_COVERAGE})"
+        f"cross-attention that is sharp (confidence ≥ {ALIGNMENT_CONFIDENCE}), monotonic (order ≥ {ALIGNMENT_ORDER}) "
+        f"and nearly one-to-one (coverage ≥ {ALIGNMENT_COVERAGE})"
     ),
 }
 MEASURES = {
     "confidence": "the greatest weight of a row, averaged over the rows",
-    "entropy": "the entropy of a row in bits, averaged over the rows: 0 looks at one token, log₂ n at n tokens alike",
-    "distance": "how many positions lie between query and key, weighted; in cross-attention, between key and diagonal",
+    "entropy": "the entropy of a row in bits, averaged over the rows: 0 for all weight on one token, log₂ n for equal "
+    "weights on n tokens",
+    "distance": "the weighted mean distance between query and key; in cross-attention, between key and diagonal",
     "offset": "self-attention: the fixed offset (key − query) with the greatest mean weight, and that weight; in the "
-    "decoder, offset 0 is the token just fed",
+    "decoder, offset 0 is the input token",
     "rare": "the mean weight on the rarest tokens of the source",
-    "order": "cross-attention: the correlation of a row's number with that of its greatest weight",
-    "coverage": "cross-attention: how many different keys are some row's greatest weight, of those that could be",
+    "order": "cross-attention: the correlation of a row's number with the position of its greatest weight",
+    "coverage": "cross-attention: the number of different keys with the greatest weight of a row, as a share of the "
+    "largest number possible",
 }
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadMeasures:
     """The measures and roles of one head; a measure that does not apply to its kind of attention is None."""
 
     confidence: float
@@ -75,14 +82,15 @@ class Head:
     roles: list[str]
 
 
-def measure(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] | None = None) -> Head:
-    """Measure one head: weights (queries, keys), each row a distribution; `rare` marks the keys that count as rare."""
+def measure_head(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] | None = None) -> HeadMeasures:
+    """Measure one head: weights (queries, keys), each row a distribution; `rare` marks the rare keys."""
     weights = np.asarray(weights, np.float64)
     offset, mass = (None, None) if cross else best_offset(weights)
     order, coverage = alignment(weights) if cross else (None, None)
-    head = Head(
-        confidence=confidence(weights),
-        entropy=entropy(weights),
+    entropies = -(weights * np.log2(np.where(weights > 0, weights, 1.0))).sum(1)
+    head = HeadMeasures(
+        confidence=float(weights.max(1).mean()),
+        entropy=float(entropies.mean() + 0.0),  # + 0.0 turns −0 into 0
         distance=distance(weights, cross),
         offset=offset,
         mass=mass,
@@ -96,36 +104,28 @@ def measure(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] | Non
     return replace(head, roles=_roles(head, 0.0 if rare is None else float(np.mean(rare))))
 
 
-def confidence(weights: NDArray[Any]) -> float:
-    return float(weights.max(1).mean())
-
-
-def entropy(weights: NDArray[Any]) -> float:
-    return float(-(weights * np.log2(np.where(weights > 0, weights, 1.0))).sum(1).mean() + 0.0)
-
-
 def distance(weights: NDArray[Any], cross: bool) -> float:
-    """How far from its own position a query looks; across two sentences, how far from the diagonal."""
+    """Return the weighted mean distance between query and key; in cross-attention, between key and diagonal."""
     queries, keys = weights.shape
     scale = (keys - 1) / max(queries - 1, 1) if cross else 1.0
-    apart = np.abs(np.arange(keys)[None] - scale * np.arange(queries)[:, None])
-    return float((weights * apart).sum(1).mean())
+    distances = np.abs(np.arange(keys)[None] - scale * np.arange(queries)[:, None])
+    return float((weights * distances).sum(1).mean())
 
 
 def best_offset(weights: NDArray[Any]) -> tuple[int, float]:
-    """The offset key − query with the greatest mean weight, of those that at least half of the queries have."""
+    """Return the offset key − query with the greatest mean weight, among offsets that half of the queries have."""
     queries, keys = weights.shape
-    found = {
+    means = {
         offset: float(diagonal.mean())
         for offset in range(1 - queries, keys)
         if len(diagonal := np.diagonal(weights, offset)) * 2 >= queries
     }
-    offset = max(found, key=lambda o: (found[o], -abs(o)))
-    return offset, found[offset]
+    offset = max(means, key=lambda o: (means[o], -abs(o)))
+    return offset, means[offset]
 
 
 def alignment(weights: NDArray[Any]) -> tuple[float, float]:
-    """Order and coverage of the rows' greatest weights."""
+    """Return order and coverage of the rows' greatest weights."""
     best = weights.argmax(1)
     coverage = len(set(best.tolist())) / min(weights.shape)
     if best.std() == 0 or len(best) < 2:
@@ -133,21 +133,21 @@ def alignment(weights: NDArray[Any]) -> tuple[float, float]:
     return float(np.corrcoef(np.arange(len(best)), best)[0, 1]), coverage
 
 
-def rarest(ids: list[int], first: int) -> NDArray[np.bool_]:
-    """Mark the rarest tokens: those with the greatest ids, of the ones from `first`, the first learned piece, on."""
+def rare_tokens(ids: list[int], first_learned: int) -> NDArray[np.bool_]:
+    """Mark the rarest tokens: those with the greatest ids; ids below `first_learned` are bytes and never rare."""
     numbers = np.asarray(ids)
-    learned: NDArray[np.bool_] = numbers >= first
+    learned: NDArray[np.bool_] = numbers >= first_learned
     if not learned.any():
         return learned
-    wanted = max(1, round(RARE_SHARE * len(ids)))
-    bound = np.sort(np.unique(numbers[learned]))[::-1][:wanted].min()
-    # Repeated tokens count once each, so that a word that occurs twice does not push another out.
+    count = max(1, round(RARE_SHARE * len(ids)))
+    # Each id counts once, so that a repeated token does not displace another one.
+    bound = np.sort(np.unique(numbers[learned]))[::-1][:count].min()
     rare: NDArray[np.bool_] = learned & (numbers >= bound)
     return rare
 
 
-def _roles(head: Head, share: float) -> list[str]:
-    """The roles of a head; `share` is what even attention would give to the rare keys."""
+def _roles(head: HeadMeasures, share: float) -> list[str]:
+    """Return the roles of a head; `share` is the mean weight that even attention has on the rare keys."""
     roles = []
     if head.mass is not None and head.mass >= POSITIONAL_MASS:
         roles.append({-1: "previous token", 1: "next token"}.get(head.offset or 0, "positional"))
@@ -164,7 +164,7 @@ def _roles(head: Head, share: float) -> list[str]:
     return roles
 
 
-# ---- Head importance: by how much the loss on a test set changes when a head is removed, for every head o ------------
+# ---- importance: the change in the loss on a test set when a head is muted -------------------------------------------
 
 
 TITLES = {"encoder.self": "encoder self", "decoder.self": "decoder self", "decoder.cross": "decoder → source"}
@@ -172,7 +172,7 @@ TITLES = {"encoder.self": "encoder self", "decoder.self": "decoder self", "decod
 
 @dataclass(frozen=True)
 class HeadImportance:
-    """The loss (−log p, nats per target token) without one head, and its change: above zero, the head helps."""
+    """The loss (−log p, nats per target token) without one head, and its change; positive if the head helps."""
 
     name: str  # of the attention, e.g. `decoder.1.cross`
     head: int
@@ -181,7 +181,7 @@ class HeadImportance:
 
 
 @torch.inference_mode()
-def importance(
+def head_importance(
     model: StepModel[Any, Any],
     tokenizers: TokenizerPair,
     sources: Sequence[Ids],
@@ -191,51 +191,54 @@ def importance(
     *,
     tokens: int = 2048,
 ) -> list[HeadImportance]:
-    """Remove each head in turn, the most important first in the answer; `progress` hears how many more pairs are done.
+    """Mute each head in turn and measure the loss; return the most important head first.
 
-    The ids are without <s> and </s>. A head of the decoder leaves the encoder as it is, which then runs once for all.
+    Ids are without <s> and </s>. `progress` is called with the number of pairs just done. The encoder runs once for all
+    decoder heads, because muting those does not change its output.
     """
     if not len(sources) or len(sources) != len(targets):
-        raise UsageError(f"{len(sources)} sources and {len(targets)} targets: give as many of both, at least one")
+        raise UsageError(
+            f"{len(sources)} sources but {len(targets)} targets: give one target for each, at least one pair"
+        )
     known = heads_of(model, device)
     heads = [(name, head) for name, count in known.items() for head in range(count)]
-    loss, lost, count = 0.0, dict.fromkeys(heads, 0.0), 0
+    loss, loss_without, count = 0.0, dict.fromkeys(heads, 0.0), 0
     lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
     for indices in by_length(lengths, tokens):
         src, tgt = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
         batch = collate(src, tgt, tokenizers).to(device)
-        memory = model.encode(batch.source, batch.lengths)
-        loss += _loss(model, memory, batch, tokenizers.tgt.pad)
+        encoded = model.encode(batch.source, batch.lengths)
+        loss += _loss(model, encoded, batch, tokenizers.tgt.pad)
         for head in heads:
             with without([head], known):
-                seen = memory
-                if head[0].startswith("encoder"):
-                    seen = model.encode(batch.source, batch.lengths)
-                lost[head] += _loss(model, seen, batch, tokenizers.tgt.pad)
+                muted = model.encode(batch.source, batch.lengths) if head[0].startswith("encoder") else encoded
+                loss_without[head] += _loss(model, muted, batch, tokenizers.tgt.pad)
         count += batch.tokens
         progress(len(indices))
-    found = [HeadImportance(*head, (lost[head] - loss) / count, lost[head] / count) for head in heads]
-    return sorted(found, key=lambda h: -h.change)
+    importances = [
+        HeadImportance(*head, (loss_without[head] - loss) / count, loss_without[head] / count) for head in heads
+    ]
+    return sorted(importances, key=lambda h: -h.change)
 
 
-def _loss(model: StepModel[Any, Any], memory: Any, batch: Batch, pad: int) -> float:
-    """−log p summed over the real labels of a batch."""
-    logits, _ = model.step(batch.target, model.start(memory))  # (batch, target, vocab)
+def _loss(model: StepModel[Any, Any], encoded: Any, batch: Batch, pad: int) -> float:
+    """Return −log p, summed over the labels of a batch without padding."""
+    logits, _ = model.step(batch.target, model.start(encoded))  # (batch, target, vocab)
     nll: Tensor = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=pad, reduction="none"
     )
     return float(nll.double().sum())
 
 
-def matrices(found: Sequence[HeadImportance]) -> dict[str, list[list[float | None]]]:
-    """The changes by kind of attention (`encoder.self`, `decoder.self`, `decoder.cross`): rows are layers.
+def importance_tables(importances: Sequence[HeadImportance]) -> dict[str, list[list[float | None]]]:
+    """Return the changes by kind of attention (`encoder.self`, `decoder.self`, `decoder.cross`): layers × heads.
 
-    A layer that has no such attention, as in a recurrent network, has a row of None.
+    A layer without such an attention, as in a recurrent network, has a row of None.
     """
     tables: dict[str, dict[int, dict[int, float]]] = {}
-    for one in found:
-        stack, layer, kind = one.name.split(".")
-        tables.setdefault(f"{stack}.{kind}", {}).setdefault(int(layer), {})[one.head] = one.change
+    for each in importances:
+        stack, layer, kind = each.name.split(".")
+        tables.setdefault(f"{stack}.{kind}", {}).setdefault(int(layer), {})[each.head] = each.change
     filled: dict[str, list[list[float | None]]] = {}
     for kind in sorted(tables, key=lambda kind: list(TITLES).index(kind) if kind in TITLES else len(TITLES)):
         layers = tables[kind]
@@ -244,15 +247,12 @@ def matrices(found: Sequence[HeadImportance]) -> dict[str, list[list[float | Non
     return filled
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def draw(found: Sequence[HeadImportance], path: str | Path, *, title: str = "") -> None:
-    """One panel for each kind of attention, layers × heads, with the change in the loss written into every cell."""
-    tables = matrices(found)
+def plot_head_importance(importances: Sequence[HeadImportance], path: str | Path, *, title: str = "") -> None:
+    """Draw a panel for each kind of attention, layers × heads, with the change in the loss in every cell."""
+    tables = importance_tables(importances)
     widths = [len(table[0]) for table in tables.values()]
     layers = max(map(len, tables.values()))
-    largest = max([abs(one.change) for one in found] + [1e-9])
+    largest = max([abs(each.change) for each in importances] + [1e-9])
     size = (max(5.0, 0.62 * sum(widths) + 0.7 * len(widths) + 1.2), 0.42 * layers + 1.9)
     with figure_files.new_figure(path, size) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False, width_ratios=widths)[0]
@@ -266,7 +266,7 @@ def draw(found: Sequence[HeadImportance], path: str | Path, *, title: str = "") 
 
 def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
     values = np.array([[np.nan if change is None else change for change in row] for row in table])
-    # Square roots of the shares, so that the many small changes beside a few large ones can still be told apart.
+    # Square roots, so that small changes remain distinguishable when a few are large.
     shades = np.sign(values) * np.sqrt(np.abs(values) / largest)
     axes.imshow(shades, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     for (layer, head), change in np.ndenumerate(values):
@@ -287,3 +287,46 @@ def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
     axes.set_xlabel("head")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+# ---- entropy during training -----------------------------------------------------------------------------------------
+
+SAMPLE_ROWS, SAMPLE_TOKENS = 16, 1024  # whose attention is recorded: all weights are in memory at once
+
+
+class MeasuredTask:
+    """Training task whose validations also measure the entropy of each attention, for the log."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.updates, self.sample = task, task.updates, task.sample
+
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
+        """Validate as the task does, then measure the entropy on the first rows of the validation text."""
+        result = self.task.validate(model, text, config, device)
+        training = model.training
+        model.eval()
+        batch = self.task.sample(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
+        entropies = attention_entropy(model, batch, text.tokenizers.tgt.pad, device)
+        model.train(training)
+        return replace(result, details=result.details | {"attention_entropy": entropies})
+
+
+@torch.inference_mode()
+def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device) -> dict[str, float]:
+    """Return the mean entropy −Σ a log a of each attention, in nats, over heads and the positions without padding.
+
+    It is 0 if all weight is on one key, and log n if n keys have equal weights. A model without attention has none.
+    """
+    moved = batch.to(device)
+    with record() as recording:
+        model.hidden(*moved.inputs)
+    written = moved.labels != pad  # (batch, target)
+    read = written
+    if len(moved.inputs) > 1:
+        read = torch.arange(moved.source.shape[1], device=device) < moved.lengths[:, None]  # (batch, source)
+    means = {}
+    for name, parts in recording.weights.items():
+        weights = torch.cat(parts, dim=2).float()  # a recurrent network makes one call for each word
+        entropies = torch.special.entr(weights).sum(-1).mean(1)  # (batch, queries)
+        means[name] = float(entropies[read if name.startswith("encoder") else written].mean())
+    return {name: float(f"{mean:.6g}") for name, mean in means.items() if math.isfinite(mean)}

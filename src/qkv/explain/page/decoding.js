@@ -1,4 +1,4 @@
-// How the translation came about: the decoder's steps with their candidates, and the beam as a tree.
+// The search: the decoder's steps with their candidates, and the beam as a tree.
 
 const percent = p => p < 0.00005 ? "< 0.01 %" : p >= 0.0995 ? `${Math.round(100 * p)} %` : `${(100 * p).toFixed(p >= 0.00095 ? 1 : 2)} %`;
 
@@ -24,23 +24,23 @@ class Steps {
   }
 
   describe(step) {
-    const { written, fed, source, steps } = this.data, found = steps?.[step];
+    const { written, fed, source, steps } = this.data, recorded = steps?.[step];
     this.slider.value = step;
     this.slider.setAttribute("aria-valuetext", `step ${step + 1}, writes ${written[step]}`);
     find("step-number").textContent = `${step + 1} of ${written.length}`;
     [...find("sentence").children].forEach((token, i) => {
       token.className = i < step ? "done" : i === step ? "now" : "coming";
     });
-    const read = step === 0 ? `The encoder has read the ${source.length} source tokens, once and for all. ` : "";
-    const sure = found ? ` with probability ${percent(found.probability)} (entropy ${found.entropy.toFixed(2)})` : "";
+    const read = step === 0 ? `The encoder has read the ${source.length} source tokens. ` : "";
+    const sure = recorded ? ` with probability ${percent(recorded.probability)} (entropy ${recorded.entropy.toFixed(2)})` : "";
     find("step-about").textContent = `${read}Fed ${fed[step]}, the decoder writes ${written[step]}${sure}.`;
-    find("candidates").replaceChildren(...(found?.candidates ?? []).map(candidate => this.candidate(step, candidate, found.chosen)));
+    find("candidates").replaceChildren(...(recorded?.candidates ?? []).map(candidate => this.candidate(step, candidate, recorded.chosen)));
   }
 
-  // A candidate and its share; where the model can be asked, a button that puts it in the chosen one's place.
+  // A candidate and its probability; a button that forces it in place of the chosen token, if the page has the model.
   candidate(step, { token, id, probability }, chosen) {
     const forced = this.onForce && token !== chosen && token !== "</s>";
-    const name = forced ? element("button", { type: "button", class: "name", "aria-label": `What if ${token} stood here?`, title: "What if it stood here?" }, token)
+    const name = forced ? element("button", { type: "button", class: "name", "aria-label": `Force ${token} at this step`, title: "Force this token" }, token)
       : element("span", { class: "name" }, token);
     if (forced) name.addEventListener("click", () => this.onForce(step, { token, id }));
     return element("li", { class: token === chosen ? "chosen" : "", style: `--share: ${100 * probability}%` },
@@ -50,7 +50,7 @@ class Steps {
 
 // ---- beam -----------------------------------------------------------------------------------------------------------
 
-const FATES = { winner: ["★", "won"], finished: ["■", "finished, but another scored better"], pruned: ["✕", "pruned"], "went on": [""] };
+const FATES = { winner: ["★", "won"], finished: ["■", "finished with a lower score"], pruned: ["✕", "pruned"], "went on": [""] };
 const ACROSS = 104, DOWN = 34, TALL = 26, BROAD = 80;
 
 class Beam {
@@ -72,7 +72,7 @@ class Beam {
     find("tree").addEventListener("keydown", event => this.move(event));
   }
 
-  // The winner's path is the top line; below it each step's hypotheses, the likeliest first.
+  // The winner's path is the top line; below it are each step's hypotheses, the most probable first.
   place() {
     for (const column of this.columns.values()) {
       column.sort((a, b) => (b.best ?? false) - (a.best ?? false) || b.logprob - a.logprob);
@@ -95,7 +95,7 @@ class Beam {
     drawing.innerHTML = `<svg width="${width}" height="${height}">${edges.join("")}</svg>`;
     const heads = this.steps.map((step, number) => element("span", { class: "at", style: `left:${number * ACROSS}px` }, `${step}`));
     tree.style.width = `${width}px`;
-    tree.style.setProperty("--fit", Math.min(1, 700 / width));  // on paper it cannot be scrolled
+    tree.style.setProperty("--fit", Math.min(1, 700 / width));  // scale down to fit a printed page
     tree.style.height = `${height}px`;
     tree.replaceChildren(drawing, ...heads, ...[...this.nodes.values()].map(node => this.button(node)));
     tree.querySelector("button").tabIndex = 0;
@@ -104,17 +104,17 @@ class Beam {
   y(node) { return node.line * DOWN + 20; }
 
   button(node) {
-    const sign = FATES[node.fate][0], told = this.tell(node);
+    const sign = FATES[node.fate][0], text = this.describe(node);
     node.button = element("button", { type: "button", tabindex: -1, class: `${node.fate.replace(" ", "-")}${node.best ? " best" : ""}`,
-      style: `left:${node.number * ACROSS}px;top:${this.y(node)}px`, title: told, "aria-label": told, "data-node": node.id },
+      style: `left:${node.number * ACROSS}px;top:${this.y(node)}px`, title: text, "aria-label": text, "data-node": node.id },
     sign ? `${node.token} ${sign}` : node.token);
-    const show = () => { find("fate").textContent = told; };
+    const show = () => { find("fate").textContent = text; };
     node.button.addEventListener("focus", show);
     node.button.addEventListener("pointerenter", show);
     return node.button;
   }
 
-  tell(node) {
+  describe(node) {
     const score = node.score === null ? "" : `, score ${node.score.toFixed(4)}`;
     return `Step ${node.step}, ${node.token}: log-probability ${node.logprob.toFixed(4)}${score}; ${node.fate}${node.why ? `: ${node.why}` : ""}`;
   }

@@ -1,4 +1,4 @@
-// The explorer: what the data holds, what is chosen, and the views kept in step with it.
+// The explorer: grid of heads, selection, and views of the selected heads.
 
 const KINDS = {
   encoder: { title: "Encoder self-attention", rows: "source", columns: "source" },
@@ -39,11 +39,11 @@ const greatest = (names, weights) => names.map((name, i) => [name, weights[i]]).
 const SECTIONS = `
   <section id="overview" aria-labelledby="overview-title">
     <h2 id="overview-title">Heads</h2>
-    <p class="hint" id="grid-hint">Choose a head to see it large. The box in its corner adds it to an average; so does
-      Space, and the arrow keys move.</p>
+    <p class="hint" id="grid-hint">Choose a head to enlarge it. The box in its corner or the space bar adds it to an
+      average; the arrow keys move between heads.</p>
     <div id="grid"></div>
     <ul id="legend" aria-label="Roles of heads"></ul>
-    <details id="rules"><summary>How roles and measures are decided</summary><dl></dl></details>
+    <details id="rules"><summary>Definitions of roles and measures</summary><dl></dl></details>
   </section>
   <section id="view" aria-labelledby="view-title">
     <h2 id="view-title"></h2>
@@ -57,11 +57,11 @@ const SECTIONS = `
       <div id="heat" class="canvas" tabindex="0" role="application" aria-roledescription="heat-map" aria-describedby="heat-hint">
         <canvas></canvas>
       </div>
-      <div id="lines" role="group" aria-label="Lines from each query on the left to the keys it looks at on the right"></div>
+      <div id="lines" role="group" aria-label="Lines from each query on the left to the keys it attends to on the right"></div>
     </div>
-    <p class="hint" id="heat-hint">Each row looks at the columns and sums to 1; a shade grows with the square root of its
-      weight, a line's opacity with the weight. Arrow keys move through the heat-map, Home and End along a row.</p>
-    <details id="numbers"><summary>The numbers as a table</summary><div class="scroll"></div></details>
+    <p class="hint" id="heat-hint">Each row sums to 1 over the columns. Shades grow with the square root of the weight,
+      opacities of lines with the weight. Arrow keys move through the heat-map, Home and End along a row.</p>
+    <details id="numbers"><summary>Numbers as a table</summary><div class="scroll"></div></details>
   </section>
   <section id="decoding" aria-labelledby="decoding-title">
     <h2 id="decoding-title">Step by step</h2>
@@ -78,15 +78,15 @@ const SECTIONS = `
   </section>
   <section id="beam" aria-labelledby="beam-title" hidden>
     <h2 id="beam-title"></h2>
-    <p class="hint">Each column is a step, the best hypothesis of all is the bold path. Arrow keys: left to the parent,
-      right to the best child, up and down within a step.</p>
-    <ul id="fates" aria-label="What became of a hypothesis"></ul>
+    <p class="hint">Each column is a step; the bold path is the best hypothesis. Arrow keys: left to the parent, right to
+      the best child, up and down within a step.</p>
+    <ul id="fates" aria-label="Outcome of a hypothesis"></ul>
     <output id="fate" aria-live="polite"></output>
     <div class="scroll"><div id="tree" role="group" aria-label="The hypotheses of the beam"></div></div>
   </section>`;
 
-// It fills a box in the document. `chosen` are keys of heads to begin with; a page that can ask the model hears what is
-// chosen (`onChoose`) and which word shall be forced (`onForce`).
+// Fills an element of the document. `chosen` are the keys of the heads selected first. Pages with access to the model pass
+// `onChoose`, called with the selected heads, and `onForce`, called with the word to force.
 class Explorer {
   constructor(box, data, { chosen = [], words = false, onChoose = () => {}, onForce = null } = {}) {
     box.innerHTML = SECTIONS;
@@ -94,11 +94,11 @@ class Explorer {
     this.heads = headsOf(data);
     this.onChoose = onChoose;
     this.state = { chosen: new Set(), words, row: null, column: null, step: null };
-    this.left = new AbortController();  // when another sentence comes, this one stops listening
+    this.left = new AbortController();  // removes the listeners when another sentence replaces this one
     const point = (row, column) => this.point(row, column);
     this.heatMap = new HeatMap(find("heat"), point);
     this.lines = new Lines(find("lines"), point);
-    this.grid = [];  // buttons by row, through all kinds, for the arrow keys
+    this.grid = [];  // buttons by row, over all kinds, for the arrow keys
     this.buildGrid();
     this.explain();
     this.thumbnails();
@@ -113,10 +113,10 @@ class Explorer {
 
   close() { this.left.abort(); }
 
-  // The heads asked for, or else the sharpest of those that look at the source.
+  // The heads given by key, or else the cross-attention head with the highest confidence.
   first(keys) {
-    const asked = this.heads.filter(head => keys.includes(head.key));
-    if (asked.length) return asked;
+    const given = this.heads.filter(head => keys.includes(head.key));
+    if (given.length) return given;
     const crosses = this.heads.filter(head => head.kind === "cross");
     const sharpest = crosses.reduce((best, head) => !best || head.about.confidence > best.about.confidence ? head : best, null);
     return [sharpest ?? this.heads[0]];
@@ -126,7 +126,7 @@ class Explorer {
     const until = { signal: this.left.signal }, repaint = () => { this.thumbnails(); this.redraw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint, until);
     for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) {
-      addEventListener(name, () => { root.toggleAttribute("data-print", printing); repaint(); }, until);  // on paper, always light
+      addEventListener(name, () => { root.toggleAttribute("data-print", printing); repaint(); }, until);  // print in the light colours
     }
     let width = innerWidth;
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; this.redraw(); } }, until);
@@ -134,7 +134,7 @@ class Explorer {
 
   // ---- the matrix that is shown -------------------------------------------------------------------------------------
 
-  // The mean of the chosen heads; in words, the mean of a word's rows and the sum of its columns.
+  // The mean of the selected heads; with words, the mean of a word's rows and the sum of its columns.
   matrixShown() {
     const { data, state } = this, chosen = [...state.chosen], { kind, rows: high, columns: wide } = chosen[0];
     const { rows, columns } = KINDS[kind], mean = new Float64Array(high * wide);
@@ -149,23 +149,23 @@ class Explorer {
     return { rows: down.map(span => wordOf(data[rows], span)), columns: across.map(span => wordOf(data[columns], span)), values };
   }
 
-  // The row of the current step; the encoder has none.
+  // The row of the current step; null for the encoder.
   stepRow() {
     const { data, state: { chosen, step, words } } = this;
     if (step === null || [...chosen][0].kind === "encoder") return null;
     return words ? data.words.written.findIndex(([begin, end]) => begin <= step && step < end) : step;
   }
 
-  // ---- looking at a cell, a row or a column -------------------------------------------------------------------------
+  // ---- reading a cell, a row or a column ----------------------------------------------------------------------------
 
   point(row, column) {
     Object.assign(this.state, { row, column });
     const { rows, columns, values } = this.shown, n = columns.length;
-    let told = "Point at a cell or a token, or move to one with the keys, to read its weights.";
-    if (row !== null && column !== null) told = `${rows[row]} looks at ${columns[column]}: ${four(values[row * n + column])}`;
-    else if (row !== null) told = `${rows[row]} looks most at ${greatest(columns, values.subarray(row * n, row * n + n))}`;
-    else if (column !== null) told = `${columns[column]} is looked at most by ${greatest(rows, rows.map((_, i) => values[i * n + column]))}`;
-    find("readout").textContent = told;
+    let text = "Point at a cell or a token, or move to one with the arrow keys, to read its weights.";
+    if (row !== null && column !== null) text = `${rows[row]} attends to ${columns[column]}: ${four(values[row * n + column])}`;
+    else if (row !== null) text = `${rows[row]} attends most to ${greatest(columns, values.subarray(row * n, row * n + n))}`;
+    else if (column !== null) text = `${columns[column]} is attended to most by ${greatest(rows, rows.map((_, i) => values[i * n + column]))}`;
+    find("readout").textContent = text;
     this.outline();
   }
 
@@ -188,7 +188,7 @@ class Explorer {
     this.onChoose([...this.state.chosen]);
   }
 
-  // Add a head to the average, or take it out; heads of another kind of attention have other rows and columns.
+  // Add a head to the average, or remove it; only heads of the same kind of attention can be averaged.
   toggle(head) {
     const { chosen } = this.state, same = [...chosen].filter(other => other.kind === head.kind && other !== head);
     this.choose(chosen.has(head) && same.length ? same : chosen.has(head) ? [head] : [...same, head]);
@@ -234,7 +234,7 @@ class Explorer {
     }
     this.grid[0][0].tabIndex = 0;
     find("grid").addEventListener("keydown", event => this.moveInGrid(event));
-    // Space would press the button as Enter does; here it adds to the average.
+    // Space would activate the button like Enter; here it adds to the average.
     find("grid").addEventListener("keyup", event => { if (event.key === " " && event.target.matches(".head")) event.preventDefault(); });
   }
 
@@ -250,7 +250,7 @@ class Explorer {
     return element("div", { class: "cell" }, head.button, head.box);
   }
 
-  // Show which heads are switched off.
+  // Mark the heads that are switched off.
   markOff(keys) {
     for (const { key, button } of this.heads) {
       button.classList.toggle("off", keys.has(key));

@@ -1,4 +1,4 @@
-// The two views of a matrix of weights: a heat-map, and lines between two columns of tokens.
+// Two views of a matrix of weights: a heat-map, and lines between two columns of tokens.
 
 const root = document.documentElement;
 const find = id => document.getElementById(id);
@@ -6,16 +6,16 @@ const colour = name => getComputedStyle(root).getPropertyValue(name).trim();
 const four = weight => weight.toFixed(4);
 
 function element(tag, attributes = {}, ...content) {
-  const made = document.createElement(tag);
+  const created = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") made.style.cssText = value;  // a style attribute would be refused where a page forbids them
-    else made.setAttribute(name, value);
+    if (name === "style") created.style.cssText = value;  // a content security policy may refuse style attributes
+    else created.setAttribute(name, value);
   }
-  made.append(...content);
-  return made;
+  created.append(...content);
+  return created;
 }
 
-// A canvas of so many CSS pixels, as sharp as the screen allows.
+// Prepare a canvas of width × height CSS pixels at the resolution of the screen.
 function pencil(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
@@ -46,7 +46,7 @@ class HeatMap {
     this.box = box;
     this.onPoint = onPoint;
     this.base = box.querySelector("canvas");
-    this.pixels = document.createElement("canvas");  // one pixel a cell
+    this.pixels = document.createElement("canvas");  // one pixel per cell
     this.frames = ["frame step", "frame", "frame", "frame"].map(name => element("div", { class: name }));
     box.append(...this.frames);
     box.addEventListener("pointermove", event => this.pointAt(event));
@@ -64,9 +64,9 @@ class HeatMap {
     const longest = words => Math.min(110, Math.max(...words.map(word => ruler.measureText(word).width)));
     this.left = Math.ceil(longest(rows)) + 10;
     this.top = Math.ceil(longest(columns) * 0.87) + 16;
-    const slant = Math.ceil(longest(columns) / 2);  // the last label leans out to the right
+    const slant = Math.ceil(longest(columns) / 2);  // the last label is slanted and extends to the right
     const whole = this.box.parentElement.clientWidth, room = share => Math.floor((share * whole - this.left - slant) / columns.length);
-    const beside = room(0.62);  // leaves place for the lines beside the map, where both can be read so
+    const beside = room(0.62);  // cell size with the lines next to the map, used if both remain readable
     this.cell = Math.max(11, Math.min(34, whole > 600 && beside >= 14 ? beside : room(1)));
     this.width = this.left + columns.length * this.cell + slant;
     this.height = this.top + rows.length * this.cell + 2;
@@ -113,7 +113,7 @@ class HeatMap {
     });
   }
 
-  // Outline the row of the current step, and the row, column and cell that are looked at.
+  // Outline the row of the current step, and the row, column and cell under the pointer.
   outline(row, column, step) {
     [this.row, this.column] = [row, column];
     const { rows, columns } = this.matrix, both = row !== null && column !== null;
@@ -159,7 +159,7 @@ class HeatMap {
 
 // ---- lines ----------------------------------------------------------------------------------------------------------
 
-const FAINTEST = 0.02;  // a line below this weight would not be seen
+const FAINTEST = 0.02;  // lines below this weight are too faint to draw
 
 class Lines {
   constructor(box, onPoint) {
@@ -185,7 +185,7 @@ class Lines {
     this.high = most > 40 ? 18 : 25;
     this.box.style.setProperty("--high", `${this.high}px`);
     [matrix.rows, matrix.columns].forEach((tokens, side) => {
-      if (this.named[side] === tokens.join(" ")) return;  // another head of the same kind
+      if (this.named[side] === tokens.join(" ")) return;  // unchanged: another head of the same kind
       this.named[side] = tokens.join(" ");
       this.sides[side].replaceChildren(...tokens.map((token, index) =>
         element("button", { class: "token", type: "button", "data-side": side, "data-index": index, tabindex: index ? -1 : 0 }, token)));

@@ -14,14 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
+from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -38,9 +38,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 EAGER = ["qkv", "eager"]
 
 
-def test_training_speed_says_what_was_measured(
-    little: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_speed_table(little: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [str(tmp_path / "speed.json"), str(tmp_path / "speed.md")]
     options: dict[str, Any] = {
         "seconds": 0.0,
@@ -72,7 +70,7 @@ def test_training_speed_says_what_was_measured(
         assert name in page
 
 
-def test_training_of_what_differs_is_not_compared(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_with_other_logits_are_refused(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
     with pytest.raises(QkvError, match="the speeds are not comparable"):
         training_speed.measure_training(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
@@ -97,8 +95,8 @@ def subject_of(spec: TransformerConfig, vocab: int) -> training_contenders.Train
     )
 
 
-def test_contenders_learn_the_same() -> None:
-    """Without dropout, all that have our weights come to the same logits; they have biases, so ours has them too."""
+def test_contenders_with_equal_weights_learn_equal_logits() -> None:
+    """Without dropout all contenders with the same weights reach the same logits (with biases, as the others have)."""
     spec = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, bias=True)
     subject = subject_of(spec, 50)
     batch = training_speed.random_batches(50, 100, count=1)[0]
@@ -106,14 +104,12 @@ def test_contenders_learn_the_same() -> None:
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
     found = {}
-    for contender in training_contenders.contenders(
-        torch.device("cuda")
-    ):  # all of them: a CPU can take their steps too
+    for contender in training_contenders.contenders(torch.device("cuda")):  # all: a CPU can run their steps too
         if contender.exact and "compiled" not in contender.name:
             contender.prepare(subject)
-            laid = contender.collate(batch)
+            collated = contender.collate(batch)
             for _ in range(20):
-                assert contender.step(laid) == batch.tokens
+                assert contender.step(collated) == batch.tokens
             found[contender.name] = contender.logits(batch)[real]
             contender.close()
     assert len(found) == 4
@@ -126,9 +122,7 @@ def test_contenders_learn_the_same() -> None:
 def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training_speed.random_batches(50, 100, count=1)[0]
-    for contender in training_contenders.contenders(
-        torch.device("cuda")
-    ):  # all of them: a CPU can take their steps too
+    for contender in training_contenders.contenders(torch.device("cuda")):  # all: a CPU can run their steps too
         if isinstance(contender, training_contenders.StandardLoop) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
@@ -136,7 +130,7 @@ def test_dropout_is_on_while_training_is_timed() -> None:
             assert len(losses) == 3, contender.name
 
 
-def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
+def test_random_batches_have_one_shape_and_true_lengths() -> None:
     batches = training_speed.random_batches(50, 1000, count=3)
     assert len({batch.source.shape for batch in batches}) == 1
     for batch in batches:
@@ -155,8 +149,8 @@ def test_batches_are_of_one_shape_and_of_the_lengths_they_say() -> None:
     assert training_speed.pad_share(batches) == pytest.approx(1 - 28 / 32, abs=0.02)
 
 
-def test_operations_are_those_that_are_carried_out() -> None:
-    """Counted by torch on sentences without padding, but for causal attention, of which it counts the whole."""
+def test_training_operations_equal_counted_flops() -> None:
+    """Equal to torch's count on sentences without padding, except that torch counts causal attention in full."""
     spec, vocab = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=3, d_k=5), 50
     subject = subject_of(spec, vocab)
     source, target = torch.randint(3, 50, (4, 7)), torch.randint(3, 50, (4, 9))
@@ -167,8 +161,8 @@ def test_operations_are_those_that_are_carried_out() -> None:
     assert training_speed.training_operations(spec, vocab, batch) + causal / 2 == counter.get_total_flops()
 
 
-def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
-    """Of two that do not fit together each runs in a heat of its own; one that never fits is told of."""
+def test_contenders_out_of_memory_run_in_a_separate_group(little: None) -> None:
+    """Two contenders that exceed the memory together run in separate groups; one that never fits is reported."""
     subject = subject_of(*training_speed.SIZES["small"])
     open_now: list[str] = []
 
@@ -195,7 +189,7 @@ def test_who_needs_the_memory_alone_runs_alone(little: None) -> None:
     assert not open_now
 
 
-def test_who_cannot_be_prepared_is_told_of(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(subject: training_contenders.TrainingSetup) -> torch.nn.Module:
         raise RuntimeError("no compiler\nis here")
 
@@ -230,7 +224,7 @@ def test_compiled_contenders_run(little: None) -> None:
         ("train", {"outputs": ["speed.txt"]}, "write to a .json file"),
     ],
 )
-def test_a_race_that_cannot_be_run_is_refused(what: str, wrong: dict[str, Any], message: str) -> None:
+def test_wrong_speed_calls_are_refused(what: str, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         decoding_speed.measure_speed(what, **wrong)
 
@@ -245,13 +239,13 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 
 
-def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
+def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) -> None:
     """All that compute in fp32, on several threads or in several processes; and as many tokens as there must be."""
     run = decoding_contenders.make_random_run("small", tmp_path / "run")
     subject = decoding_contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
     sources = decoding_contenders.random_sentences(run, 12, 7)
     exact = [setting for setting in decoding_contenders.settings(subject.device, threads=2) if setting.exact]
-    # What is captured on a GPU is the same steps, which a CPU can take one by one.
+    # The steps captured on a GPU also run one by one on a CPU.
     exact += [each for each in decoding_contenders.settings(torch.device("cuda")) if each.name == "qkv fp32, captured"]
     assert len({setting.name for setting in exact}) == 8
     assert {setting.engine for setting in exact} == {
@@ -275,9 +269,7 @@ def test_every_engine_writes_the_same(tiny_sizes: None, tmp_path: Path) -> None:
     assert len({tokens for [tokens] in expected[1]}) > 6
 
 
-def test_decoding_speed_says_what_was_measured(
-    tiny_sizes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [str(tmp_path / "speed.json"), str(tmp_path / "speed.md")]
     result = decoding_speed.measure_decoding(
         batches=[1, 4], seconds=0.0, device="cpu", outputs=outputs, command="qkv lab speed"
@@ -341,7 +333,7 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
     assert found[None, True]["theirs"] == "CTranslate2 fp32, batch 1"
 
 
-def test_what_differs_is_not_timed(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_other_tokens_are_refused(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
     with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the speeds are not comparable"):
         decoding_speed.measure_decoding(only=["nn"], batches=[4], seconds=0.0, device="cpu")
@@ -364,11 +356,11 @@ def test_a_trained_run_is_decoded_on_its_text(tiny: Path, tmp_path: Path) -> Non
         assert row["same"] == 1.0 or not row["fp32"]
 
 
-def test_what_is_missing_is_said(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         raise UsageError(f"{name} is not installed: pip install {name}")
 
-    monkeypatch.setattr(decoding_contenders, "engine", nothing)
+    monkeypatch.setattr(decoding_contenders, "import_optional", nothing)
     options: dict[str, Any] = {"beams": [1], "batches": [4], "seconds": 0.0, "device": "cpu"}
     result = decoding_speed.measure_decoding(only=["CTranslate2", "nn"], **options)
     assert result["missing"]

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from conftest import sentences, tiny_config, write_pairs
+from qkv.assembly import Run, updates_for
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
 from qkv.options import Config, DecoderOnlyConfig, TrainConfig
-from qkv.run import Run
-from qkv.train.trainer import make_updates
 
 DROP = "model.dropout=0.1 train.r_drop=2"
 WORDS = "tokenizer.kind=word"
@@ -64,7 +63,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("equal", "share"), [("time", 2.5), ("steps", 1.0)])
-def test_updates_are_those_of_the_recipe_as_it_is(
+def test_updates_follow_from_the_unchanged_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str, share: float
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
@@ -75,7 +74,7 @@ def test_updates_are_those_of_the_recipe_as_it_is(
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu", "equal": equal}
     usual, other = ablation.measure(made, [smaller], **options)["trials"]
     (run,) = (tmp_path / "work" / "runs").glob("as_it_is-*")
-    plan = make_updates(made, Prepared.open(Run.open(run).store)).plan
+    plan = updates_for(made, PreparedText.open(Run.open(run).store)).plan
     passes = len(plan(0)) + len(plan(1)) + math.ceil(len(plan(2)) / 2)
     assert (usual["steps"], other["steps"]) == (passes, round(passes * share))
     (run,) = (tmp_path / "work" / "runs").glob("train.tokens*")
@@ -137,12 +136,12 @@ def test_wrong_calls_are_refused_before_any_training(tmp_path: Path) -> None:
         ("data.store=elsewhere", "working folder: .* --out"),
     ],
 )
-def test_what_the_table_decides_no_row_may_change(tmp_path: Path, change: str, why: str) -> None:
+def test_options_decided_by_the_table_are_refused(tmp_path: Path, change: str, why: str) -> None:
     path = change.split()[-1].partition("=")[0]
     with pytest.raises(UsageError, match=rf"^--try {change}: {path} cannot differ between rows, because .*{why}"):
         ablation.measure(recipe(tmp_path), [change], out=tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
-def test_what_no_row_may_change_are_options() -> None:
+def test_refused_options_exist() -> None:
     assert set(ablation.NOT_COMPARABLE) <= {path for path, _, _ in Config().options()}

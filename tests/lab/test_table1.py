@@ -90,7 +90,7 @@ def test_a_step_of_the_recurrence_depends_on_its_input_and_the_state_before() ->
     assert torch.equal(of_last, torch.ones(6, 6).tril(-1).triu(-1))
 
 
-def test_what_never_meets_is_an_error() -> None:
+def test_positions_that_never_connect_are_an_error() -> None:
     with pytest.raises(QkvError, match="no number of applications joins 4 positions"):
         path_length(LAYER_TYPES["convolution"], 4, 1, causal=False)
 
@@ -106,7 +106,7 @@ def test_counted_operations_have_the_exponents_of_the_formula(kind: Any) -> None
     counted = [floating_point_operations(kind, LayerShape(d, span), n) for n, d, span in sizes]
     formula = [kind.operations(*size) for size in sizes]
     ours, papers = (table1.fit_exponents([size[:symbols] for size in sizes], values) for values in (counted, formula))
-    exact = kind.name != "separable"  # a sum of two powers, of which the gate doubles one
+    exact = kind.name != "separable"  # a sum of two powers; the gate doubles one of them
     assert ours == pytest.approx(papers, abs=1e-9 if exact else 0.05)
     constants = {count / value for count, value in zip(counted, formula, strict=True)}
     assert max(constants) == pytest.approx(min(constants), rel=1e-9 if exact else 0.1)
@@ -162,7 +162,7 @@ def test_fit_recovers_exponents() -> None:
     )
 
 
-def test_live_tensors_counts_what_is_alive_at_once() -> None:
+def test_live_tensors_measures_the_peak() -> None:
     live = table1.LiveTensors()
     with live:
         a = torch.zeros(1000)
