@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
+from qkv.assembly import Run
 from qkv.core import files
-from qkv.run import Run
 
 
 @pytest.fixture
@@ -456,15 +456,16 @@ def test_other_writes_to_a_full_disk_are_told_in_one_line(
     if place == "log":
         assert train().code == 0
         size = (tmp_path / "run" / "log.jsonl").stat().st_size
-        from qkv.train.log import Log
+        from qkv.core.run import JsonlLog
 
-        write = Log.write
+        write = JsonlLog.event
 
-        def limited(log: Log, *arguments: Any, **values: Any) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
-            write(log, *arguments, **values)
+        def limited(log: JsonlLog, kind: str, *arguments: Any) -> None:
+            if kind == "train":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+            write(log, kind, *arguments)
 
-        monkeypatch.setattr(Log, "write", limited)
+        monkeypatch.setattr(JsonlLog, "event", limited)
         done = call("train", "--resume", "--run", tmp_path / "run", "--set", "train.steps=3")
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -534,7 +535,7 @@ def test_debug_shows_a_traceback(call: Call, arguments: list[str]) -> None:
 
 def test_what_nobody_foresaw_is_a_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug must not look like a user's mistake."""
-    monkeypatch.setattr("qkv.run.find_config", lambda name: 1 / 0)
+    monkeypatch.setattr("qkv.presets.find_config", lambda name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         call("config", "demo")
 
@@ -543,5 +544,5 @@ def test_interrupted_anywhere_is_130(call: Call, monkeypatch: pytest.MonkeyPatch
     def interrupted(name: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("qkv.run.find_config", interrupted)
+    monkeypatch.setattr("qkv.presets.find_config", interrupted)
     expect(call("config", "demo"), 130, "qkv: interrupted")

@@ -23,8 +23,8 @@ import sacrebleu
 import qkv
 from conftest import PATIENCE, Call, sentences, write_pairs
 from qkv import api
+from qkv.assembly import Run
 from qkv.options import Config
-from qkv.run import Run
 
 COMMAND = [sys.executable, "-m", "qkv"]
 

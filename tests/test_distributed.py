@@ -19,16 +19,15 @@ import torch
 
 import qkv
 from conftest import PATIENCE, sentences, tiny_config, wait_until, write_pairs
-from qkv.core import files
-from qkv.data import batches
-from qkv.data.store import Prepared
-from qkv.engines.cuda_training.cuda_trainer import FastTrainer
+from qkv import assembly
+from qkv.assembly import Run, trainer_for, updates_for
+from qkv.core import batches, files
+from qkv.core import run as core_run
+from qkv.core.dataset import PreparedText
+from qkv.core.device import ALONE, World
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.options import Config, RnnConfig
-from qkv.run import Run
-from qkv.train import log, loop
-from qkv.train.trainer import Trainer, make_updates
 from qkv.training import distributed
-from qkv.training.distributed import World
 
 HALF, STEPS = 6, 12
 
@@ -38,15 +37,17 @@ WORK = """
 import json, os, signal, sys
 from pathlib import Path
 import qkv
+from qkv import assembly
 from qkv import options as config
 from qkv.cli import _report_failure
-from qkv.train import log, loop
-from qkv.engines.cuda_training.cuda_trainer import FastTrainer
+from qkv.core import run as core_run
+from qkv.core.trainer import Trainer
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 
-usual = loop.make_trainer
-log._plain = lambda value: value
+usual = assembly.train_step_for
+core_run._json_value = lambda value: value
 work = json.loads(Path(sys.argv[1]).read_text())
-start_step = loop.Trainer.start
+start_step = Trainer.start
 
 def sabotaged(trainer, update):
     if trainer.progress.step == work["at"] and trainer.world.rank == work["on"]:
@@ -57,10 +58,10 @@ def sabotaged(trainer, update):
             os.kill(os.getpid(), signal.SIGKILL)
     return start_step(trainer, update)
 
-loop.Trainer.start = sabotaged
+Trainer.start = sabotaged
 try:
     for job in work["jobs"]:
-        loop.make_trainer = FastTrainer if Path(job["run"]).name == "fast" else usual
+        assembly.train_step_for = (lambda *_: CudaTrainStep) if Path(job["run"]).name == "fast" else usual
         start = {"resume": True} if job["resume"] else {"config": config.Config.load(job["config"])}
         qkv.train(run=job["run"], settings=job["settings"], **start)
 except Exception as error:
@@ -161,7 +162,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "_plain", lambda value: value)
+        patch.setattr(core_run, "_json_value", lambda value: value)
         qkv.train(Config.load(recipe), folder / "aa")
         qkv.train(Config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
         shutil.copytree(folder / "ad", folder / "as")
@@ -170,7 +171,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         twice.write_text(passes.dumps(), encoding="utf-8")
         qkv.train(passes, folder / "alone")
         with pytest.MonkeyPatch.context() as other:
-            other.setattr(loop, "make_trainer", FastTrainer)
+            other.setattr(assembly, "train_step_for", lambda *_: CudaTrainStep)
             qkv.train(Config.load(recipe), folder / "fast-alone")
         jobs = [
             job(folder / "fast", recipe),
@@ -195,8 +196,8 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
     """So that what follows holds for them too."""
-    prepared = Prepared.open(runs / "aa" / "store")
-    first = make_updates(Config.load(recipe), prepared).plan(0)[:STEPS]
+    prepared = PreparedText.open(runs / "aa" / "store")
+    first = updates_for(Config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]
     assert any(not share for share in shares)
     assert any(share and len(share) < len(update) for share, update in zip(shares, first, strict=True))
@@ -311,11 +312,11 @@ def test_a_process_that_waits_for_ever_ends_after_a_signal() -> None:
 
 
 def test_one_process_waits_for_nobody() -> None:
-    world = World()
+    world = ALONE
     numbers = torch.arange(3.0)
     world.sum([numbers])
     assert numbers.tolist() == [0, 1, 2]
-    assert (world.first, world.tell("word"), world.most(7)) == (True, "word", 7)
+    assert (world.first, world.broadcast("word"), world.largest(7)) == (True, "word", 7)
 
 
 def test_buckets_hold_every_tensor_once_and_one_type_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +332,8 @@ def test_buckets_hold_every_tensor_once_and_one_type_each(monkeypatch: pytest.Mo
 
 def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
     settings = Config.load(recipe).replace(model={"dropout": 0.5})
-    prepared = Prepared.open(runs / "aa" / "store")
-    first, again, second = (Trainer(settings, prepared, World(rank)) for rank in (0, 0, 1))
+    prepared = PreparedText.open(runs / "aa" / "store")
+    first, again, second = (trainer_for(settings, prepared, World(rank)) for rank in (0, 0, 1))
     with closing(first.updates.starting(first.progress.position)) as steps:
         update = next(steps)
     outcome = first.step(update)

@@ -12,26 +12,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qkv.data.loader import Batch, pad
-from qkv.data.ragged import TILES, Flat, Ragged, lay
+from qkv.core.batches import Batch, pad
+from qkv.core.dataset import Rows
+from qkv.core.loss import label_smoothed_loss
 from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.models.transformer import Transformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig
-from qkv.train.loss import agreeing_loss, smoothed_loss
+from qkv.training.regularization import r_drop_loss
 
 VOCAB = 50
 
 
-def end_to_end(batches: list[Batch], step: int) -> Ragged:
+def end_to_end(batches: list[Batch], step: int) -> PackedBatch:
     rows = [
         (source[: length - 1], label[: int((label != 0).sum()) - 1])
         for batch in batches
         for source, length, _, label in zip(*batch.inputs, batch.labels, strict=True)
     ]
-    flat = [Flat(torch.cat(side).numpy(), np.array([len(row) for row in side])) for side in zip(*rows, strict=True)]
-    return lay(*flat, bos=1, eos=2, pad=0, step=step)
+    flat = [Rows(torch.cat(side).numpy(), np.array([len(row) for row in side])) for side in zip(*rows, strict=True)]
+    return pack(*flat, bos=1, eos=2, pad=0, step=step)
 
 
 def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
@@ -69,7 +71,9 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     batches = [pairs(1, 5, 1, 12), pairs(2, 4, 17, 70), pairs(3, 1, 140, 140)]
     total = torch.zeros(2)
     for batch in batches:
-        loss, nll = smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
+        loss, nll = label_smoothed_loss(
+            model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0
+        )
         loss.backward()
         total += torch.stack([loss.detach(), nll])
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
@@ -128,9 +132,9 @@ def test_two_passes_agree_as_autograd_says(alpha: float) -> None:
     hidden = torch.randn(2, 700, 16, requires_grad=True)
     weight = torch.randn(VOCAB, 16, requires_grad=True)
     real = [each[labels != 0] for each in hidden]
-    loss, nll = agreeing_loss(*real, weight, labels, smoothing=0.1, alpha=alpha, pad=0)
+    loss, nll = r_drop_loss(*real, weight, labels, smoothing=0.1, alpha=alpha, pad=0)
     wanted = torch.autograd.grad(loss, (hidden, weight))
-    parts = [smoothed_loss(each, weight, labels[None], smoothing=0.1, pad=0) for each in real]
+    parts = [label_smoothed_loss(each, weight, labels[None], smoothing=0.1, pad=0) for each in real]
     logs = [(each @ weight.T).log_softmax(-1) for each in real]
     ways = ((logs[0], logs[1]), (logs[1], logs[0]))
     divergence = sum(F.kl_div(other, own, log_target=True, reduction="sum") for own, other in ways)
@@ -159,7 +163,7 @@ def test_the_two_passes_of_r_drop_drop_differently() -> None:
 
 def test_positions_reach_as_far_as_rows_do() -> None:
     model, batch = small(), pairs(3, 1, 600, 600)
-    loss, _ = smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
+    loss, _ = label_smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
     fresh = small()
     passes = Passes(fresh, Weights(fresh, torch.float32), smoothing=0.1, pad=0)
     with torch.no_grad():
@@ -195,7 +199,7 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
             assert max(source.stop - source.start, target.stop - target.start) <= tile
             own = laid.source.ids[source].tolist(), laid.target.ids[target].tolist(), laid.labels[target].tolist()
             if any(own[2]):
-                assert laid.source.places[source].tolist() == list(range(len(own[0])))
+                assert laid.source.positions[source].tolist() == list(range(len(own[0])))
                 found.append(own)
     assert sorted(found) == sorted(rows)
     assert laid.sizes[0] % 256 == laid.sizes[1] % 256 == 0

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
+from qkv.assembly import trainer_for
+from qkv.core.batches import Batch, Update
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
-from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared, prepare
+from qkv.core.loss import label_smoothed_loss
+from qkv.core.trainer import Trainer
+from qkv.data.text_preparation import prepare_text
 from qkv.models.build import build
 from qkv.options import (
     AttentionModelConfig,
@@ -24,34 +28,32 @@ from qkv.options import (
     ModelConfig,
     TransformerConfig,
 )
-from qkv.train.loss import smoothed_loss
-from qkv.train.trainer import Trainer, largest
 from qkv.training import memory_limits
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreparedText]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(300)), tokens_per_step=512, micro_tokens=256)
     settings = settings.replace(model={"d_model": 16, "d_ff": 32, "encoder_layers": 2, "decoder_layers": 2})
-    return settings, prepare(settings.data, settings.tokenizer, folder / "store")
+    return settings, prepare_text(settings.data, settings.tokenizer, folder / "store")
 
 
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def trainer(prepared: tuple[Config, Prepared]) -> Make:
+def trainer(prepared: tuple[Config, PreparedText]) -> Make:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         settings, text = prepared
-        return Trainer(settings.replace(model=model or {}, train=train), text)
+        return trainer_for(settings.replace(model=model or {}, train=train), text)
 
     return make
 
 
-def first(trainer: Trainer) -> Step:
+def first(trainer: Trainer) -> Update:
     steps = trainer.updates.starting(trainer.progress.position)
     update = next(steps)
     steps.close()
@@ -63,7 +65,9 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
 
     Returns the sizes that were tried, as they are tried.
     """
-    real, tried = trainer._pass, []
+    step = trainer.train_step
+    assert isinstance(step, memory_limits.MemoryLimitedStep)
+    real, tried = step.forward_backward, []
 
     def limited(batch: Batch) -> Tensor:
         tried.append(memory_limits.size(batch))
@@ -72,7 +76,7 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
             raise torch.OutOfMemoryError("as a GPU would say")
         return real(batch)
 
-    monkeypatch.setattr(trainer, "_pass", limited)
+    monkeypatch.setattr(step, "forward_backward", limited)
     return tried
 
 
@@ -85,7 +89,7 @@ def test_what_does_not_fit_is_cut_and_the_step_stays_the_same(
 ) -> None:
     plenty, scarce = trainer(), trainer()
     update = first(plenty)
-    assert max(map(memory_limits.size, update.micros)) > tokens
+    assert max(map(memory_limits.size, update.micro_batches)) > tokens
     tried = small_device(scarce, monkeypatch, tokens)
     expected = plenty.step(update)
     assert scarce.step(update) == pytest.approx(expected, rel=1e-5)
@@ -111,11 +115,13 @@ def test_the_largest_batch_is_tried_first(trainer: Make, monkeypatch: pytest.Mon
     sizes = [
         memory_limits.size(made.updates.batch(micro, (0, 0, 0))) for update in made.updates.plan(0) for micro in update
     ]
-    assert memory_limits.size(largest(made.updates)) == max(sizes)
+    assert memory_limits.size(memory_limits.largest_batch(made.updates)) == max(sizes)
     tried = small_device(made, monkeypatch, 100)
-    made.probe()
+    step = made.train_step
+    assert isinstance(step, memory_limits.MemoryLimitedStep)
+    step.try_largest()
     assert tried[0] == max(sizes)
-    assert made.room.tokens <= 100
+    assert step.limit.tokens <= 100
     assert all(parameter.grad is None for parameter in made.model.parameters())
     assert made.progress.step == 0
 
@@ -127,12 +133,12 @@ def test_rows_are_taken_with_their_links() -> None:
     part = memory_limits.take(batch, 1, 3)
     assert part.tokens == 3
     assert part.source.tolist() == [[3, 4], [5, 6]]
-    assert part.links is not None
-    assert part.links.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert part.alignment is not None
+    assert part.alignment.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
     nothing = memory_limits.idle(batch)
     assert (nothing.tokens, nothing.labels.tolist()) == (0, [[0, 0]])
-    assert nothing.links is not None
-    assert len(nothing.links) == 0
+    assert nothing.alignment is not None
+    assert len(nothing.alignment) == 0
 
 
 def test_a_room_cuts_into_parts_that_fit() -> None:
@@ -140,7 +146,7 @@ def test_a_room_cuts_into_parts_that_fit() -> None:
     for _ in range(200):
         rows, width, limit = (int(random.integers(1, high)) for high in (30, 12, 120))
         ids = torch.from_numpy(random.integers(1, 9, (rows, width)))
-        room = memory_limits.Room(torch.device("cpu"))
+        room = memory_limits.MicroBatchLimit(torch.device("cpu"))
         room.tokens = limit
         parts = room.parts(Batch((ids,), ids, rows * width))
         assert torch.equal(torch.cat([part.labels for part in parts]), ids)
@@ -174,12 +180,12 @@ def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig
         torch.manual_seed(7)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             hidden = model.hidden(*inputs)
-        loss, _ = smoothed_loss(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
+        loss, _ = label_smoothed_loss(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
         loss.backward()
         return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()], sum(kept)
 
     loss, expected, kept = gradients()
-    memory_limits.recompute(model)
+    memory_limits.recompute_layers(model)
     again, found, less = gradients()
     assert torch.equal(loss, again)
     assert all(map(torch.equal, expected, found))

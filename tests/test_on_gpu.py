@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.distributed import device_mesh
 
 from conftest import begun, sentences, tiny_config, write_pairs
+from qkv.assembly import trainer_for
+from qkv.core.device import ALONE, World
+from qkv.core.trainer import PlainTrainStep, Trainer
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training import attention_kernels
-from qkv.engines.cuda_training.cuda_trainer import FastTrainer, make_trainer
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
-from qkv.train.trainer import Trainer
-from qkv.training.distributed import ALONE, World
+from qkv.training.distributed import TorchrunWorld
+from qkv.training.memory_limits import MemoryLimitedStep
 
 pytestmark = pytest.mark.skipif(
     triton is None or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
@@ -67,7 +70,7 @@ def test_the_loss_of_two_passes() -> None:
     close(both, twins, torch.float32)
 
 
-def trainer(folder: Path, kind: type[Trainer] | None, world: World = ALONE, **train: Any) -> Trainer:
+def trainer(folder: Path, kind: type[PlainTrainStep] | None, world: World = ALONE, **train: Any) -> Trainer:
     """Of a text with one pair that is much longer than the others."""
     text = sentences(120)
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
@@ -76,7 +79,7 @@ def trainer(folder: Path, kind: type[Trainer] | None, world: World = ALONE, **tr
     model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)} | values.pop("model", {})
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
-    return (kind or make_trainer)(*begun(folder, made), world)
+    return trainer_for(*begun(folder, made), world, kind)
 
 
 def losses(trained: Trainer, count: int = 60) -> list[float]:
@@ -100,12 +103,13 @@ def losses(trained: Trainer, count: int = 60) -> list[float]:
 )
 def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more: dict[str, Any]) -> None:
     fast = trainer(tmp_path, None, precision=precision, **more)
-    assert isinstance(fast, FastTrainer)
-    ours, theirs = losses(fast), losses(trainer(tmp_path, Trainer, precision="fp32", **more))
+    assert isinstance(fast.train_step, CudaTrainStep)
+    ours, theirs = losses(fast), losses(trainer(tmp_path, MemoryLimitedStep, precision="fp32", **more))
     # SOAP steps along eigenvectors, of which a little noise makes others.
     assert ours == pytest.approx(theirs, rel=0.1 if precision == "bf16" or "optimizer" in more else 0.01)
-    assert len(fast.captured.graphs) >= 1
-    fast.captured.most = [0] * len(fast.captured.most)  # as if there had been no room: all graphs are captured again
+    graphs = fast.train_step.graphs()
+    assert len(graphs.graphs) >= 1
+    graphs.max_rows = [0] * len(graphs.max_rows)  # as if there had been no room: all graphs are captured again
     assert all(math.isfinite(loss) for loss in losses(fast, 20))
 
 
@@ -115,21 +119,24 @@ def test_captured_training_with_dropout_learns(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def one_of_two() -> Iterator[World]:
+def one_of_two() -> Iterator[TorchrunWorld]:
     """The first of two ranks, whose group has no second: NCCL is asked for every sum, and finds nothing to add."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield World(0, 2, store)
+    yield TorchrunWorld(0, 2, store)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("parallel", ["data", "sharded"])
-def test_sums_by_nccl(tmp_path: Path, one_of_two: World, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_by_nccl(
+    tmp_path: Path, one_of_two: TorchrunWorld, parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = device_mesh.init_device_mesh
     monkeypatch.setattr(device_mesh, "init_device_mesh", lambda kind, _: mesh(kind, (1,)))
     summed = trainer(tmp_path, None, one_of_two, parallel=parallel)
-    assert isinstance(summed, FastTrainer) == (parallel == "data")
+    assert isinstance(summed.train_step, CudaTrainStep) == (parallel == "data")
     found = losses(summed, 30)
-    monkeypatch.setattr(World, "sum", lambda *_: None)
-    assert found == pytest.approx(losses(trainer(tmp_path, type(summed), World(0, 2)), 30), rel=0.1)
+    monkeypatch.setattr(TorchrunWorld, "sum", lambda *_: None)
+    alone = trainer(tmp_path, type(summed.train_step), World(0, 2))  # type: ignore[arg-type]
+    assert found == pytest.approx(losses(alone, 30), rel=0.1)
     assert found[-1] < found[0]

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import tiny_config
-from qkv.core import files
+from qkv.assembly import Run, optimizer_for
+from qkv.core import checkpoint, files
+from qkv.core.optimizer import learning_rate
 from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
-from qkv.run import Run
-from qkv.train import checkpoint, optim
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
 
@@ -40,7 +40,7 @@ def perceptron(width: int = 16) -> nn.Module:
 
 
 def build(model: nn.Module, optimizer: str, rate: float | Tensor = 0.01, **train: Any) -> torch.optim.Optimizer:
-    made = optim.build(model, TrainConfig(optimizer=optimizer, **train))
+    made = optimizer_for(model, TrainConfig(optimizer=optimizer, **train))
     for group in made.param_groups:
         group["lr"] = rate
     return made
@@ -260,12 +260,12 @@ def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> No
     run = Run(tmp_path)
     for step in range(13):
         if step == at:
-            checkpoint.save(run, checkpoint.Progress(step=step), model, optimizer, None)
+            checkpoint.save_state(run, checkpoint.Progress(step=step), model, optimizer, None)
         descend(model, optimizer, regression(model), 1)
     other, resumed = made()
-    folder = checkpoint.latest(run)
+    folder = checkpoint.latest_state(run)
     assert folder is not None
-    assert checkpoint.restore(folder, other, resumed, None).step == at
+    assert checkpoint.restore_state(folder, other, resumed, None).step == at
     descend(other, resumed, regression(other), 13 - at)
     for (key, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), key
@@ -306,17 +306,17 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
 
 def test_wsd_rises_stays_and_falls_to_zero() -> None:
     spec = TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
-    rates = [optim.learning_rate(step, spec, 512) for step in range(1, 1001)]
+    rates = [learning_rate(step, spec, 512) for step in range(1, 1001)]
     assert rates[:100] == pytest.approx([2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:700] == pytest.approx([2e-3] * 601)
     assert rates[699:] == sorted(rates[699:], reverse=True)
     assert rates[774] == pytest.approx(2e-3 * (1 - math.sqrt(75 / 300)))  # a quarter of the way down in time
     assert rates[-1] == 0
-    assert optim.learning_rate(1001, spec, 512) == 0  # a run whose limit was lowered
+    assert learning_rate(1001, spec, 512) == 0  # a run whose limit was lowered
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:
     spec = TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
-    rates = [optim.learning_rate(step, spec, 512) for step in range(90, 101)]
+    rates = [learning_rate(step, spec, 512) for step in range(90, 101)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0

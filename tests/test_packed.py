@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import sentences
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
@@ -31,7 +32,6 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.run import Run
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"d_model": 32, "d_ff": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2}

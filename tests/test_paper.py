@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from qkv import presets
+from qkv.core import loss as loss_module
+from qkv.core import optimizer
 from qkv.core.errors import UsageError
+from qkv.core.loss import label_smoothed_loss, reference_loss
 from qkv.core.search import length_penalty
 from qkv.models import (
     MultiHeadAttention,
@@ -39,9 +42,7 @@ from qkv.models.layers import (
     sinusoids,
 )
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
-from qkv.train import loss as loss_module
-from qkv.train import optim
-from qkv.train.loss import plain_loss, smoothed_loss
+from qkv.training.regularization import Ema
 
 Array = NDArray[np.float64]
 TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
@@ -334,16 +335,16 @@ def test_rows_differ_from_the_base_in_nothing_else() -> None:
 def test_equation_3(step: int, warmup: int, d_model: int, factor: float) -> None:
     spec = TrainConfig(schedule="paper", warmup=warmup, learning_rate=factor)
     expected = factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
-    assert optim.learning_rate(step, spec, d_model) == pytest.approx(expected, rel=1e-12)
+    assert optimizer.learning_rate(step, spec, d_model) == pytest.approx(expected, rel=1e-12)
     peak = factor / math.sqrt(d_model * warmup)
-    assert optim.learning_rate(warmup, spec, d_model) == pytest.approx(peak, rel=1e-12)
+    assert optimizer.learning_rate(warmup, spec, d_model) == pytest.approx(peak, rel=1e-12)
     if step != warmup:
-        assert optim.learning_rate(step, spec, d_model) < peak
+        assert optimizer.learning_rate(step, spec, d_model) < peak
 
 
 def test_the_base_models_peak() -> None:
     spec = presets.paper_base().train
-    rates = [optim.learning_rate(step, spec, 512) for step in range(1, 10_000)]
+    rates = [optimizer.learning_rate(step, spec, 512) for step in range(1, 10_000)]
     assert int(np.argmax(rates)) + 1 == 4000
     assert max(rates) == pytest.approx(6.9877e-4, rel=1e-4)
 
@@ -351,7 +352,7 @@ def test_the_base_models_peak() -> None:
 @pytest.mark.parametrize("schedule", ["inverse_sqrt", "cosine", "linear", "constant"])
 def test_other_schedules_rise_to_the_rate_given(schedule: str) -> None:
     spec = TrainConfig(schedule=schedule, warmup=100, steps=1000, learning_rate=2e-3)
-    rates = [optim.learning_rate(step, spec, 512) for step in range(1, 1001)]
+    rates = [optimizer.learning_rate(step, spec, 512) for step in range(1, 1001)]
     np.testing.assert_allclose(rates[:100], [2e-3 * step / 100 for step in range(1, 101)])
     assert rates[99:] == sorted(rates[99:], reverse=True)
     last = {"inverse_sqrt": 2e-3 * math.sqrt(0.1), "cosine": 0.0, "linear": 0.0, "constant": 2e-3}
@@ -362,13 +363,13 @@ def test_other_schedules_rise_to_the_rate_given(schedule: str) -> None:
 
 def test_adam_has_the_papers_numbers() -> None:
     spec = presets.paper_base().train
-    (group,) = optim.build(torch.nn.Linear(2, 2), spec).param_groups
+    (group,) = optimizer.build_optimizer(torch.nn.Linear(2, 2), spec).param_groups
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.98), 1e-9, 0)
 
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = Transformer(TINY, 13, 13)
-    groups = optim.build(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
+    groups = optimizer.build_optimizer(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     spared = {id(p) for p in groups[1]["params"]}
     for name, p in model.named_parameters():
@@ -377,11 +378,11 @@ def test_weight_decay_spares_norms_and_biases() -> None:
 
 def test_ema_is_the_recurrence() -> None:
     model = torch.nn.Linear(3, 2)
-    ema = optim.Ema(model, 0.9)
+    ema = Ema(model, 0.9)
     expected = array(model.weight)
     for step in range(1, 120):
         torch.nn.init.normal_(model.weight)
-        ema.update(model, step)
+        ema(step, model)
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * array(model.weight)
     np.testing.assert_allclose(array(ema.tensors()["weight"]), expected, atol=1e-6)
@@ -408,10 +409,10 @@ def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: floa
     value, d_hidden, d_weight = smoothed(array(hidden[0]), array(weight), labels[0].numpy(), epsilon)
     whole, loss_module.ROWS = loss_module.ROWS, rows
     try:
-        fused, nll = smoothed_loss(hidden, weight, labels, smoothing=epsilon, pad=0)
+        fused, nll = label_smoothed_loss(hidden, weight, labels, smoothing=epsilon, pad=0)
     finally:
         loss_module.ROWS = whole
-    plain, plain_nll = plain_loss(hidden[0], weight, labels[0], epsilon)
+    plain, plain_nll = reference_loss(hidden[0], weight, labels[0], epsilon)
     torchs = F.cross_entropy(hidden[0] @ weight.T, labels[0], reduction="sum", label_smoothing=epsilon)
     for loss in (fused, plain, torchs):
         assert float(loss.detach()) == pytest.approx(value, rel=1e-4, abs=1e-4)
@@ -435,10 +436,10 @@ def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(loss_module, "_in_parts", spy)
     hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
     with torch.no_grad():
-        without, _ = smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
+        without, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
     with torch.inference_mode():
-        smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
-    with_gradient, _ = smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
+        label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
+    with_gradient, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
     assert asked == [False, False, True]
     assert float(without) == float(with_gradient.detach())
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
+from qkv.assembly import trainer_for
+from qkv.core.trainer import Trainer
 from qkv.models.build import build
 from qkv.models.layers import Embedding
 from qkv.options import (
@@ -21,7 +23,6 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.train.trainer import Trainer
 
 KINDS: list[ModelConfig] = [
     TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.3, norm="pre"),
@@ -37,7 +38,7 @@ def trainer(folder: Path, model: ModelConfig, **train: Any) -> Trainer:
     made = dataclasses.replace(tiny_config(src, tgt), model=model).replace(train={"metric": "loss"} | train)
     if not isinstance(model, TranslationConfig):
         made = made.replace(data={"train": [{"text": tgt}]})
-    return Trainer(*begun(folder, made))
+    return trainer_for(*begun(folder, made))
 
 
 def divergence(trained: Trainer) -> float:

@@ -15,20 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from qkv.assembly import Run, task_for
+from qkv.core.batches import collate
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
+from qkv.core.run import JsonlLog
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.loader import collate
-from qkv.data.plain import block_batch, hide
-from qkv.data.store import Prepared
+from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
+from qkv.explain import head_analysis
 from qkv.explain.training_report import read_history, report_html, write_training_report
 from qkv.models.attention import record
 from qkv.models.build import build
 from qkv.options import Config, TokenizerConfig, TransformerConfig
-from qkv.run import Run
-from qkv.train import validate
-from qkv.train.checkpoint import Progress
-from qkv.train.log import Log
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TEXT = ["the cat sees the dog", "the dog sees the big cat and the small dog", "one cat", "two dogs see the cat"]
@@ -81,10 +80,10 @@ def a_run(folder: Path, tokenizers: TokenizerPair, lines: list[dict[str, Any]] |
     """Return a run folder without training: only the log is written, unless `lines` is None."""
     run = Run.create(folder, Config.from_dict(sections), tokenizers, command="qkv train --run <b>&")
     if lines is not None:
-        with Log(run.log, steps=10, after=Progress()) as log:
-            for line in lines:
-                values = dict(line)
-                log.write(values.pop("event"), values.pop("step"), **values)
+        log = JsonlLog(run.log)
+        for line in lines:
+            values = dict(line)
+            log.event(values.pop("event"), values.pop("step"), values)
     return run
 
 
@@ -373,12 +372,12 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
                 np.stack([np.pad(row, (0, width - len(row)), constant_values=tokenizers.tgt.pad) for row in picked])
             )
         if kind == "encoder":
-            return hide(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
+            return mask_tokens(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
         return collate([rows[-1 - i] for i in chosen], picked, tokenizers)
 
     alone: dict[str, list[float]] = {}
     with torch.inference_mode():
-        entropies_of_batch = validate.attention_entropy(
+        entropies_of_batch = head_analysis.attention_entropy(
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
@@ -394,21 +393,21 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
         assert 0 < entropies_of_batch[name] < math.log(max(map(len, rows)) + 1)
 
 
-def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
-    prepared, model = Prepared.open(run.store), run.model(torch.device("cpu"))
-    looked_at = validate._looked_at(prepared, run.config)
-    assert looked_at.source.shape[0] == validate.LOOKED_AT
-    first = [prepared.valid.tgt(i).tolist() for i in range(validate.LOOKED_AT)]
+    prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
+    task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS
+    looked_at = task.sample(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
+    assert looked_at.source.shape[0] == rows
+    first = [prepared.valid.tgt(i).tolist() for i in range(rows)]
     pad, eos = prepared.tokenizers.tgt.pad, prepared.tokenizers.tgt.eos
     assert [[t for t in row if t not in (pad, eos)] for row in looked_at.labels.tolist()] == first
-    monkeypatch.setattr(validate, "LOOKED_AT_TOKENS", 40)
-    smaller = validate._looked_at(prepared, run.config)
-    assert 1 <= smaller.source.shape[0] < validate.LOOKED_AT
+    smaller = task.sample(prepared, run.config, rows, 40)
+    assert 1 <= smaller.source.shape[0] < rows
     assert max(smaller.source.numel(), smaller.labels.numel()) <= 40
     spec = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, metric="loss"))
-    result = validate.validate(model, prepared, spec, torch.device("cpu"))
-    assert set(result.attention_entropy) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
+    result = head_analysis.MeasuredTask(task).validate(model, prepared, spec, torch.device("cpu"))
+    assert set(result.details["attention_entropy"]) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
     assert "attention_entropy" not in result.to_dict()
 
 
@@ -418,7 +417,6 @@ def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]
-    entropies_of_batch = validate.attention_entropy(
-        model, collate(row, row, tokenizers), tokenizers.tgt.pad, torch.device("cpu")
-    )
+    batch = collate(row, row, tokenizers)
+    entropies_of_batch = head_analysis.attention_entropy(model, batch, tokenizers.tgt.pad, torch.device("cpu"))
     assert entropies_of_batch == {}

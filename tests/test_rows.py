@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv.data.loader import Batch
-from qkv.data.store import Prepared, prepare
+from qkv.assembly import trainer_for
+from qkv.core.batches import Batch
+from qkv.core.dataset import PreparedText
+from qkv.core.loss import label_smoothed_loss
+from qkv.data.text_preparation import prepare_text
 from qkv.models import Transformer, record
 from qkv.models.attention import heads_of, without
 from qkv.models.build import build
 from qkv.models.layers import Dropout
 from qkv.models.rows import Rows
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
-from qkv.train.loss import smoothed_loss
-from qkv.train.trainer import Trainer
 from qkv.training import memory_limits
 
 SPEC = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
@@ -68,7 +69,7 @@ def outcome(model: Transformer, given: Batch, *, laid: bool) -> tuple[Tensor, di
     hidden = model.hidden_at(real, *given.inputs) if laid else model.hidden(*given.inputs)
     assert hidden.shape[:-1] == ((given.tokens,) if laid else given.labels.shape)
     model.zero_grad()
-    loss, _ = smoothed_loss(hidden, model.output.weight, given.labels, smoothing=0.1, pad=0)
+    loss, _ = label_smoothed_loss(hidden, model.output.weight, given.labels, smoothing=0.1, pad=0)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -166,15 +167,15 @@ def test_pad_and_take_are_each_others_reverse() -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreparedText]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(200)), tokens_per_step=512, micro_tokens=256)
-    return settings, prepare(settings.data, settings.tokenizer, folder / "store")
+    return settings, prepare_text(settings.data, settings.tokenizer, folder / "store")
 
 
-def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None:
+def test_training_computes_no_padding(prepared: tuple[Config, PreparedText]) -> None:
     settings, text = prepared
-    trainer = Trainer(settings.replace(model={"dropout": 0.0}), text)
+    trainer = trainer_for(settings.replace(model={"dropout": 0.0}), text)
     model = trainer.model
     assert isinstance(model, Transformer)
     rows: list[int] = []
@@ -182,14 +183,14 @@ def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None
     steps = trainer.updates.starting(trainer.progress.position)
     update = next(steps)
     steps.close()
-    trainer.gradients(update)
+    trainer.train_step.gradients(update)
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    assert sum(rows) == update.tokens < sum(each.labels.numel() for each in update.micros)
+    assert sum(rows) == update.tokens < sum(each.labels.numel() for each in update.micro_batches)
     model.zero_grad()
-    for each in update.micros:
+    for each in update.micro_batches:
         hidden = model.hidden(*each.inputs)
-        smoothing = trainer.spec.label_smoothing
-        loss, _ = smoothed_loss(hidden, model.output.weight, each.labels, smoothing=smoothing, pad=0)
+        smoothing = trainer.config.train.label_smoothing
+        loss, _ = label_smoothed_loss(hidden, model.output.weight, each.labels, smoothing=smoothing, pad=0)
         loss.backward()  # type: ignore[no-untyped-call]
     for ours, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-4)

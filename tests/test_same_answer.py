@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core import batches
+from qkv.core.batches import Batch, collate
+from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import score_all, search_all
-from qkv.data import batches
-from qkv.data.loader import Batch, collate
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE
 from qkv.options import TransformerConfig
-from qkv.train.loss import smoothed_loss
 
 SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
 VOCAB = 30
@@ -246,7 +246,7 @@ def gradients(model: Transformer, micros: list[Batch]) -> dict[str, torch.Tensor
     model.zero_grad()
     for batch in micros:
         hidden = model.hidden(batch.source, batch.lengths, batch.target)
-        loss, _ = smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
+        loss, _ = label_smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
         (loss / tokens).backward()  # type: ignore[no-untyped-call]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -280,7 +280,7 @@ def test_bf16_is_near_fp32(variant: int) -> None:
     for precision in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision):
             hidden = model.hidden(batch.source, batch.lengths, batch.target)
-            loss, _ = smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
+            loss, _ = label_smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
         losses.append(float(loss.detach()) / batch.tokens)
         assert loss.dtype == torch.float32
     assert losses[1] == pytest.approx(losses[0], rel=0.03)

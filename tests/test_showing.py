@@ -10,9 +10,9 @@ import pytest
 
 import qkv
 from conftest import Call, sentences
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 from qkv.explain.word_alignment import Alignment, AlignmentHead, alignment_head, save_head
-from qkv.run import Run
 
 TEXT = "The cat sees the big dog."
 

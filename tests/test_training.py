@@ -21,11 +21,23 @@ import torch
 
 import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
-from qkv.core import files
+from qkv.api import auto_recipe
+from qkv.api.run_training import average_last
+from qkv.assembly import Run, trainer_for, updates_for
+from qkv.core import checkpoint, files, optimizer, validation
+from qkv.core import trainer as trainer_module
+from qkv.core.batches import Batch, Update
+from qkv.core.checkpoint import average_checkpoints
+from qkv.core.dataset import PreparedText
+from qkv.core.errors import Interrupted
+from qkv.core.loss import SmoothedObjective
+from qkv.core.run import JsonlLog
 from qkv.core.search import SearchOptions
+from qkv.core.trainer import Outcome, Trainer
 from qkv.core.translate import search_all
-from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared, prepare
+from qkv.core.validation import Validation, validate
+from qkv.data.text_preparation import prepare_text
+from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -39,16 +51,7 @@ from qkv.options import (
     TransformerConfig,
     option_path,
 )
-from qkv.run import Run
-from qkv.train import loop, optim
-from qkv.train import trainer as trainer_module
-from qkv.train.average import average, average_last
-from qkv.train.checkpoint import Progress
-from qkv.train.log import Log
-from qkv.train.trainer import Outcome, Trainer
-from qkv.train.validate import Validation, validate
-from qkv.training import auto_recipe
-from qkv.training.model_card import parameters
+from qkv.training.regularization import Ema
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
     """A model before its first step, of the tests' config with some options changed."""
 
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
-        return Trainer(*begun(tmp_path, settings(small, **train).replace(model=model or {})))
+        return trainer_for(*begun(tmp_path, settings(small, **train).replace(model=model or {})))
 
     return make
 
@@ -123,11 +126,11 @@ def test_accumulation_does_not_change_the_step(trainer: Callable[..., Trainer]) 
     """The same sentences as one micro-batch or as many: the same loss, gradient norm and new weights."""
     whole, parts = trainer(), trainer()
     update = updates(whole, 1)[0]
-    batch = update.micros[0]
+    batch = update.micro_batches[0]
     pieces = [_rows(batch, slice(0, 1)), _rows(batch, slice(1, 3)), _rows(batch, slice(3, None))]
     assert all(len(piece.source) for piece in pieces)
-    together = whole.step(Step([batch], update.after))
-    assert together == pytest.approx(parts.step(Step(pieces, update.after)), rel=1e-5)
+    together = whole.step(Update([batch], update.after))
+    assert together == pytest.approx(parts.step(Update(pieces, update.after)), rel=1e-5)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-4, atol=1e-6)
 
@@ -140,9 +143,9 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 
 def test_micro_tokens_bound_what_is_computed_at_once(trainer: Callable[..., Trainer]) -> None:
     update = updates(trainer(tokens_per_step=512, micro_tokens=64), 1)[0]
-    assert len(update.micros) > 4
-    assert all(batch.source.numel() <= 64 and batch.labels.numel() <= 64 for batch in update.micros)
-    assert 256 < sum(batch.labels.numel() for batch in update.micros) <= 512
+    assert len(update.micro_batches) > 4
+    assert all(batch.source.numel() <= 64 and batch.labels.numel() <= 64 for batch in update.micro_batches)
+    assert 256 < sum(batch.labels.numel() for batch in update.micro_batches) <= 512
 
 
 @pytest.mark.parametrize("schedule", ["paper", "inverse_sqrt", "cosine", "linear", "constant"])
@@ -150,9 +153,9 @@ def test_the_schedule_reaches_the_optimiser(trainer: Callable[..., Trainer], sch
     made = trainer(schedule=schedule, warmup=2)
     for number, update in enumerate(updates(made, 3), 1):
         made.step(update)
-        rate = optim.learning_rate(number, made.spec, made.config.model.d_model)
-        assert [group["lr"] for group in made.optimizer.param_groups] == [rate]
-        assert made.learning_rate() == rate
+        rate = optimizer.learning_rate(number, made.config.train, made.config.model.d_model)
+        assert [group["lr"] for group in made.train_step.optimizer.param_groups] == [rate]
+        assert made.progress.learning_rate == rate
 
 
 def test_adam_takes_the_first_step_that_it_should(trainer: Callable[..., Trainer]) -> None:
@@ -175,9 +178,9 @@ def test_clipping_limits_the_gradient(trainer: Callable[..., Trainer], monkeypat
             float(torch.nn.utils.get_total_norm([p.grad for p in made.model.parameters() if p.grad is not None]))
         )
 
-    monkeypatch.setattr(made.optimizer, "step", look)
+    monkeypatch.setattr(made.train_step.optimizer, "step", look)
     outcome = made.step(updates(made, 1)[0])
-    assert outcome.norm > 0.1
+    assert outcome.gradient_norm > 0.1
     assert norms == [pytest.approx(0.01, rel=1e-3)]
 
 
@@ -195,7 +198,7 @@ def test_dropout_follows_the_step_number_alone(trainer: Callable[..., Trainer]) 
 
 def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
     made, exact = trainer(precision="bf16", warmup=1), trainer(precision="fp32", warmup=1)
-    assert made.precision == torch.bfloat16
+    assert made.train_step.precision == torch.bfloat16
     for ours, theirs in zip(updates(made, 8), updates(exact, 8), strict=True):
         low, high = made.step(ours), exact.step(theirs)
         assert low.finite
@@ -209,33 +212,33 @@ def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
     """Make the loss NaN in the steps of which `bad` is true."""
-    real = trainer_module.smoothed_loss
+    real = SmoothedObjective.__call__
     calls: list[int] = []
 
-    def loss(*arguments: Any, **options: Any) -> Any:
-        smoothed, nll = real(*arguments, **options)
+    def loss(*arguments: Any) -> Any:
+        smoothed, nll = real(*arguments)
         calls.append(0)
         return (smoothed * math.nan, nll) if bad(len(calls)) else (smoothed, nll)
 
-    monkeypatch.setattr(trainer_module, "smoothed_loss", loss)
+    monkeypatch.setattr(SmoothedObjective, "__call__", loss)
 
 
 def test_a_bad_step_is_skipped_and_counted(trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(ema=0.5, micro_tokens=256)
     first, second, third = updates(made, 3)
     made.step(first)
-    before, moments = weights(made), [dict(state) for state in made.optimizer.state.values()]
+    before, moments = weights(made), [dict(state) for state in made.train_step.optimizer.state.values()]
     counts = [int(state["step"]) for state in moments]
-    assert made.ema
-    average_before = [tensor.clone() for tensor in made.ema.weights]
+    assert isinstance(made.train_step.average, Ema)
+    average_before = [tensor.clone() for tensor in made.train_step.average.weights]
     with monkeypatch.context() as patch:
         poison(patch, lambda call: True)
         assert not made.step(second).finite
     assert made.progress.step == 2
     assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 1)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
-    assert all(map(torch.equal, made.ema.weights, average_before))
-    assert [int(state["step"]) for state in made.optimizer.state.values()] == counts
+    assert all(map(torch.equal, made.train_step.average.weights, average_before))
+    assert [int(state["step"]) for state in made.train_step.optimizer.state.values()] == counts
     assert made.step(third).finite  # and no NaN is left in the gradients
     assert (made.progress.skipped, made.progress.skipped_in_a_row) == (1, 0)
     assert not all(torch.equal(weight, before[name]) for name, weight in weights(made).items())
@@ -292,7 +295,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Let the validations find these losses, one after another."""
     results = iter(losses)
-    monkeypatch.setattr(loop, "validate", lambda *arguments: Validation(next(results), None, ""))
+    monkeypatch.setattr(validation, "validate", lambda *arguments: Validation(next(results), None, ""))
 
 
 def test_early_stopping(small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +336,7 @@ def test_the_average_of_the_last_is_their_mean(
     path, chosen = average_last(run.path, 2)
     assert [path.stem, *(each.stem for each in chosen)] == ["average_2", "step-0000006", "step-0000008"]
     two = files.read_tensors(path)
-    assert all(torch.equal(two[name], value) for name, value in average(chosen).items())
+    assert all(torch.equal(two[name], value) for name, value in average_checkpoints(chosen).items())
     assert all(torch.allclose(two[n], (kept[1][n] + kept[2][n]) / 2, atol=1e-7) for n in two)
     assert run.weights("average_2") == path
 
@@ -358,7 +361,7 @@ def test_validation_sees_the_moving_average(
         seen.append(next(model.parameters()).detach().clone())
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(loop, "validate", look)
+    monkeypatch.setattr(validation, "validate", look)
     run = qkv.train(settings(small, ema=0.9, steps=4, validate_every=4, average=0), tmp_path / "run").path
     name = next(iter(dict(Run(run).model(torch.device("cpu")).named_parameters())))
     state = run / "state" / "step-0000004"
@@ -387,7 +390,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
 
 
 def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
-    run, prepared = Run.open(tiny), Prepared.open(tiny / "store")
+    run, prepared = Run.open(tiny), PreparedText.open(tiny / "store")
     translator = qkv.load(run)
     source, reference = (path.read_text(encoding="utf-8").splitlines() for path in prepared.valid_text)
     scored = translator.score(source, reference)
@@ -400,8 +403,8 @@ def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
 @pytest.mark.parametrize(("epochs", "share"), [(0.5, 0.5), (1.0, 1.0), (1.25, 1.25)])
 def test_epochs_are_passes_over_the_text(small: tuple[str, str], tmp_path: Path, epochs: float, share: float) -> None:
     run = qkv.train(settings(small, steps=1000, epochs=epochs, validate_every=1000), tmp_path / "run").path
-    prepared = Prepared.open(run / "store")
-    passed = entries(run, "train")[-1]["tokens"] / (int(prepared.train.tgt_lengths.sum()) + len(prepared.train))
+    prepared = PreparedText.open(run / "store")
+    passed = entries(run, "train")[-1]["tokens"] / (int(prepared.train.lengths("tgt").sum()) + len(prepared.train))
     assert passed == pytest.approx(share, abs=0.2)
     assert len(entries(run, "valid")) == 1  # at the end, though no step in between was due
 
@@ -431,9 +434,9 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
 ) -> None:
     """By a clock on which a step takes one second, a validation 100 and to save 1000; stopped in between or not."""
     now, read = [0.0], [0]
-    start, saved = Trainer.start, loop.save_state
+    start, saved = Trainer.start, trainer_module.save_state
 
-    def step(self: Trainer, update: Step) -> Callable[[], Outcome]:
+    def step(self: Trainer, update: Update) -> Callable[[], Outcome]:
         now[0] += 1
         read.append(read[-1] + update.tokens)
         if self.progress.step + 1 == stopped:
@@ -448,13 +451,13 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
         now[0] += 100
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Trainer, "start", step)
-    monkeypatch.setattr(loop, "save_state", save)
-    monkeypatch.setattr(loop, "validate", found)
+    monkeypatch.setattr(trainer_module, "save_state", save)
+    monkeypatch.setattr(validation, "validate", found)
     spec, run = settings(small, steps=7, log_every=3, validate_every=5), tmp_path / "run"
     if stopped:
-        with pytest.raises(loop.Interrupted):
+        with pytest.raises(Interrupted):
             qkv.train(spec, run)
         qkv.train(run=run, resume=True)
     else:
@@ -465,13 +468,12 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
 
 
 def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:
-    with Log(tmp_path / "log.jsonl", steps=10, after=Progress()) as log:
-        log.write("valid", 1, loss=math.inf, rate=1.23456789e-7, sample="a\u2028b\nc", bleu=None)
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log.event("valid", 1, {"loss": math.inf, "rate": 1.23456789e-7, "sample": "a\u2028b\nc", "bleu": None})
     (line,) = (tmp_path / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     values = {"event": "valid", "step": 1, "loss": None, "rate": 1.23457e-7, "sample": "a\u2028b\nc", "bleu": None}
     assert json.loads(line) == values
-    with Log(tmp_path / "log.jsonl", steps=10, after=Progress(step=1, validated=1)):
-        pass
+    log.event("start", 1, {"validated": 1})
     assert (tmp_path / "log.jsonl").read_text(encoding="utf-8") == line + "\n"
 
 
@@ -499,25 +501,25 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 # ---- the automatic recipe --------------------------------------------------------------------------------------------
 
 
-def around(given: Config, prepared: Prepared, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
+def around(given: Config, prepared: PreparedText, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
     """What is chosen around a user's settings."""
     fixed = set(map(option_path, settings))
     return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
 
 
-def lasting(given: Config, prepared: Prepared, steps: int) -> tuple[Config, list[str]]:
+def lasting(given: Config, prepared: PreparedText, steps: int) -> tuple[Config, list[str]]:
     return around(given, prepared, f"train.steps={steps}")
 
 
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
+    tokens = int(prepared.train.lengths("tgt").sum()) + len(prepared.train)
     assert auto_recipe.tokens_a_pass(prepared.train) == tokens
     # A pass takes a second, and with R-Drop two.
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     short, reasons = auto_recipe.choose(given, prepared, minutes=1)
     long, _ = auto_recipe.choose(given, prepared, minutes=500)
-    passes = [each.train.steps / len(Trainer(each, prepared).updates.plan(0)) for each in (short, long)]
+    passes = [each.train.steps / len(updates_for(each, prepared).plan(0)) for each in (short, long)]
     assert passes == pytest.approx([30, 80], rel=0.02)  # what the time allows; what the text is worth
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
@@ -527,7 +529,7 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
 
 
 def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = Prepared.open(tiny / "store")
+    prepared = PreparedText.open(tiny / "store")
     smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
     held = parameters(auto_recipe.PAIRS[1].model, prepared.tokenizers)
@@ -542,7 +544,7 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = Prepared.open(tiny / "store")
+    prepared = PreparedText.open(tiny / "store")
     small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto_recipe.PAIRS[:-1]]
     monkeypatch.setattr(auto_recipe, "PAIRS", [*small, auto_recipe.PAIRS[-1]])  # this text counts as large
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600 / 50)
@@ -557,7 +559,7 @@ def test_a_short_training_on_a_cpu_takes_small_updates() -> None:
 
 
 def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     size = dataclasses.replace(auto_recipe.PAIRS[0], r_drop=False)
     monkeypatch.setattr(auto_recipe, "PAIRS", [size])
     updates = auto_recipe.updates_a_pass(lasting(given, prepared, 1)[0], prepared)
@@ -568,7 +570,7 @@ def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     (once, _), (twice, reasons) = (
         auto_recipe.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1)
@@ -582,7 +584,7 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("steps", [7, 101, 451, 2381, 10_001])
 def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     every = lasting(given, prepared, steps)[0].train.validate_every
     assert 2 * (steps % every or every) > every  # the last comes at the end, and not just after another
     assert steps / 12 <= every or every >= 900
@@ -593,7 +595,7 @@ def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None
     [((), "rotary"), (("model.positions=learned",), "learned"), (("model.d_k=5", "model.d_v=5"), "sinusoidal")],
 )
 def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: tuple[str, ...], positions: str) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     chosen, reasons = around(given, prepared, "train.steps=10", *settings)
     assert chosen.model.positions == positions
     assert any(f"{positions} positions" in reason for reason in reasons) == (positions != "sinusoidal")
@@ -603,7 +605,7 @@ def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: t
 def test_a_gpu_gets_muon_where_matrices_are_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
 ) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 0.01)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(auto_recipe, "describe", str)
@@ -642,7 +644,7 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
 
 def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
-    prepared, given = Prepared.open(tiny / "store"), Config(Run.open(tiny).config.data)
+    prepared, given = PreparedText.open(tiny / "store"), Config(Run.open(tiny).config.data)
     measured: list[Config] = []
 
     def seconds(tried: Config, *_: Any) -> float:
@@ -675,7 +677,7 @@ def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
     alone, four = (auto_recipe.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
     assert four == pytest.approx(4 * alone, rel=0.03)
@@ -688,7 +690,7 @@ def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, mo
     data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
     model = {"decoder": DecoderOnlyConfig, "encoder": EncoderOnlyConfig}[kind](d_model=16, d_ff=16, heads=2, layers=1)
     given = Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
-    prepared = prepare(data, TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
+    prepared = prepare_text(data, TokenizerConfig(vocab=300), tmp_path / "store", running_text=kind == "decoder")
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(auto_recipe.time, "perf_counter", lambda: next(clock))
     assert auto_recipe.seconds_a_pass(given, prepared) == 0.5 * auto_recipe.updates_a_pass(given, prepared)
@@ -708,16 +710,16 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
     """With `train.epochs`, the last step is the one that ends the last pass, for the schedule and the bar too."""
     made = trainer(epochs=2.0, steps=10_000, schedule="linear", warmup=0)
     passes = sum(len(made.updates.plan(epoch)) for epoch in range(2))
-    assert made.spec.steps == passes
+    assert made.plan().last_step == passes
+    assert made.schedule.plan(passes, 0.0) == (0.0, passes)
     made.progress.step = passes
-    assert made.learning_rate() == 0.0
     assert made.done()
-    assert trainer(epochs=2.0, steps=3).spec.steps == 3
+    assert trainer(epochs=2.0, steps=3).plan().last_step == 3
 
 
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
     chosen, reasons = lasting(given, prepared, 60)
     assert (chosen.train.steps, chosen.train.warmup) == (60, 20)
@@ -734,7 +736,7 @@ def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch
 
 def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number of steps the default number of minutes decides nothing."""
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from conftest import sentences, wait_until
+from qkv.assembly import open_run
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
-from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, open_run, worker_count
+from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, worker_count
 from qkv.worker_pool import ProcessWorkers
 
 
@@ -125,7 +126,8 @@ def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from qkv.core.search import SearchOptions
-from qkv.engines.cpu.native_search import ProcessDecoding, open_run
+from qkv.assembly import open_run
+from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv import options as config
 from qkv.worker_pool import ProcessWorkers
 workers = ProcessWorkers(1, open_run, sys.argv[1])

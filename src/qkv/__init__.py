@@ -6,16 +6,14 @@ The public names. They are looked up when first used, so that `import qkv` and `
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import models, presets
     from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
+    from qkv.assembly import Run
     from qkv.core.errors import QkvError, UsageError
     from qkv.options import Config
-    from qkv.run import Run
 
 __version__ = "0.1.0"
 
@@ -24,7 +22,7 @@ _HOME = {
     "Config": "qkv.options",
     "Filler": "qkv.api",
     "QkvError": "qkv.core.errors",
-    "Run": "qkv.run",
+    "Run": "qkv.assembly",
     "Translation": "qkv.api",
     "Translator": "qkv.api",
     "UsageError": "qkv.core.errors",
@@ -70,14 +68,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """`qkv.train` is the function, though there is a folder of that name: importing the folder does not rebind it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and _HOME.get(name)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,18 +1,56 @@
-"""The parts that a config or a device asks for."""
+"""From a config to functions: the one place that maps options to a model, a task, a training step and a run folder."""
 
 from __future__ import annotations
 
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from qkv.core import run as core_run
+from qkv.core.batches import UpdateStream
+from qkv.core.dataset import PreparedText
+from qkv.core.device import ALONE, World, choose_device
+from qkv.core.loss import SmoothedObjective
+from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.translate import DecodingEngine
-from qkv.engines.cpu.native_search import OpenedRun, ProcessDecoding, start_native
+from qkv.core.validation import Task, TranslationTask
+from qkv.data.alignments import batch_alignment
+from qkv.data.subwords import pair_dropout
+from qkv.engines.cpu import pack
+from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
 from qkv.engines.cuda_decoding.search_kernels import start_triton
+from qkv.engines.cuda_training import cuda_trainer
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv.models.base import Model
+from qkv.models.build import build
+from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig, TrainConfig
+from qkv.training import distributed
+from qkv.training.distributed import ShardedTrainStep
+from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
+from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
+from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
+
+
+class Run(core_run.Run):
+    """A run folder of any kind of model."""
+
+    @cached_property
+    def config(self) -> Config:
+        return Config.load(self.path / "config.toml")
+
+    def build_model(self) -> Model:
+        return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
 
 
 def start_search_for(device: torch.device) -> StartSearch:
@@ -30,3 +68,116 @@ def search_engines_for(
     if workers is not None:
         engines.append(ProcessDecoding(workers))
     return engines
+
+
+def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
+    """Return a run's model, packed, and its tokenizers: what each process works with."""
+    run = Run.open(path)
+    model: Any = pack(run.model(CPU, weights), dtype)
+    return model, run.tokenizers
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def task_for(config: Config) -> Task:
+    """Return what the kind of model reads, and what it is measured by."""
+    match config.model:
+        case DecoderOnlyConfig():
+            return LanguageModelTask()
+        case EncoderOnlyConfig():
+            return MaskedLanguageModelTask()
+        case _:
+            return TranslationTask(start_search_for(choose_device(config.train.device)), **batch_hooks_for(config))
+
+
+def batch_hooks_for(config: Config) -> dict[str, Any]:
+    """Return what the options add to batches of pairs: BPE-dropout and alignments."""
+    dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
+    cut = partial(pair_dropout, probability=dropout, max_length=config.data.max_length) if dropout else None
+    return {"cut": cut, "align": batch_alignment if aligned else None}
+
+
+def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
+    """Return the fastest training step that supports the config on its device."""
+    if config.train.parallel == "sharded" and world.size > 1:
+        return ShardedTrainStep
+    if cuda_trainer.supports(config, choose_device(config.train.device), world) is None:
+        return CudaTrainStep
+    return MemoryLimitedStep
+
+
+def updates_for(
+    config: Config,
+    text: PreparedText,
+    device: torch.device | None = None,
+    world: World = ALONE,
+    step: type[PlainTrainStep] | None = None,
+) -> UpdateStream:
+    """Return the stream of updates that this training step reads, and of each update this rank's share."""
+    device = device or torch.device("cpu")
+    if issubclass(step or train_step_for(config, world), CudaTrainStep):
+        return cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
+    return task_for(config).updates(text, config, device, world)
+
+
+def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
+    """Return the loss that the config names."""
+    options, pad = config.train, tokenizers.tgt.pad
+    if options.guided_alignment:
+        weight, smoothing = options.guided_alignment, options.label_smoothing
+        return GuidedAlignment(model, weight=weight, smoothing=smoothing, pad=pad)
+    if options.r_drop:
+        return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
+    return SmoothedObjective(options.label_smoothing, pad)
+
+
+def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that the options name.
+
+    All of them keep tensors in `state[parameter]`, take a learning rate that is a number or a tensor, and skip a step
+    on the device where their attribute `found_inf` is 1.
+    """
+    settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    match options.optimizer:
+        case "muon":
+            return Muon(model, weight_decay=options.weight_decay, **settings)
+        case "soap":
+            return Soap(model, weight_decay=options.weight_decay, **settings)
+        case "adamw":
+            return build_adamw(model, options)
+        case _:
+            return build_optimizer(model, options)
+
+
+def trainer_for(
+    config: Config, text: PreparedText, world: World = ALONE, step: type[PlainTrainStep] | None = None
+) -> Trainer:
+    """Return a trainer of a new model; `step` replaces the fastest training step."""
+    options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)
+    distributed.check_device(world, device)
+    step = step or train_step_for(config, world)
+
+    def build_on_device() -> Model:
+        return build(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
+
+    torch.manual_seed(options.seed)
+    model = build_on_device()
+    world.copy(model.parameters())  # other processors may have drawn other bits
+    if options.checkpointing:
+        recompute_layers(model)
+    if issubclass(step, ShardedTrainStep):
+        distributed.shard(model, device, world)
+    optimizer, objective = optimizer_for(model, options), objective_for(config, model, tokenizers)
+    # A parameter's device has a number; the thread that reads batches has no current device of its own.
+    updates = updates_for(config, text, next(model.parameters()).device, world, step)
+    parts: dict[str, Any] = {"hooks": (Ema(model, options.ema),) if options.ema else (), "world": world}
+    if issubclass(step, MemoryLimitedStep | ShardedTrainStep):
+        parts["updates"] = updates
+    if issubclass(step, ShardedTrainStep):
+        parts["build"] = build_on_device
+    if issubclass(step, CudaTrainStep):
+        parts["pad"] = tokenizers.tgt.pad
+    train_step = step(model, optimizer, options, objective, **parts)
+    schedule = ConfigSchedule(options, config.model.d_model, updates)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule, world=world)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -103,3 +104,42 @@ def writer(output: str) -> Iterator[Callable[[str], object]]:
         if not special:
             part.unlink()
         raise
+
+
+class TrainingBar:
+    """Log sink that prints messages, and on a terminal shows loss, learning rate, speed and ETA below them."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, emoji=False)
+        self.bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[state]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not sys.stderr.isatty(),
+            transient=True,
+            redirect_stdout=False,
+        )
+        self.task = self.bar.add_task("", state="")
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        match kind:
+            case "message":
+                self.console.print(values["text"], markup=False, soft_wrap=True)
+            case "start":
+                self.bar.reset(self.task, total=values["last_step"], completed=step)
+                self.bar.start()
+            case "progress":
+                self.bar.update(self.task, completed=step)
+            case "train":
+                state = "loss {loss:.3f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s".format(**values)
+                self.bar.update(self.task, state=state)
+
+    def __enter__(self) -> TrainingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

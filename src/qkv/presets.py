@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from qkv.core.errors import UsageError
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -299,3 +302,20 @@ def __getattr__(name: str) -> Callable[[], Config]:
     if name in PRESETS:
         return PRESETS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def find_config(name: str) -> Config:
+    """Return a config by the name of a preset, the path of a run folder, or the path of a TOML file."""
+    from qkv.core.run import Run
+
+    if name in PRESETS:
+        return PRESETS[name]()
+    if Path(name).is_dir():
+        return Config.load(Run.open(name).path / "config.toml")
+    if Path(name).exists():
+        if Path(name).suffix != ".toml":
+            raise UsageError(f"{name}: not a .toml file: a config is one, and text is given with --src and --tgt")
+        return Config.load(name)
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"presets: {', '.join(PRESETS)}"
+    raise UsageError(f"{name}: no such preset, config file or run folder: {hint}")

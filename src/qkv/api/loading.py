@@ -8,13 +8,13 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from qkv.assembly import Run
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
 from qkv.engines.cpu import DTYPES, pack
 from qkv.models.base import Model, TranslationModel
 from qkv.models.state import StepModel
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
-from qkv.run import Run
 
 M = TypeVar("M", bound=Model)
 

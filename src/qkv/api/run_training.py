@@ -1,29 +1,33 @@
-"""From a config to a trained run folder: prepare the text, settle the recipe, train, write the card."""
+"""From a config to a trained run folder: prepare the text, choose the recipe, train, write the card."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
-from qkv.console import bars, say
+from qkv.assembly import Run, trainer_for, updates_for
+from qkv.console import TrainingBar, bars, say
 from qkv.core import files
-from qkv.core.device import choose_device, describe
-from qkv.core.errors import QkvError, UsageError
-from qkv.data.languages import languages
-from qkv.data.store import Prepared, prepare
+from qkv.core.checkpoint import average_checkpoints
+from qkv.core.dataset import PreparedText
+from qkv.core.device import ALONE, World, choose_device, describe
+from qkv.core.errors import Interrupted, QkvError, UsageError
+from qkv.core.run import LogSink
+from qkv.core.trainer import fit as run_fit
+from qkv.data.formats import infer_languages
+from qkv.data.text_preparation import prepare_text
+from qkv.explain.head_analysis import MeasuredTask
+from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
-from qkv.run import Run
 from qkv.segmentation.sentences import split
-from qkv.train.loop import Interrupted, fit
-from qkv.train.trainer import make_updates
-from qkv.training.distributed import World, joined
-from qkv.training.model_card import card, parameters, unit, vocabulary
+from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.
-Recipe = Callable[[Config, Prepared, int], tuple[Config, list[str]]]
+Recipe = Callable[[Config, PreparedText, int], tuple[Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
 SETTLED = (
@@ -53,7 +57,7 @@ def train(
 ) -> Run:
     """Train a model and return its run folder; by default `runs/NAME` with the config's `train.name`.
 
-    `recipe` completes the config once the text is known (see `qkv.training.auto_recipe`); `settings` are
+    `recipe` completes the config once the text is known (see `qkv.api.auto_recipe`); `settings` are
     `section.key=value` strings that have the last word. Training begins with the weights of the run `start`, if given,
     and with its model, subwords and languages, whatever the config says of these. With `resume`, training goes on from
     the newest state in the folder, from the beginning if there is none yet; config and text are then the folder's own.
@@ -69,14 +73,53 @@ def train(
             else:
                 source = start if isinstance(start, Run) or start is None else Run.open(start)
                 opened, prepared = _begin(folder, config, recipe, settings or [], command, world.size, source)
-            world.tell(str(opened.path.resolve()))
+            world.broadcast(str(opened.path.resolve()))
             say(_headline(opened.config, prepared, world))
         else:
-            opened, prepared = _follow(Path(world.tell()))
+            opened, prepared = _follow(Path(world.broadcast()))
         page = opened.path / "card.md"
         if (fit(opened, prepared, world) or not page.exists()) and world.first:
             files.write_text(page, card(opened, prepared))
     return opened
+
+
+def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
+    """Train a run on its text, with a progress bar and TensorBoard; False if its training has ended before."""
+    trainer = trainer_for(run.config, text, world)
+    trainer.task = MeasuredTask(trainer.task)
+    with ExitStack() as held:
+        sinks: list[LogSink] = []
+        if world.first:
+            sinks.append(held.enter_context(TrainingBar()))
+            if run.config.train.tensorboard:
+                sinks.append(held.enter_context(TensorBoardLog(run.path / "tensorboard")))
+        return run_fit(run, trainer, sinks)
+
+
+class TensorBoardLog:
+    """Log sink that writes the numbers of `train` and `valid` events for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.writer: Any = None
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if kind == "start":
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Events from `purge_step` on, that one included, are dropped: a resumed run writes them again.
+            self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else None)
+        elif kind in ("train", "valid") and self.writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> Path:
@@ -104,7 +147,7 @@ def _leave(made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _follow(folder: Path) -> tuple[Run, Prepared]:
+def _follow(folder: Path) -> tuple[Run, PreparedText]:
     """The run that rank 0 has opened, as the other ranks see it."""
     run = Run(folder)
     if not run.exists() or not run.store.is_dir():
@@ -112,7 +155,7 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
             f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
             f"the run folder and the prepared text must lie on a disk that all of them share"
         )
-    return run, Prepared.open(run.store)
+    return run, PreparedText.open(run.store)
 
 
 def _begin(
@@ -123,7 +166,7 @@ def _begin(
     command: str,
     ranks: int = 1,
     start: Run | None = None,
-) -> tuple[Run, Prepared]:
+) -> tuple[Run, PreparedText]:
     """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
     if Run(folder).exists():
         raise UsageError(
@@ -134,7 +177,7 @@ def _begin(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
     config = config.assign(settings) if start is None else _as_in(start, config, settings)
-    config = dataclasses.replace(config, data=languages(config.data))
+    config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
     prepared = _prepare(folder, config, start)
@@ -144,13 +187,13 @@ def _begin(
         config = config.assign(settings)
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
-    make_updates(config, prepared)  # refuses text that this model cannot be trained on before there is a run
+    updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
     run = Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start, several)
     return run, prepared
 
 
-def several_sentences(prepared: Prepared) -> float:
+def several_sentences(prepared: PreparedText) -> float:
     """The share of source lines that have more than one sentence, in a sample of the training pairs."""
     src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
     rows = [prepared.train.src(i * len(prepared.train) // count).tolist() for i in range(count)]
@@ -172,7 +215,7 @@ def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
     return changed
 
 
-def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
+def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
     """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
     run = Run.open(folder)
     changed = run.config.assign(settings)
@@ -184,7 +227,9 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
         )
     choose_device(changed.train.device)
     stored = (run.store / "manifest.json").exists()
-    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    prepared = (
+        PreparedText.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    )
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
         raise QkvError(
             f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
@@ -206,19 +251,18 @@ def _check_text(config: Config) -> None:
         raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
 
 
-def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared:
+def _prepare(folder: Path, config: Config, start: Run | None = None) -> PreparedText:
     """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
-    stream = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
+    running_text = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
-            return prepare(
+            return prepare_text(
                 config.data,
                 config.tokenizer,
                 Run(folder).store,
                 tokenizers=None if start is None else start.tokenizers,
                 progress=report,
-                seed=config.train.seed,
-                stream=stream,
+                running_text=running_text,
             )
     except KeyboardInterrupt:
         raise Interrupted(
@@ -226,7 +270,7 @@ def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared
         ) from None
 
 
-def _headline(config: Config, prepared: Prepared, world: World) -> str:
+def _headline(config: Config, prepared: PreparedText, world: World) -> str:
     """One line about what is about to be trained."""
     together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (
@@ -234,3 +278,30 @@ def _headline(config: Config, prepared: Prepared, world: World) -> str:
         f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} {unit(config)}, "
         f"on {describe(choose_device(config.train.device))}{together}"
     )
+
+
+TRAINED = ("best", "last", "average")  # names of weights that training writes itself
+
+
+def average_last(folder: str | Path, last: int = 0, name: str = "") -> tuple[Path, list[Path]]:
+    """Write the mean of the last checkpoints kept in a run (0: all); return the new file and the averaged ones.
+
+    The name is average_N by default. The names that training writes are refused, because scores.json describes those.
+    """
+    if last < 0 or last == 1:
+        raise UsageError(f"--last {last}: an average takes at least 2 checkpoints")
+    run = Run.open(folder)
+    kept = run.checkpoints()
+    if len(kept) < max(2, last):
+        raise UsageError(
+            f"{folder} keeps {len(kept)} checkpoints, {max(2, last)} are needed: train with a larger train.average"
+        )
+    chosen = kept[-last:]
+    name = name or f"average_{len(chosen)}"
+    if not name.isidentifier() or name in TRAINED:
+        raise UsageError(
+            f'"{name}" cannot name an average: use letters, digits and _, but none of {", ".join(TRAINED)}'
+        )
+    path = run.path / "weights" / f"{name}.safetensors"
+    files.write_tensors(path, average_checkpoints(chosen))
+    return path, chosen

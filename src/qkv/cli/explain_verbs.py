@@ -102,7 +102,7 @@ def align(
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.core import files
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import HEAD_FILE, agreement, rank_heads, save_head
 
     if find and (gold or output != "-"):
@@ -137,7 +137,7 @@ def align(
 
 def _read_pharaoh(path: str) -> list[Alignment]:
     """Read the alignments of a Pharaoh file."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import Alignment
 
     alignments = []
@@ -155,9 +155,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="Output page (.html).")] = Path("report.html"),
 ) -> None:
     """Write a page about a training: curves, samples, comparison."""
+    from qkv.assembly import Run
     from qkv.console import say
     from qkv.explain.training_report import write_training_report
-    from qkv.run import Run
 
     write_training_report([Run.open(path) for path in (run, other) if path is not None], output)
     say(str(output))

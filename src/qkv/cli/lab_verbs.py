@@ -217,7 +217,7 @@ def ablate(
 
     Each change is compared with the unchanged recipe, at equal time, over several seeds.
     """
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
     config = with_pairs(find_config(what), sources, targets, valid_src or None, valid_tgt or None)

@@ -16,9 +16,9 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
-    from qkv.data.store import Prepared
+    from qkv.assembly import Run
+    from qkv.core.dataset import PreparedText
     from qkv.options import Config
-    from qkv.run import Run
 
 
 def train(
@@ -59,10 +59,10 @@ def train(
     Parallel text (--src, --tgt) gives a translation model, monolingual text (--text) a language model. --from
     fine-tunes a trained run. Without a preset or config file, the recipe is chosen from the text and the device.
     """
+    from qkv.api import auto_recipe
     from qkv.api.run_training import train as run_training
+    from qkv.assembly import Run
     from qkv.options import option_path
-    from qkv.run import Run
-    from qkv.training import auto_recipe
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
@@ -84,7 +84,7 @@ def train(
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
-    def recipe(config: Config, prepared: Prepared, ranks: int) -> tuple[Config, list[str]]:
+    def recipe(config: Config, prepared: PreparedText, ranks: int) -> tuple[Config, list[str]]:
         return auto_recipe.choose(config, prepared, minutes, fixed=fixed, ranks=ranks, trained=source is not None)
 
     run_training(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
@@ -94,7 +94,7 @@ def _named_config(what: str | None, start: Run | None) -> Config | None:
     """Return the named config, or the config of the --from run without its schedule; None if neither is given."""
     from qkv.console import say
     from qkv.options import TrainConfig
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     if what is None:
         return None if start is None else dataclasses.replace(start.config, train=TrainConfig())
@@ -112,7 +112,7 @@ def average(
 
     Other verbs use the result with --weights NAME.
     """
-    from qkv.train.average import average_last
+    from qkv.api.run_training import average_last
 
     path, checkpoints = average_last(run, last, name)
     print(f"{path}: average of {', '.join(each.stem for each in checkpoints)}")
@@ -126,7 +126,7 @@ def config(
     settings: Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
-    from qkv.run import find_config
+    from qkv.presets import find_config
 
     shown = find_config(what).assign(settings or [])
     if other is None:

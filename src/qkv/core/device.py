@@ -1,14 +1,17 @@
-"""Which device and precision to compute on."""
+"""Device, precision, and the processes that train one model together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
+from torch import Tensor
 
 from qkv.core.errors import UsageError
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The named device, or the best there is; one that is not there is refused."""
+    """Return the named device, or for auto the fastest available one; refuse a device that cannot be used."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -17,24 +20,65 @@ def choose_device(name: str = "auto") -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f'device "{name}" cannot be used ({reason}): use auto or cpu') from None
-    if device.type == "cuda" and device.index is not None:  # kernels and graphs are launched on the current one
+    if device.type == "cuda" and device.index is not None:  # kernels and graphs run on the current one
         torch.cuda.set_device(device)
-    # cuDNN's attention plans anew for every shape it meets, which takes longer than the attention of a whole epoch.
+    # cuDNN's attention makes a plan for every new shape, which takes longer than the attention of a whole epoch.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
-    """bf16 where asked for, or where a GPU computes in it; fp32 elsewhere."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    """Return bf16 where it is chosen, or for auto on a GPU that computes in it; else fp32."""
+    if name == "auto":  # GPUs before Ampere only emulate bf16, which is slower than fp32
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = "bf16" if native else "fp32"
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
 def describe(device: torch.device) -> str:
-    """The device in words, e.g. `cpu, threads: 2`."""
+    """Describe the device in words, e.g. `cpu, threads: 2`."""
     if device.type == "cuda":
         return f"{device}, {torch.cuda.get_device_name(device)}"
     if device.type == "cpu":
         return f"cpu, threads: {torch.get_num_threads()}"
     return str(device)
+
+
+class World:
+    """The processes that train one model together, as one of them sees them; this class is a process alone.
+
+    `qkv.training.distributed` has the one that torchrun starts. Rank 0 prepares the text, validates and writes files.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prepares the text, validates, and writes files and messages."""
+        return self.rank == 0
+
+    def broadcast(self, word: str = "") -> str:
+        """Return rank 0's word on every rank; the other ranks wait for it."""
+        return word
+
+    def copy(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors of rank 0 to every rank, in place."""
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the tensors over all ranks, in place."""
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return number
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors that are divided among the ranks as whole ones on rank 0, and nothing on the other ranks."""
+        return {name: tensor.detach() for name, tensor in tensors.items()} if self.first else {}
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, divided and placed like another tensor."""
+        return tensor.to(like.device)
+
+
+ALONE = World()

@@ -1,6 +1,11 @@
-"""Two kinds of failure, each told in one readable line: the work failed, or the call was wrong."""
+"""Failures and interruptions with their exit codes; each failure is reported in one readable line."""
 
 from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class QkvError(Exception):
@@ -13,3 +18,35 @@ class UsageError(QkvError):
     """The call was wrong: an option, a config key, a path that does not exist."""
 
     exit_code = 2
+
+
+class Interrupted(Exception):
+    """A signal asked for a stop, and the work has stopped in good order."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+@contextmanager
+def stop_signals(impatient: bool = True) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of dying; if impatient, a second one stops at once.
+
+    torchrun passes on signals that every process may have received already, and limits the time itself.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def remember(number: int, _frame: object) -> None:
+        if received and impatient:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

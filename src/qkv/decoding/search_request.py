@@ -15,12 +15,12 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, Ids, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import DecodingEngine, score_all, search_all
+from qkv.core.validation import bleu_tokenizer
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
-from qkv.evaluation.metrics import tokenizer_for
 from qkv.models.attention import is_watched
 from qkv.models.state import StepModel
 from qkv.options import Config
@@ -310,7 +310,7 @@ class SearchRunner:
         scores = [hypothesis.score for hypothesis in hypotheses]
         drawn = request.options.sampling is not None
         logprobs = None if drawn else [hypothesis.logprob for hypothesis in hypotheses]
-        order = rerank(texts, scores, request.rerank or "", tokenizer_for(self.tgt_lang), logprobs)
+        order = rerank(texts, scores, request.rerank or "", bleu_tokenizer(self.tgt_lang), logprobs)
         return [hypotheses[place] for place in order]
 
     def _check(self, work: SearchInput, found: list[list[Hypothesis]]) -> None:

@@ -1,7 +1,7 @@
 """Flag faulty translations: loops, hallucinations, copies, wrong lengths; find the worst sentences.
 
 A pure function of the texts, all in NFC. Sentences with a blank source or reference are not judged; every rate is a
-share of the judged sentences, and `Diagnosis.definitions` defines each flag. Words are those of `qkv.data.links`, with
+share of the judged sentences, and `Diagnosis.definitions` defines each flag. Words are those of `data.alignments`, with
 punctuation marks as words; in scripts without spaces each character is a word. Lengths are in characters.
 
 A hallucination is an output unrelated to its source. That needs a human judge; the measure here is an estimate from the
@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qkv.core.errors import QkvError
-from qkv.data import links
-from qkv.evaluation import metrics
+from qkv.core.validation import corpus_bleu
+from qkv.data import alignments
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
@@ -243,7 +243,7 @@ def word_spans(text: str) -> list[tuple[int, int]]:
     """Return (begin, end) of each word and punctuation mark; in scripts without spaces, of each character."""
     return [
         span
-        for begin, end in links.word_spans(text)
+        for begin, end in alignments.word_spans(text)
         for span in (pairwise(range(begin, end + 1)) if SPACELESS.search(text, begin, end) else [(begin, end)])
     ]
 
@@ -324,7 +324,7 @@ def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -
     for low, high in length_ranges(lengths.tolist()):
         inside = np.flatnonzero((lengths >= low) & (lengths <= high)).tolist()
         texts = [(sentences[i].hypothesis, sentences[i].reference) for i in inside]
-        bleu = metrics.bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
+        bleu = corpus_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
         buckets.append(Bucket(low, high, len(inside), bleu, _chrf(statistics[inside].sum(0))))
     return tuple(buckets)
 

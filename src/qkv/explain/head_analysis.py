@@ -6,6 +6,7 @@ roles describe a head on one sentence; on another sentence they may differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.batches import Batch, collate
+from qkv.core.config import Config
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import by_length
-from qkv.data.loader import Batch, collate
+from qkv.core.validation import Task, Validation
 from qkv.explain import figure_files
-from qkv.models.attention import heads_of, without
+from qkv.models.attention import heads_of, record, without
+from qkv.models.base import Model
 from qkv.models.state import StepModel
 
 if TYPE_CHECKING:
@@ -282,3 +287,46 @@ def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
     axes.set_xlabel("head")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+# ---- entropy during training -----------------------------------------------------------------------------------------
+
+SAMPLE_ROWS, SAMPLE_TOKENS = 16, 1024  # whose attention is recorded: all weights are in memory at once
+
+
+class MeasuredTask:
+    """Training task whose validations also measure the entropy of each attention, for the log."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.updates, self.sample = task, task.updates, task.sample
+
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
+        """Validate as the task does, then measure the entropy on the first rows of the validation text."""
+        result = self.task.validate(model, text, config, device)
+        training = model.training
+        model.eval()
+        batch = self.task.sample(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
+        entropies = attention_entropy(model, batch, text.tokenizers.tgt.pad, device)
+        model.train(training)
+        return replace(result, details=result.details | {"attention_entropy": entropies})
+
+
+@torch.inference_mode()
+def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device) -> dict[str, float]:
+    """Return the mean entropy −Σ a log a of each attention, in nats, over heads and the positions without padding.
+
+    It is 0 if all weight is on one key, and log n if n keys have equal weights. A model without attention has none.
+    """
+    moved = batch.to(device)
+    with record() as recording:
+        model.hidden(*moved.inputs)
+    written = moved.labels != pad  # (batch, target)
+    read = written
+    if len(moved.inputs) > 1:
+        read = torch.arange(moved.source.shape[1], device=device) < moved.lengths[:, None]  # (batch, source)
+    means = {}
+    for name, parts in recording.weights.items():
+        weights = torch.cat(parts, dim=2).float()  # a recurrent network makes one call for each word
+        entropies = torch.special.entr(weights).sum(-1).mean(1)  # (batch, queries)
+        means[name] = float(entropies[read if name.startswith("encoder") else written].mean())
+    return {name: float(f"{mean:.6g}") for name, mean in means.items() if math.isfinite(mean)}

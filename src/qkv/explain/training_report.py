@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from qkv.assembly import Run
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.explain.model_card import parameters, shape, vocabulary
 from qkv.options import TranslationConfig
-from qkv.run import Run
-from qkv.training.model_card import parameters, shape, vocabulary
 
 PAGE = Path(__file__).parent / "page"
 TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")

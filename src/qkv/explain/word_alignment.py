@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qkv.assembly import Run
 from qkv.core import files
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import by_length
-from qkv.data import links
-from qkv.data.links import Link, tokens_of_words
-from qkv.data.loader import collate
+from qkv.data import alignments
+from qkv.data.alignments import Link, tokens_of_words
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig
-from qkv.run import Run
-from qkv.train.guided import guided_layer
+from qkv.training.regularization import guided_layer
 
 READINGS = ("written", "fed")
 THRESHOLDS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
@@ -46,12 +46,12 @@ class Alignment(frozenset[Link]):
     def parse(cls, text: str) -> Alignment:
         """Parse Pharaoh text: `0-0 1-2`."""
         try:
-            return cls(links.parse(text))
+            return cls(alignments.parse_pharaoh(text))
         except ValueError as error:
             raise UsageError(f'"{error}" is not a link: write an alignment as source-target, e.g. 0-0 1-2') from None
 
     def __str__(self) -> str:
-        return links.dumps(self)
+        return alignments.to_pharaoh(self)
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _record_pairs(
     src, tgt = tokenizers.src, tokenizers.tgt
     prefix = [src.tag(tag)] if tag else []
     numbers = [
-        n for n, pair in enumerate(zip(sources, targets, strict=True)) if all(links.words(s, rule) for s in pair)
+        n for n, pair in enumerate(zip(sources, targets, strict=True)) if all(alignments.words(s, rule) for s in pair)
     ]
     source_ids = [prefix + src.encode(sources[n]) for n in numbers]
     target_ids = [tgt.encode(targets[n]) for n in numbers]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from qkv.assembly import Run
 from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
@@ -24,7 +25,6 @@ from qkv.interop.ctranslate2 import to_ctranslate2
 from qkv.interop.huggingface import library_tokenizer, to_huggingface, write_huggingface, write_tokenizer
 from qkv.models.transformer import Transformer
 from qkv.options import Config
-from qkv.run import Run
 
 __all__ = ["export", "to_ctranslate2", "to_huggingface"]
 

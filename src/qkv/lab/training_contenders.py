@@ -20,16 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkv.assembly import optimizer_for
+from qkv.core.batches import Batch
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
+from qkv.core.loss import label_smoothed_loss
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
-from qkv.data.ragged import Flat, Ragged, lay
-from qkv.engines.cuda_training.cuda_trainer import Captured
+from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
+from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig
-from qkv.train import optim
-from qkv.train.loss import smoothed_loss
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
 STEP = 256  # packed batches are padded to a multiple of this many tokens, to limit the number of shapes
@@ -136,7 +137,7 @@ class PlainQkv(StandardLoop):
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         hidden = self.model.hidden_at(labels != PAD, *batch)
         smoothing = self.subject.spec.label_smoothing
-        loss, _ = smoothed_loss(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
+        loss, _ = label_smoothed_loss(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
         return loss / (labels != PAD).sum()
 
 
@@ -148,33 +149,33 @@ class FusedQkv(Contender):
 
     def prepare(self, subject: TrainingSetup) -> None:
         self.model = copy.deepcopy(subject.model).to(subject.device).train()
-        optimizer = optim.build(self.model, subject.spec)
+        optimizer = optimizer_for(self.model, subject.spec)
         dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
-        self.captured = Captured(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
+        self.graphs = CudaGraphs(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
-    def collate(self, batch: Batch) -> Ragged:
+    def collate(self, batch: Batch) -> PackedBatch:
         real = batch.labels != PAD
         lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
         rows = [
             np.concatenate([row[:length] for row, length in zip(ids.numpy(), own, strict=True)])
             for ids, own in zip((batch.source, batch.labels), lengths, strict=True)
         ]
-        return lay(*map(Flat, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
+        return pack(*map(Rows, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
 
     def logits(self, batch: Batch) -> Tensor:
         with eval_mode(self.model):
             logits: Tensor = self.model(*batch.inputs)
         return logits
 
-    def step(self, batch: Ragged) -> int:
+    def step(self, batch: PackedBatch) -> int:
         self.steps += 1
-        self.captured.add_gradient(batch, self.steps)
-        self.captured.update(rate=RATE)
+        self.graphs.add_gradient(batch, self.steps)
+        self.graphs.update(rate=RATE)
         return batch.tokens
 
     def close(self) -> None:
-        self.model = self.captured = None  # type: ignore[assignment]
+        self.model = self.graphs = None  # type: ignore[assignment]
 
 
 class OtherArchitecture(StandardLoop):

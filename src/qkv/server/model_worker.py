@@ -121,8 +121,8 @@ def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
 def model_card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
     """The entry of a model in `GET /models`."""
     from qkv.decoding.search_request import without_spaces
+    from qkv.explain.model_card import shape, vocabulary
     from qkv.models.base import parameter_count
-    from qkv.training.model_card import shape, vocabulary
 
     config, scores, card = model.config, model.run.scores, model.run.path / "card.md"
     return {

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.options import DecoderOnlyConfig, TranslationConfig
-from qkv.run import Run
 from qkv.segmentation.sentences import Pieces, split
 from qkv.server.middleware import Refusal
 

@@ -1,12 +1,12 @@
-"""Training by several processes, started by torchrun: who they are, sums over them, and how they end together.
+"""Training by several processes that torchrun started: sums over them, sharded weights, and a common end.
 
-Words pass through torchrun's store: rank 0 prepares, validates and writes, and the others wait for its word, for as
-long as it takes. Tensors are summed by gloo on a CPU and by NCCL on a GPU. A process alone is a world of one, which
-sums and waits for nothing.
+Words pass through torchrun's store: rank 0 prepares, validates and writes, and the other ranks wait for its word, for
+as long as it takes. Tensors are summed by gloo on a CPU and by NCCL on a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import itertools
 import os
@@ -15,9 +15,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -25,8 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from qkv.core.batches import Batch, Update, UpdateStream
+from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError, UsageError
-from qkv.training.memory_limits import layers
+from qkv.core.run import load_weights
+from qkv.core.trainer import PlainTrainStep
+from qkv.models.base import Model
+from qkv.training import memory_limits
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -38,24 +44,16 @@ GRACE = 20  # seconds to stop in good order after a signal; torchrun kills 10 se
 _worlds = itertools.count()
 
 
-@dataclass
-class World:
-    """The processes that train one model together, as one of them sees them."""
+class TorchrunWorld(World):
+    """The processes of torchrun that train one model together, as one of them sees them."""
 
-    rank: int = 0
-    size: int = 1
-    store: Any = None  # torchrun's, for words
-    words: int = 0  # said by rank 0 so far
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        super().__init__(rank, size)
+        self.store = store  # torchrun's, for words
+        self.words = 0  # of rank 0 so far
 
-    @property
-    def first(self) -> bool:
-        """Whether this one prepares the text, validates, writes and speaks."""
-        return self.rank == 0
-
-    def tell(self, word: str = "") -> str:
-        """What rank 0 says, on every rank; the others wait for it, for as long as it takes, and heed signals."""
-        if self.store is None:
-            return word
+    def broadcast(self, word: str = "") -> str:
+        """Return rank 0's word on every rank; the other ranks wait for it and react to signals meanwhile."""
         key = f"word {self.words}"
         self.words += 1
         if self.first:
@@ -66,45 +64,59 @@ class World:
         return str(self.store.get(key), "utf-8")
 
     def copy(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the tensors of rank 0, in place."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), 0)
+        """Copy the tensors of rank 0 to every rank, in place."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over all ranks, in place."""
-        if self.size > 1:
-            for bucket in _buckets(tensors):
-                if len(bucket) == 1:
-                    dist.all_reduce(bucket[0])
-                    continue
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat)
-                parts = flat.split([tensor.numel() for tensor in bucket])
-                torch._foreach_copy_(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
+        for bucket in _buckets(tensors):
+            if len(bucket) == 1:
+                dist.all_reduce(bucket[0])
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
 
-    def most(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
-        if self.size == 1:
-            return number
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        maximum = torch.tensor(number)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        return int(maximum)
 
-    def check(self, device: torch.device) -> None:
-        """Refuse a device that is not this process's own."""
-        if self.size == 1 or device.type == "cpu":
-            return
-        if str(device) != "cuda":
-            raise UsageError(f"train.device = {device}: every process of several takes its own: use auto, cuda or cpu")
-        if (local := _local_rank()) >= torch.cuda.device_count():
-            raise UsageError(
-                f"process {local} of this machine, but it has {torch.cuda.device_count()} GPUs: "
-                f"start one for each with --nproc-per-node, or set train.device=cpu"
-            )
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on rank 0, nothing on the other ranks; sharded ones need the call on all ranks."""
+        gathered: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            full = tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
+            if self.first:
+                gathered[name] = full
+        return gathered
+
+    def part(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, divided and placed like another tensor."""
+        tensor = tensor.to(like.device)
+        if not is_sharded(like):
+            return tensor
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has the whole tensor and takes its own part: nothing is sent.
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-ALONE = World()
+def check_device(world: World, device: torch.device) -> None:
+    """Refuse a device that this process of several cannot have for itself."""
+    if world.size == 1 or device.type == "cpu":
+        return
+    if str(device) != "cuda":
+        raise UsageError(f"train.device = {device}: every process of several takes its own: use auto, cuda or cpu")
+    if (local := _local_rank()) >= torch.cuda.device_count():
+        raise UsageError(
+            f"process {local} of this machine, but it has {torch.cuda.device_count()} GPUs: "
+            f"start one for each with --nproc-per-node, or set train.device=cpu"
+        )
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -122,9 +134,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """This process among those that torchrun started, or alone; a failure inside is told with its rank."""
+    """Join the processes that torchrun started, if it did; the message of a failure inside names its rank."""
     if not all(name in os.environ for name in ENVIRONMENT) or os.environ["WORLD_SIZE"] == "1":
-        yield World()
+        yield ALONE
         return
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus and _local_rank() < torch.cuda.device_count():
@@ -132,7 +144,7 @@ def joined() -> Iterator[World]:
     store, rank, size = next(iter(rendezvous("env://")))
     store = dist.PrefixStore(f"qkv {next(_worlds)}", store)  # type: ignore[attr-defined]  # what was said before is past
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, rank=rank, world_size=size)
-    world = World(rank, size, store)
+    world = TorchrunWorld(rank, size, store)
     with _limited_patience():
         try:
             yield world
@@ -146,7 +158,7 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _blame(world: World, error: Exception) -> None:
+def _blame(world: TorchrunWorld, error: Exception) -> None:
     """Say which rank failed, in its message and to torchrun; one that only lost another says which and why."""
     own = f"rank {world.rank} of {world.size}"
     if hasattr(error, "exit_code") and not isinstance(error, QkvError):
@@ -197,64 +209,73 @@ def _limited_patience() -> Iterator[None]:
         hear.close()
 
 
-# ---- Weights, gradients and optimiser state divided among the ranks (FSDP2), and put together to be kept -------------
+# ---- weights, gradients and optimizer state divided among the ranks (FSDP2) ------------------------------------------
+
+
+class ShardedTrainStep(PlainTrainStep):
+    """Plain training step on sharded weights; their gradients arrive summed over the ranks."""
+
+    def __init__(self, *arguments: Any, updates: UpdateStream, build: Callable[[], Model], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.updates, self.build = updates, build
+
+    def gradients(self, update: Update) -> Tensor:
+        """Add the gradients; every rank takes part in every pass, so ranks with fewer micro-batches add empty ones."""
+        micros = update.micro_batches
+        if missing := self.world.largest(len(micros)) - len(micros):
+            micros = micros + [memory_limits.idle(micros[0] if micros else self._one_row)] * missing
+        return super().gradients(dataclasses.replace(update, micro_batches=micros))
+
+    @cached_property
+    def _one_row(self) -> Batch:
+        """A batch of one row, for a rank that has none of its own."""
+        return self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
+
+    def sum_over_ranks(self, sums: Tensor) -> list[Tensor]:
+        self.world.sum([sums])
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        square = super().norm([_local(gradient) for gradient in gradients]).square()
+        self.world.sum([square])
+        return square.sqrt()
+
+    def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
+        super().scale([_local(gradient) for gradient in gradients], factor)
+
+    @contextmanager
+    def evaluated_model(self) -> Iterator[Model]:
+        """Give a model with whole weights on rank 0; the other ranks send their parts and get no usable model."""
+        own = dict(self.model.named_parameters())
+        weights = self.world.gather(own if self.average is None else self.average.tensors())
+        if not self.world.first:
+            yield self.model
+            return
+        model = self.build()
+        load_weights(model, weights, Path("weights"))
+        yield model
+
+    def spare_model(self) -> Model:
+        return self.build()
 
 
 def shard(model: nn.Module, device: torch.device, world: World) -> None:
-    """Divide a model among the ranks, layer by layer; its gradients are then sums over all ranks by themselves."""
+    """Divide a model among the ranks, layer by layer; its gradients are then sums over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(device.type, (world.size,))
-    for module in [*layers(model), model]:
+    for module in [*memory_limits.layers(model), model]:
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # a sum, where the mean is usual
+        if isinstance(module, FSDPModule):  # a sum; FSDP's default is the mean
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    return hasattr(tensor, "full_tensor")  # to ask by its name would import it, which takes over a second
-
-
-def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The tensors put together on rank 0, nothing on the others; sharded ones need all ranks to ask at once."""
-    gathered: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        full = tensor.full_tensor().cpu() if is_sharded(tensor) else tensor
-        if world.first:
-            gathered[name] = full
-    return gathered
-
-
-def part(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, divided and placed like another one."""
-    tensor = tensor.to(like.device)
-    if not is_sharded(like):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    # Every rank has all of it and takes its own: nothing is sent.
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def norm(tensors: list[Tensor], world: World) -> Tensor:
-    """The norm of all tensors together, each whole, the same on every rank."""
-    own: list[Tensor] = [_local(tensor) for tensor in tensors]
-    total: Any = torch.nn.utils.get_total_norm(own)
-    if not any(is_sharded(tensor) for tensor in tensors):
-        return torch.as_tensor(total)
-    square = torch.as_tensor(total).square()
-    world.sum([square])
-    return square.sqrt()
-
-
-def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by a number, in place."""
-    torch._foreach_mul_([_local(tensor) for tensor in tensors], factor)
+    return hasattr(tensor, "full_tensor")  # isinstance would need an import that takes over a second
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from qkv.models.attention import MultiHeadAttention
 from qkv.models.base import Model
+from qkv.options import TrainConfig
 
 Group = dict[str, Any]
 
@@ -56,6 +57,16 @@ def by_shape(pieces: Sequence[Tensor]) -> list[list[int]]:
     for place, piece in enumerate(pieces):
         places.setdefault(piece.shape, []).append(place)
     return list(places.values())
+
+
+def build_adamw(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW: Adam with decoupled weight decay, which leaves norms and biases alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
 
 class MatrixOptimizer(torch.optim.Optimizer, ABC):

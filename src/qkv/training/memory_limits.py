@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,30 +12,74 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkv.console import say
+from qkv.core import batches
+from qkv.core.batches import Batch, PairBatches, Position, Update, UpdateStream
 from qkv.core.errors import QkvError
 from qkv.core.tokenizer import PAD
-from qkv.data.loader import Batch
+from qkv.core.trainer import PlainTrainStep
+
+# ---- micro-batches that do not fit -----------------------------------------------------------------------------------
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model's stacks."""
-    return [layer for stack in ("encoder", "decoder") for layer in getattr(model, stack, ())]
+class MemoryLimitedStep(PlainTrainStep):
+    """Plain training step that cuts micro-batches which do not fit into memory; the gradient stays the same."""
+
+    def __init__(self, *arguments: Any, updates: UpdateStream, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.updates = updates
+        self.limit = MicroBatchLimit(self.device)
+
+    def gradients(self, update: Update) -> Tensor:
+        """Add the gradient of this rank's micro-batches; start again, in smaller parts, when one does not fit."""
+        while True:
+            sums, too_large = self._gradients_until_out_of_memory(update.micro_batches)
+            if too_large is None:
+                return torch.cat([sums, sums.new_tensor([update.tokens])])
+            self.limit.shrink(too_large)
+            self.zero_gradients()  # half a gradient is left behind
+
+    def _gradients_until_out_of_memory(self, micros: Sequence[Batch]) -> tuple[Tensor, Batch | None]:
+        """Return loss and −log p, and the batch that did not fit, if any."""
+        self.model.train()
+        sums = torch.zeros(2, device=self.device)
+        for batch in (part for micro in micros for part in self.limit.parts(micro)):
+            try:
+                sums += self.forward_backward(batch)
+            except torch.OutOfMemoryError:
+                return sums, batch
+        return sums, None
+
+    def probe(self) -> None:
+        """On a GPU, try the largest micro-batch of the first pass over the text, so that a lack of memory shows early.
+
+        Adam's two moments, which do not exist before the first step, are allocated meanwhile.
+        """
+        if self.device.type == "cuda":
+            self.try_largest()
+
+    def try_largest(self) -> None:
+        states = 0 if self.optimizer.state else 2
+        allocated = [torch.empty_like(parameter) for parameter in self.model.parameters() for _ in range(states)]
+        self.gradients(Update([largest_batch(self.updates).to(self.device)], Position(0, 0)))
+        self.zero_gradients()
+        del allocated
 
 
-def recompute(model: nn.Module) -> None:
-    """Let each layer keep its inputs alone, and compute the rest again in the backward pass, with the same dropout."""
-    for layer in layers(model):
-        layer.forward = partial(_twice, layer.forward)
+def largest_batch(updates: UpdateStream) -> Batch:
+    """Return this rank's share of the micro-batch that takes the most memory, of the first pass over the text."""
+
+    def padded(micro: batches.Indices) -> tuple[int, int]:
+        if not isinstance(updates, PairBatches):
+            return len(micro), 0
+        width = int(max(updates.src_widths[micro].max(), updates.tgt_widths[micro].max()))
+        return len(micro) * width, width
+
+    micro = max((micro for update in updates.plan(0) for micro in update), key=padded)
+    share = micro[updates.rank :: updates.world]
+    return updates.batch(share if len(share) else micro[:1], (0, 0, 0))
 
 
-def _twice(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    if not torch.is_grad_enabled():  # nothing is kept then
-        return forward(*inputs)
-    computed: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
-    return computed
-
-
-class Room:
+class MicroBatchLimit:
     """How large a micro-batch may be: as large as it is planned, until one does not fit."""
 
     def __init__(self, device: torch.device) -> None:
@@ -43,21 +87,21 @@ class Room:
         self.tokens = math.inf  # padded, on the wider side
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """The batch as it is, or cut into parts that fit."""
+        """Return the batch as it is, or cut into parts that fit."""
         rows = len(batch.labels)
         at_once = rows if size(batch) <= self.tokens else max(1, int(self.tokens * rows // size(batch)))
         return [batch] if at_once == rows else [take(batch, i, i + at_once) for i in range(0, rows, at_once)]
 
     def shrink(self, batch: Batch) -> None:
-        """Remember that this batch did not fit; the sizes after it are at most half of its own."""
+        """Lower the limit to half of a batch that did not fit."""
         rows, width = len(batch.labels), size(batch) // len(batch.labels)
         if rows == 1:
             raise QkvError(
                 f"out of memory: a single sentence of {width} tokens does not fit on {self.device}: set "
                 f"train.checkpointing=true or train.precision=bf16, lower data.max_length, or take a smaller model"
             )
-        told, self.tokens = math.isfinite(self.tokens), (rows // 2) * width
-        if not told:
+        first, self.tokens = math.isinf(self.tokens), (rows // 2) * width
+        if first:
             say(
                 f"out of memory: a batch of {rows} × {width} tokens does not fit on {self.device}; it is computed in "
                 f"parts, with the same gradient, as are others so large (to plan smaller ones, set train.micro_tokens)"
@@ -65,13 +109,13 @@ class Room:
 
 
 def size(batch: Batch) -> int:
-    """Padded tokens of the wider side."""
+    """Return the padded tokens of the wider side."""
     return max(batch.labels.numel(), batch.inputs[0].numel())
 
 
 def take(batch: Batch, first: int, stop: int) -> Batch:
-    """Some rows of a batch."""
-    links = batch.links
+    """Return some rows of a batch."""
+    links = batch.alignment
     if links is not None:
         links = links[(links[:, 0] >= first) & (links[:, 0] < stop)] - links.new_tensor([first, 0, 0])
     labels = batch.labels[first:stop]
@@ -79,6 +123,27 @@ def take(batch: Batch, first: int, stop: int) -> Batch:
 
 
 def idle(batch: Batch) -> Batch:
-    """One row of a batch with nothing to predict: a pass without a gradient, for a rank that must keep step."""
+    """Return one row of a batch with nothing to predict: a pass without a gradient."""
     row = take(batch, 0, 1)
-    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.links is None else row.links[:0])
+    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.alignment is None else row.alignment[:0])
+
+
+# ---- activations computed twice --------------------------------------------------------------------------------------
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Let each layer keep its inputs only, and compute the rest again in the backward pass, with the same dropout."""
+    for layer in layers(model):
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    if not torch.is_grad_enabled():  # nothing is kept then
+        return forward(*inputs)
+    output: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
+    return output
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model's stacks."""
+    return [layer for stack in ("encoder", "decoder") for layer in getattr(model, stack, ())]

@@ -25,11 +25,9 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.beam_variants import start_variant
 from qkv.decoding.constraints import Avoid
-from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 from qkv.models.state import StepModel
-from qkv.run import Run
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
 ROWS = 64  # of a sentence: with more, sorting is faster than inserting one by one
@@ -174,13 +172,6 @@ def _check(failed: int) -> None:
 OpenedRun = tuple[StepModel[Any, Any], TokenizerPair]
 CPU = torch.device("cpu")
 WORTHWHILE = 8192  # source tokens for each process; with fewer, starting it takes longer than it saves
-
-
-def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
-    """Return a run's model, packed, and its tokenizers: what each process works with."""
-    run = Run.open(path)
-    model: Any = pack(run.model(CPU, weights), dtype)
-    return model, run.tokenizers
 
 
 def worker_count(tokens: int | None = None, threads: int | None = None) -> int:

@@ -1,14 +1,12 @@
-"""A Trainer for a GPU: fused passes over sentences laid end to end, in CUDA graphs, and no waiting for the device.
+"""Training step for a GPU: hand-written passes over sentences packed without padding, replayed as CUDA graphs.
 
-The same optimiser takes the same steps; only the arithmetic is done in another order. Where nothing is padded, lengths
-need not be alike: unless `train.micro_tokens` says otherwise, an update mixes more of them than on the plain path. What
-is too long takes the plain way, within the same training.
+The step makes the same updates with the same optimizer; only the arithmetic is done in another order. Packed sentences
+need not have like lengths: unless `train.micro_tokens` is set, an update mixes more lengths than on the plain path.
+Sentences that are too long for the kernels take the plain path, within the same update.
 
-One update of the weights as a few CUDA graphs: the pass over a batch, then the optimiser.
-
-Small models are bound by launches, not by arithmetic: a graph is launched at once. Whatever changes from step to step
-(batch, learning rate, dropout's seed, number of tokens) lies in tensors of fixed place, and nothing waits for the
-device: what a step came to is read when it is there. Without a GPU the same operations run one by one.
+Small models are bound by kernel launches, not by arithmetic, and a graph is launched at once. All that changes from
+step to step (batch, learning rate, dropout seed, token count) is in tensors at fixed addresses. The host does not wait
+for the device: it reads the outcome of a step some steps later. Without a GPU the same operations run one by one.
 """
 
 from __future__ import annotations
@@ -20,143 +18,154 @@ import torch
 from torch import Tensor
 
 from qkv.console import say
-from qkv.core.device import choose_device, choose_precision
-from qkv.data.loader import Batch, Pairs, Step, Updates, collate
-from qkv.data.ragged import LONGEST, TILES, Ragged
-from qkv.data.store import Prepared
+from qkv.core.batches import Batch, Update, collate
+from qkv.core.dataset import PreparedText
+from qkv.core.device import ALONE, World, choose_precision
+from qkv.core.trainer import Outcome
+from qkv.core.validation import update_options
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.models.transformer import Transformer
 from qkv.options import Config, TrainConfig, TransformerConfig
-from qkv.train.optim import Ema
-from qkv.train.trainer import Outcome, Trainer, make_updates
-from qkv.training.distributed import ALONE, World
 from qkv.training.matrix_optimizers import Soap
+from qkv.training.memory_limits import MemoryLimitedStep
+from qkv.training.regularization import Ema
 
-# ---- the trainer -----------------------------------------------------------------------------------------------------
+# ---- the training step -----------------------------------------------------------------------------------------------
 
 PASS_SEED = 0x85EBCA77  # far from the seeds of other steps and ranks
-TOGETHER = 256  # rows of a ragged batch that are padded together
-MIXED = 16  # parts of an update, each of like lengths: all updates have about the same sizes, and need few graphs
+PADDED_TOGETHER = 256  # rows of a packed batch that are padded together
+LENGTH_GROUPS = 16  # an update is cut into so many parts of like lengths: similar sizes need few graphs
 
 
-def trainer_for(config: Config, world: World = ALONE) -> type[Trainer]:
-    """The fastest trainer there is for this model on this device."""
-    return FastTrainer if _is_fast(config, world) else Trainer
+def supports(config: Config, device: torch.device, world: World = ALONE) -> str | None:
+    """Return None if `CudaTrainStep` can train this config on the device, else the reason why not."""
+    options = config.train
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a CUDA GPU that computes in bf16 (Ampere or later)"
+    if triton is None:
+        return "it needs Triton"
+    if not can_pass(config.model, choose_precision(options.precision, device)):
+        return "its kernels do not cover this model and precision"
+    if options.guided_alignment:
+        return "guided alignment reads attention weights"
+    if options.checkpointing:
+        return "it does not recompute activations"
+    if options.parallel == "sharded" and world.size > 1:
+        return "it does not shard weights"
+    return None
 
 
-def make_trainer(config: Config, prepared: Prepared, world: World = ALONE) -> Trainer:
-    return trainer_for(config, world)(config, prepared, world)
-
-
-def _is_fast(config: Config, world: World) -> bool:
-    spec, device = config.train, choose_device(config.train.device)
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (8, 0)  # before, bf16 is emulated
-        and triton is not None
-        and can_pass(config.model, choose_precision(spec.precision, device))
-        and not spec.guided_alignment  # which looks at attention weights
-        and not spec.checkpointing
-        and not (spec.parallel == "sharded" and world.size > 1)
+def packed_updates(
+    config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
+) -> PackedPairs:
+    """Return the stream of updates whose sentences are packed without padding, where their length allows it."""
+    options, longest = config.train, LONGEST
+    if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
+        # Rows that BPE-dropout makes longer are refused with a message on the plain path.
+        longest = min(longest, config.model.max_positions)
+    return PackedPairs(
+        text.train,
+        text.tokenizers,
+        **hooks,
+        packed_tokens=-(-options.tokens_per_step // world.size),
+        longest=longest,
+        **update_options(config, device, world)
+        | {"micro_tokens": options.micro_tokens or -(-options.tokens_per_step // LENGTH_GROUPS)},
     )
 
 
-class FastTrainer(Trainer):
-    """A trainer that takes its steps in another way."""
+class CudaTrainStep(MemoryLimitedStep):
+    """Training step that replays CUDA graphs; rows that they do not cover take the plain path."""
 
-    lag = 16
+    max_in_flight = 16
+    model: Transformer
+    updates: PackedPairs
+    average: Ema | None
+    options: TrainConfig
 
-    def __init__(self, config: Config, prepared: Prepared, world: World = ALONE) -> None:
-        super().__init__(config, prepared, world)
-        self._made: Captured | None = None
+    def __init__(self, *arguments: Any, pad: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert len(self.hooks) == (self.average is not None), "the graphs know no other hook than a moving average"
+        self.pad = pad
+        self._graphs: CudaGraphs | None = None
 
-    @staticmethod
-    def read(config: Config, prepared: Prepared, device: torch.device | None = None, world: World = ALONE) -> Updates:
-        spec, longest = config.train, LONGEST
-        if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
-            # What BPE-dropout makes longer than that is refused by the plain way, with a word.
-            longest = min(longest, config.model.max_positions)
-        return make_updates(
-            config,
-            prepared,
-            device,
-            world,
-            micro_tokens=spec.micro_tokens or -(-spec.tokens_per_step // MIXED),
-            ragged_tokens=-(-spec.tokens_per_step // world.size),
-            ragged_longest=longest,
-        )
-
-    @property
-    def captured(self) -> Captured:
-        """Made at the first step: a state that is restored before it finds the weights where they were."""
-        if self._made is None:
-            assert isinstance(self.model, Transformer)
-            assert isinstance(self.updates, Pairs)
-            pad, most = self.prepared.tokenizers.tgt.pad, self.updates.most_rows(self.progress.epoch)
+    def graphs(self, epoch: int = 0) -> CudaGraphs:
+        """Return the graphs, made at the first step: a state restored before it finds the parameters in place."""
+        if self._graphs is None:
             self.model.train()
-            self._made = Captured(
-                self.model, self.optimizer, self.ema, self.spec, pad=pad, dtype=self.precision, most=most
+            self._graphs = CudaGraphs(
+                self.model,
+                self.optimizer,
+                self.average,
+                self.options,
+                pad=self.pad,
+                dtype=self.precision,
+                max_rows=self.updates.most_rows(epoch),
             )
-        return self._made
+        return self._graphs
 
     def probe(self) -> None:
-        """Nothing is tried beforehand: what does not fit is taken in parts when it comes."""
+        """Nothing is tried beforehand: an update that does not fit is computed in parts when it comes."""
 
-    def start(self, update: Step) -> Callable[[], Outcome]:
-        progress, captured = self.progress, self.captured
-        progress.step += 1
-        seed = self.seed()
+    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
+        graphs = self.graphs(update.after.epoch - (update.after.update == 0))
+        seed = self.seed(number)
         self.model.train()
-        torch.manual_seed(seed)  # for what takes the plain way
-        if update.micros:  # first: what does not fit there begins with zero gradients anew
-            captured.totals += self.gradients(Step(update.micros, update.after))
-        if not self._passed(update, seed):
-            captured.totals += self.gradients(self._in_smaller_parts(update))
-        if self.world.size > 1:
-            self.world.sum([captured.weights.grads, captured.totals])
-        ema_weight = 0.0 if self.ema is None else 1 - self.ema.decay_at(progress.step)
-        captured.update(rate=self.learning_rate(), ema_weight=ema_weight)
-        progress.epoch, progress.update = update.after
-        read = captured.read()
+        torch.manual_seed(seed)  # for the rows on the plain path
+        if update.micro_batches:  # first: if they do not fit, zero_gradients starts the update again
+            graphs.totals += self.gradients(Update(update.micro_batches, update.after))
+        if not self._add_packed(update, seed):
+            graphs.totals += self.gradients(self._in_smaller_parts(update))
+        self.world.sum([graphs.weights.grads, graphs.totals])
+        ema_weight = 0.0 if self.average is None else 1 - self.average.decay_at(number)
+        graphs.update(rate=rate, ema_weight=ema_weight)
+        read = graphs.read()
 
-        def settle() -> Outcome:
-            *numbers, tokens = read()
-            return self.settle(Outcome(*numbers), int(tokens))
+        def outcome() -> Outcome:
+            loss, nll, norm, tokens = read()
+            return Outcome(loss, nll, norm, int(tokens))
 
-        return settle
+        return outcome
 
-    def _passed(self, update: Step, seed: int) -> bool:
-        """Add the gradients of what is laid end to end; False if memory does not suffice, and nothing is held of it."""
+    def _add_packed(self, update: Update, seed: int) -> bool:
+        """Add the gradients of the packed batches; return False if they do not fit into memory."""
         try:
-            for number, batch in enumerate(update.ragged):
-                self.captured.add_gradient(batch, seed + number * PASS_SEED)
+            for number, batch in enumerate(_packed(update)):
+                self.graphs().add_gradient(batch, seed + number * PASS_SEED)
         except torch.OutOfMemoryError:
             return False
         return True
 
     def zero_gradients(self) -> None:
-        """They stay where they are: the graphs know the place."""
-        self.captured.weights.grads.zero_()
-        self.captured.totals.zero_()
+        """Set the gradients to zero in place: the graphs hold their address."""
+        graphs = self.graphs()
+        graphs.weights.grads.zero_()
+        graphs.totals.zero_()
 
-    def _in_smaller_parts(self, update: Step) -> Step:
-        """The same update as padded micro-batches; from now on half as much is laid end to end."""
-        assert isinstance(self.updates, Pairs)
-        fewer = max(1, max(max(batch.sizes) for batch in update.ragged) // 2)
-        if fewer < self.updates.ragged_tokens:  # else it was laid before the last time that memory did not suffice
-            self.updates.ragged_tokens = fewer
+    def _in_smaller_parts(self, update: Update) -> Update:
+        """Return the same update as padded micro-batches; from now on packed batches are half as large."""
+        fewer = max(1, max(max(batch.sizes) for batch in _packed(update)) // 2)
+        if fewer < self.updates.packed_tokens:  # else the update was packed before the last time out of memory
+            self.updates.packed_tokens = fewer
             say(f"out of memory: from now on {fewer:,} tokens a side are computed at once")
         self.zero_gradients()
-        self.captured.forget()
-        return Step([batch.to(self.device) for batch in self.padded(update)], update.after)
+        self.graphs().forget()
+        return Update([batch.to(self.device) for batch in self.padded(update)], update.after)
 
-    def padded(self, update: Step) -> list[Batch]:
-        tokenizers = self.prepared.tokenizers
-        rows = [row for batch in update.ragged for row in batch.rows(tokenizers.tgt.pad)]
-        groups = (rows[first : first + TOGETHER] for first in range(0, len(rows), TOGETHER))
-        made = [collate([s[:-1] for s, _, _ in group], [t[1:] for _, t, _ in group], tokenizers) for group in groups]
-        return [*update.micros, *made]
+    def padded(self, update: Update) -> list[Batch]:
+        tokenizers = self.updates.tokenizers
+        rows = [row for batch in _packed(update) for row in batch.rows(tokenizers.tgt.pad)]
+        groups = (rows[first : first + PADDED_TOGETHER] for first in range(0, len(rows), PADDED_TOGETHER))
+        unpacked = [
+            collate([s[:-1] for s, _, _ in group], [t[1:] for _, t, _ in group], tokenizers) for group in groups
+        ]
+        return [*update.micro_batches, *unpacked]
+
+
+def _packed(update: Update) -> tuple[PackedBatch, ...]:
+    return update.packed if isinstance(update, PackedUpdate) else ()
 
 
 # ---- CUDA graphs of a step -------------------------------------------------------------------------------------------
@@ -164,8 +173,8 @@ class FastTrainer(Trainer):
 Sizes = tuple[int, int]  # tokens of source and target
 
 
-class Captured:
-    """A model in training on ragged batches; `weights` are the model's own parameters from now on."""
+class CudaGraphs:
+    """The passes over packed batches and the update as CUDA graphs; `weights` replace the model's own parameters."""
 
     def __init__(
         self,
@@ -176,9 +185,9 @@ class Captured:
         *,
         pad: int,
         dtype: torch.dtype,
-        most: Sequence[int] = (),
+        max_rows: Sequence[int] = (),
     ) -> None:
-        """`most` is how many rows of each tile a batch is expected to have."""
+        """`max_rows` is the number of rows of each tile that a batch is expected to have at most."""
         self.weights = Weights(model, dtype)
         self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
         self.optimizer, self.clip = optimizer, spec.clip
@@ -186,16 +195,16 @@ class Captured:
         number = self.weights.masters.new_zeros
         self.rate, self.ema_weight, self.broken, self.divisor = number(()), number(()), number(()), number(())
         self.totals = number(3)  # loss, −log p and tokens of the update so far
-        self.outcome = number(4)  # loss and −log p for each token, norm of the gradient, tokens
+        self.outcome = number(4)  # loss and −log p for each token, gradient norm, tokens
         self.average = None if ema is None else self._flatten(ema)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.graphs: dict[Sizes, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
-        self.most = list(most) or [0] * len(TILES)  # rows of each tile that the graphs have room for
+        self.max_rows = list(max_rows) or [0] * len(TILES)  # rows of each tile that the graphs have room for
         self._prepare_optimizer()
 
     def _flatten(self, ema: Ema) -> Tensor:
-        """The moving average in one tensor, like the weights."""
+        """Move the moving average into one tensor, laid out like the weights."""
         whole = self.weights.masters.clone()
         views = self.weights.views(whole)
         for view, weight in zip(views, ema.weights, strict=True):
@@ -204,14 +213,14 @@ class Captured:
         return whole
 
     def _prepare_optimizer(self) -> None:
-        """Its state must exist before a graph is captured: a step that is left out makes it and changes nothing."""
+        """Create the optimizer's state, which a graph needs, by a skipped step: it changes no weight."""
         optimizer: Any = self.optimizer
         optimizer.found_inf, optimizer.grad_scale = self.broken, self.divisor
         for group in optimizer.param_groups:
             group["lr"] = self.rate
             if "capturable" in group:
                 group["capturable"] = self.device.type == "cuda"
-        # SOAP decomposes matrices now and then, which no graph can hold.
+        # SOAP decomposes matrices now and then, which a graph cannot hold.
         self.captures_update = self.pool is not None and not isinstance(optimizer, Soap)
         if self.captures_update:
             self.broken.fill_(1.0)
@@ -219,8 +228,8 @@ class Captured:
             optimizer.step()
 
     @torch.no_grad()
-    def add_gradient(self, batch: Ragged, seed: int) -> None:
-        """One pass: its gradient, its loss and its tokens are added to those of the update."""
+    def add_gradient(self, batch: PackedBatch, seed: int) -> None:
+        """Run one pass; add its gradient, loss and tokens to those of the update."""
         self.passes.seed.copy_(_halves(seed), non_blocking=True)
         self.totals[2] += batch.tokens
         if self.pool is None:
@@ -232,19 +241,21 @@ class Captured:
             static.copy_(batch.whole)
             graph.replay()
             return
-        self.totals[:2] += self.passes.run(batch, tuple(self.most))  # compiles what is new; the graph is for the next
-        held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
+        self.totals[:2] += self.passes.run(
+            batch, tuple(self.max_rows)
+        )  # compiles new kernels; the graph is for the next batch
+        held = PackedBatch(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def work() -> None:
-            self.totals[:2] += self.passes.run(held, tuple(self.most))
+            self.totals[:2] += self.passes.run(held, tuple(self.max_rows))
 
         self.graphs[batch.sizes] = held.whole, self._capture(work)
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
-        """Change the weights by the gradients added since the last time, divided by the count of tokens.
+        """Change the weights by the gradients added since the last update, divided by the number of tokens.
 
-        If loss or gradient are not finite, nothing changes but the outcome.
+        If loss or gradient are not finite, only the outcome changes.
         """
         self.rate.fill_(rate)
         self.ema_weight.fill_(ema_weight)
@@ -270,7 +281,7 @@ class Captured:
         self.totals.zero_()
 
     def read(self) -> Callable[[], list[float]]:
-        """What the last update came to: a function that waits for it."""
+        """Return a function that waits for the outcome of the last update."""
         if self.pool is None:
             known: list[float] = self.outcome.tolist()
             return lambda: known
@@ -286,30 +297,30 @@ class Captured:
         return wait
 
     def forget(self) -> None:
-        """Give back the memory of all graphs; they are captured again."""
+        """Free the memory of all graphs; they are captured again when they are needed."""
         self.graphs.clear()
         self.update_graph = None
         if self.pool is not None:
             torch.cuda.empty_cache()
 
-    def _make_room(self, batch: Ragged) -> None:
-        """Graphs are captured with room for the most rows met so far, and a quarter more."""
+    def _make_room(self, batch: PackedBatch) -> None:
+        """Leave room in the graphs for the most rows met so far, and a quarter more."""
         for tile, count in enumerate(batch.counts):
-            if count > self.most[tile]:
-                self.most[tile] = count + count // 4
+            if count > self.max_rows[tile]:
+                self.max_rows[tile] = count + count // 4
                 self.graphs.clear()
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        if not self.graphs and self.update_graph is None:  # a pool ends with the last of its graphs
+        if not self.graphs and self.update_graph is None:  # a pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-        # The loader's thread may pin memory meanwhile.
+        # The thread that reads batches may pin memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             work()
         return graph
 
 
 def _halves(seed: int) -> Tensor:
-    """A seed as two well mixed words, from a generator made for it."""
+    """Return a seed as two well mixed 32-bit words."""
     drawn = torch.randint(-(2**31), 2**31, (2,), generator=torch.Generator().manual_seed(seed))
     return drawn.to(torch.int32)

@@ -3,7 +3,7 @@
 The label-smoothed loss over the vocabulary (section 5.4) from logits, which become its gradient where they lie.
 
 With R-Drop (Wu et al., 2021) there are two logits of everything, from passes under different dropout, and the two
-distributions are drawn to one another. What that is, `qkv.train.loss` says.
+distributions are drawn to one another. What that is, `qkv.core.loss` says.
 """
 
 from __future__ import annotations

@@ -1,0 +1,86 @@
+"""Adam and the learning rate over time (paper, section 5.3), and the schedule: rate and end of training."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from qkv.core.batches import UpdateStream
+    from qkv.core.config import TrainConfig
+
+WSD_DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
+
+
+def learning_rate(step: int, options: TrainConfig, d_model: int, last_step: int = 0) -> float:
+    """Return the learning rate of update number `step`, counted from 1; training ends after `last_step`.
+
+    All schedules rise linearly over `warmup` steps. Then the paper's (equation 3) and inverse_sqrt fall with 1/√step,
+    cosine and linear reach zero at the last step, constant stays, and wsd (warm-up, stable, decay) stays until the last
+    30 % of the steps, where it falls to zero as 1 − √x (Hägele et al., 2024). `learning_rate` is the peak; for the
+    paper's schedule, whose peak follows from d_model and warmup, it is a factor.
+    """
+    last_step = last_step or options.steps
+    warmup = max(1, options.warmup)
+    if options.schedule == "paper":
+        rate: float = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        return options.learning_rate * rate
+    if step < warmup:
+        return options.learning_rate * step / warmup
+    left = max(0.0, (last_step - step) / max(1, last_step - warmup))
+    fall = {
+        "inverse_sqrt": math.sqrt(warmup / step),
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * left),
+        "linear": left,
+        "constant": 1.0,
+        "wsd": 1 - math.sqrt(1 - min(1.0, max(0, last_step - step) / (WSD_DECAY * last_step))),
+    }
+    return options.learning_rate * fall[options.schedule]
+
+
+def build_optimizer(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
+    """Return Adam as in the paper.
+
+    A training state saves the tensors in `optimizer.state[parameter]`; the trainer sets `lr` before each step.
+    """
+    betas = options.beta1, options.beta2
+    return torch.optim.Adam(list(model.parameters()), lr=0.0, betas=betas, eps=options.eps, fused=True)
+
+
+class Plan(NamedTuple):
+    """Decision of a schedule for one update; the state records it, so that a replayed run is bit-identical."""
+
+    rate: float  # learning rate
+    last_step: int  # training ends after this update
+
+
+class Schedule(Protocol):
+    """Learning rate and end of training; consulted before each update. All ranks must get the same plan."""
+
+    def plan(self, step: int, elapsed: float) -> Plan:
+        """Plan update number `step`; `elapsed` is the age of the run in seconds, as of the last log line."""
+
+
+class ConfigSchedule:
+    """The schedule of a config: `train.schedule` until train.steps or train.epochs, whichever comes first."""
+
+    def __init__(self, options: TrainConfig, d_model: int, updates: UpdateStream) -> None:
+        self.options, self.d_model, self.updates = options, d_model, updates
+        self._last_steps: dict[int, int] = {}  # by micro_tokens: a resumed run counts in the plan of its state
+
+    def plan(self, step: int, elapsed: float = 0.0) -> Plan:
+        return Plan(learning_rate(step, self.options, self.d_model, self.last_step), self.last_step)
+
+    @property
+    def last_step(self) -> int:
+        """Number of updates of the whole training; half a pass is half the updates of it."""
+        options, micro_tokens = self.options, self.updates.micro_tokens
+        if options.epochs and micro_tokens not in self._last_steps:
+            whole, part = divmod(options.epochs, 1)
+            count = sum(len(self.updates.plan(epoch)) for epoch in range(int(whole)))
+            count += math.ceil(part * len(self.updates.plan(int(whole)))) if part else 0
+            self._last_steps[micro_tokens] = min(options.steps, count)
+        return self._last_steps.get(micro_tokens, options.steps)

@@ -1,0 +1,342 @@
+"""The run folder, which holds everything that a training leaves behind, and the log that is written into it.
+
+```
+run.json          format, versions, date and command of its creation
+config.toml       every option, resolved
+tokenizer.json    text ↔ ids
+weights/          best, average and step-N .safetensors; start, if the run began with the weights of another one
+state/step-N/     the state that a resumed training continues from
+log.jsonl         one line for each logged step and each validation
+tensorboard/      the same as TensorBoard events
+scores.json       validation scores of the weights, and the name of those used by default
+card.md           the same for people
+store/            the tokenised training text
+alignment.json    the heads that align words best, once `qkv align` has measured them
+shortlist.safetensors   the target tokens that each source token can need, once they are learned
+```
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from qkv.core import files
+from qkv.core.config import Config, TransformerConfig
+from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import TokenizerPair
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qkv.models.base import Model
+
+FORMAT = 1
+STEP = re.compile(r"step-(\d+)")
+LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
+SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder on disk; each file is read when it is first needed."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        config: Config,
+        tokenizers: TokenizerPair,
+        store: Path | None = None,
+        command: str = "",
+        start: Run | None = None,
+        several_sentences: float = 0.0,
+    ) -> Self:
+        """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
+
+        `several_sentences` is the share of source lines with several sentences. `store` is the folder of the tokenised
+        text, if it is outside the run folder. `start` is a run whose weights training begins with; they are copied.
+        """
+        import torch
+
+        from qkv import __version__
+
+        run = cls(path)
+        about = {
+            "format": FORMAT,
+            "qkv": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "store": "store" if store is None or store == path / "store" else str(store.resolve()),
+            "several_sentences": several_sentences,
+        }
+        path.mkdir(parents=True, exist_ok=True)
+        tokenizers.save(path / "tokenizer.json")
+        run.write_config(config)
+        if start is not None:
+            about["start"] = str(start.path.resolve())
+            run.start.parent.mkdir(exist_ok=True)
+            shutil.copyfile(start.weights(), run.start)
+        files.write_text(run.marker, json.dumps(about, indent=2) + "\n")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open an existing run folder; refuse anything else with the reason."""
+        run = cls(Path(path))
+        if not run.path.exists():
+            raise UsageError(f"{path}: no such run folder: train one with `qkv train … --run {path}`")
+        if not run.exists():
+            raise UsageError(f"{path}: not a run folder (no run.json in it): give the folder that --run named")
+        version = run.about.get("format")
+        if version != FORMAT:
+            raise QkvError(
+                f"{path}: run folder of format {version}, but this qkv reads format {FORMAT}: "
+                f"use the qkv version named in {run.marker}"
+            )
+        return run
+
+    @property
+    def marker(self) -> Path:
+        return self.path / "run.json"
+
+    def exists(self) -> bool:
+        return self.marker.is_file()
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """The content of run.json: format, versions, date and command of the creation."""
+        return _read_json(self.marker)
+
+    @property
+    def by_sentence(self) -> bool:
+        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
+
+        An older run folder has no record of that, and its texts are translated sentence by sentence.
+        """
+        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
+
+    @property
+    def store(self) -> Path:
+        """Folder of the tokenised text: in the run folder, or outside it where several runs share it."""
+        return self.path / (self.about.get("store", "store") if self.exists() else "store")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the folder, so that a second process that trains in it is refused.
+
+        Some network file systems cannot lock: training goes on there, after a warning.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in LOCKED:
+                os.close(folder)
+                raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
+            warning = f"this file system cannot lock folders ({error.strerror}): start no second training here"
+            print(f"{self.path}: {warning}", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            os.close(folder)
+
+    def in_training(self) -> bool:
+        """Return whether a process is training in this folder now; False where the file system cannot lock."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in LOCKED
+        finally:
+            os.close(folder)
+        return False
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @cached_property
+    def config(self) -> Config:
+        return Config.load(self.path / "config.toml")
+
+    def write_config(self, config: Config) -> None:
+        files.write_text(self.path / "config.toml", config.dumps())
+        self.__dict__.pop("config", None)
+
+    @cached_property
+    def tokenizers(self) -> TokenizerPair:
+        return TokenizerPair.load(self.path / "tokenizer.json")
+
+    @cached_property
+    def scores(self) -> dict[str, Any]:
+        """Validation scores by name of the weights; `chosen` is the name used by default."""
+        path = self.path / "scores.json"
+        return _read_json(path) if path.exists() else {}
+
+    def write_scores(self, scores: dict[str, Any]) -> None:
+        files.write_text(self.path / "scores.json", json.dumps(scores, indent=2) + "\n")
+        self.__dict__.pop("scores", None)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> Path:
+        """The weights that training begins with, if they are not random ones."""
+        return self.path / "weights" / "start.safetensors"
+
+    def checkpoints(self) -> list[Path]:
+        """Return the weights kept at the last validations, oldest first."""
+        return by_step((self.path / "weights").glob("step-*.safetensors"))
+
+    def weights(self, name: str = "") -> Path:
+        """Return the file of the named weights: best, average, last or a step number; by default the chosen ones."""
+        name = name or self.scores.get("chosen", "best")
+        if name == "last":
+            kept = self.checkpoints()
+            name = kept[-1].stem if kept else name
+        elif name.isdigit():
+            name = f"step-{int(name):07d}"
+        path = self.path / "weights" / f"{name}.safetensors"
+        if not path.exists():
+            names = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))
+            raise UsageError(f"{self.path}: {f'no weights named {name}: there are {names}' if names else self._none()}")
+        return path
+
+    def _none(self) -> str:
+        """Explain why there are no weights at all, and what to do."""
+        if self.scores:  # they were there once
+            return "no weights: restore them from a copy, or train again"
+        spec = self.config.train
+        first = min(spec.validate_every, spec.steps)
+        remedy = "wait for it" if self.in_training() else f"go on with `qkv train --resume --run {self.path}`"
+        return f"no weights yet: the first come with the first validation, at step {first:,}: {remedy}"
+
+    def build_model(self) -> Model:
+        """Return a model of the run's config, not yet trained."""
+        from qkv.models.transformer import Transformer
+
+        assert isinstance(self.config.model, TransformerConfig)
+        return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)  # type: ignore[arg-type]
+
+    def model(self, device: torch.device, weights: str = "") -> Model:
+        """Return the trained model, ready for use."""
+        model = self.build_model()
+        path = self.weights(weights)
+        load_weights(model, files.read_tensors(path), path)
+        return model.to(device).eval()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict):
+        raise QkvError(f"{path}: damaged: restore it from a copy, or train again")
+    return values
+
+
+def step_of(path: Path) -> int:
+    """Return N for a path named step-N…, else -1."""
+    match = STEP.match(path.name)
+    return int(match[1]) if match else -1
+
+
+def by_step(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths that are named step-N…, in order of N."""
+    return sorted((path for path in paths if step_of(path) >= 0), key=step_of)
+
+
+def load_weights(model: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Copy tensors into a model; refuse other names or shapes, naming the first tensor that differs."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    for name in [*parameters, *tensors]:
+        ours = tuple(parameters[name].shape) if name in parameters else "nothing"
+        theirs = tuple(tensors[name].shape) if name in tensors else "nothing"
+        if ours != theirs:
+            raise QkvError(f"{path}: weights of another model: {name} is {theirs} in the file and {ours} in the config")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+
+
+class LogSink(Protocol):
+    """Receives the events of a training, on rank 0 only.
+
+    Kinds: `start` (last_step, validated), `message` (text), `progress` (after every update), `train` (a logged update)
+    and `valid` (a validation).
+    """
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
+
+
+class JsonlLog:
+    """Log sink that appends `train` and `valid` events to log.jsonl, one line of JSON each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append an event; at the start of a resumed run, drop the lines of steps that will come again."""
+        if kind == "start":
+            self._drop_after(step, int(values["validated"]))
+        elif kind in ("train", "valid"):
+            entry = {"event": kind, "step": step} | {name: _json_value(value) for name, value in values.items()}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _drop_after(self, step: int, validated: int) -> None:
+        def is_past(line: str) -> bool:
+            try:
+                entry = json.loads(line)
+                return bool(entry["step"] <= (validated if entry["event"] == "valid" else step))
+            except (ValueError, KeyError, TypeError):  # a killed run may have cut its last line
+                return False
+
+        if self.path.exists():
+            text = self.path.read_text(encoding="utf-8")
+            kept = "".join(line + "\n" for line in text.split("\n") if is_past(line))
+            if kept != text:
+                files.write_text(self.path, kept)
+        else:
+            self.path.touch()
+
+
+class MessageLog:
+    """Log sink that prints the messages of a training to standard error."""
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if kind == "message":
+            print(values["text"], file=sys.stderr, flush=True)
+
+
+def _json_value(value: Any) -> Any:
+    """Round a number to six digits; JSON has no infinity and no NaN, so those become None."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,1 +1,0 @@
-"""Training: loss, optimiser, checkpoints, log, and the loop that ties them together."""
