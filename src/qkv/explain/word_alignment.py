@@ -212,8 +212,9 @@ def _record_pairs(
     target_ids = [tgt.encode(targets[n]) for n in numbers]
     lengths = [max(len(s), len(t)) + 1 for s, t in zip(source_ids, target_ids, strict=True)]
     for indices in by_length(lengths, TOKENS):
-        pairs = ([np.asarray(side[i], np.int64) for i in indices] for side in (source_ids, target_ids))
-        batch = collate(*pairs, tokenizers).to(device)
+        rows = [np.asarray(source_ids[i], np.int64) for i in indices]
+        written = [np.asarray(target_ids[i], np.int64) for i in indices]
+        batch = collate(rows, written, tokenizers).to(device)
         with record() as recording:
             model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
         cross = {
