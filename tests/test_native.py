@@ -142,11 +142,9 @@ def test_several_threads_compute_the_same_bits() -> None:
     """In a process of its own, whose threads are as many as this machine may have or more."""
     script = """
 import torch
-from qkv import config
-from qkv.assembly import build_model
-from qkv import options as config
 from qkv.assembly import build_model
 from qkv.engines.cpu import pack
+from qkv.options import TransformerConfig
 spec = TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)
 plain = build_model(spec, 9000, 9000).eval()
 source, tokens, seen = torch.randint(4, 9000, (20, 30)), torch.randint(4, 9000, (60, 25)), []
