@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.api import Translator
 from qkv.core.optimizer import learning_rate
-from qkv.data.lines import read_lines
+from qkv.data.formats import read_lines
 from qkv.models.layers import sinusoids
 from qkv.options import TrainConfig
 

@@ -19,11 +19,11 @@ from torch import nn
 from qkv import presets
 from qkv.assembly import Run, open_run, start_search_for
 from qkv.core import files
+from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.translate import search_all
-from qkv.data.loader import pad
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding

@@ -23,7 +23,7 @@ from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import EOS
-from qkv.data.lines import Lines
+from qkv.data.formats import LineReader
 from qkv.lab import decoding_contenders, training_speed
 from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
@@ -155,7 +155,7 @@ def measure_decoding(
 
 
 def _read_text(run: Run, src: str) -> Text:
-    lines = [line for line in Lines(src) if line]
+    lines = [line for line in LineReader(src) if line]
     if not lines:
         raise UsageError(f"{src}: the file contains no text")
     sources = [run.tokenizers.src.encode(line) for line in lines]

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from qkv import __version__
+from qkv.core.batches import collate
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
 from qkv.core.translate import score_all, search_all
-from qkv.data.loader import collate
 from qkv.data.subwords import learn
 from qkv.models.build import build
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig

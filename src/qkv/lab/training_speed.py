@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from qkv.console import say
+from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
 from qkv.models.base import parameter_count

@@ -34,13 +34,14 @@ from qkv.api.run_training import fit
 from qkv.assembly import Run, updates_for
 from qkv.console import bars, say
 from qkv.core import files
+from qkv.core.batches import Position
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.validation import corpus_bleu
-from qkv.data.lines import read_lines
-from qkv.data.loader import Position
-from qkv.data.store import Prepared, prepare
+from qkv.data import text_preparation
+from qkv.data.formats import read_lines
 from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.build import build
 from qkv.models.rnn import Layer
@@ -63,7 +64,7 @@ class Trial:
 
     name: str
     config: Config
-    text: Prepared
+    text: PreparedText
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_lengt
     return Config(data=data)
 
 
-def describe_text(config: Config, prepared: Prepared) -> str:
+def describe_text(config: Config, prepared: PreparedText) -> str:
     """Describe the text in a phrase: pairs, files, vocabulary."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
@@ -145,11 +146,11 @@ def describe_text(config: Config, prepared: Prepared) -> str:
     )
 
 
-def prepare_text(config: Config, folder: Path) -> Prepared:
+def prepare_text(config: Config, folder: Path) -> PreparedText:
     """Prepare the tokenised text, which trials of all seeds in the folder share."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
-        return prepare(data, config.tokenizer, folder, progress=report, seed=1)
+        return text_preparation.prepare_text(data, config.tokenizer, folder, progress=report)
 
 
 def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def key_of(trial: Trial) -> str:
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepared], float]) -> float:
+def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, PreparedText], float]) -> float:
     """Return `seconds(config, text)` of a trial on this device, measured once per folder.
 
     The folder stores the value: a new measurement would differ, and an interrupted table would change its updates.
@@ -343,7 +344,7 @@ def _attempt(name: str, key: str, run: Run, test: FilePair | None) -> Result:
 
 
 def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
-    spec, prepared = run.config.train, Prepared.open(run.store)
+    spec, prepared = run.config.train, PreparedText.open(run.store)
     if run.scores.get("finished") != spec.steps:
         with run.lock():
             fit(run, prepared)
@@ -382,7 +383,7 @@ def _validation_curve(log: Path) -> tuple[Point, ...]:
     return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
-def flops_per_token(config: Config, prepared: Prepared) -> float:
+def flops_per_token(config: Config, prepared: PreparedText) -> float:
     """Count the FLOPs of forward and backward pass per target token on a few real batches.
 
     Only matrix products count; a multiplication and an addition are two operations. The count runs on the CPU with
@@ -402,7 +403,7 @@ def flops_per_token(config: Config, prepared: Prepared) -> float:
         sdpa_kernel(SDPBackend.MATH),
     ):
         for update in islice(steps, COUNTED_UPDATES):
-            for batch in update.micros:
+            for batch in update.micro_batches:
                 hidden = model.hidden(*batch.inputs)
                 loss, _ = label_smoothed_loss(
                     hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad
