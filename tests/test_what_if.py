@@ -215,7 +215,7 @@ def test_a_word_is_forced_and_the_search_goes_on(translator: qkv.Translator) -> 
         assert ask(translator, force=(step, token[0])) == forced
     stopped = ask(translator, force=(step, "."))
     assert stopped.after.translation.startswith(f"{kept}.")
-    for force, message in [((99, "cane"), "step 99"), ((0, 2), "token 2 writes nothing"), ((0, " "), "is empty")]:
+    for force, message in [((99, "cane"), "step 99"), ((0, 2), "token 2 has no text"), ((0, " "), "is empty")]:
         with pytest.raises(UsageError, match=message):
             ask(translator, force=force)
     with pytest.raises(UsageError, match="exclude each other"):
