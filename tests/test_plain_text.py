@@ -450,7 +450,8 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
     assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
-    assert "is not a translation model" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+    two_files = tmp_path / "other.txt", tmp_path / "other.txt"
+    assert "is not a translation model" in call("evaluate", writer, *two_files).error
 
 
 def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
