@@ -499,7 +499,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
         raise AssertionError("the model was asked")
 
     monkeypatch.setattr("qkv.api.Translator._translate", work)
-    monkeypatch.setattr("qkv.models.transformer.Transformer.encode", work)
+    monkeypatch.setattr("qkv.core.transformer.Transformer.encode", work)
     places: dict[str, object] = {"RUN": tiny, "IN": tmp_path / "in.txt"}
     expect(call(*(places.get(each, each) for each in arguments)), 2, "ro/", "cannot be written")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in.txt", "ro"]
