@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from qkv.core import run as core_run
+from qkv.core.batches import UpdateStream
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
+from qkv.core.transformer import Model, Transformer, TranslationModel
 from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
-from qkv.data.loader import Updates
-from qkv.data.store import Prepared
+from qkv.data.alignments import batch_alignment
+from qkv.data.subwords import pair_dropout
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
+from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.models.base import Model
-from qkv.models.build import build
-from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig, TrainConfig
+from qkv.engines.unpadded import UnpaddedTransformer
+from qkv.models.convs2s import ConvS2S
+from qkv.models.language_models import DecoderOnly, EncoderOnly
+from qkv.models.rnn import Rnn
+from qkv.models.variants import VariantLayers
+from qkv.options import (
+    Config,
+    ConvS2SConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TrainConfig,
+    TransformerConfig,
+    TranslationConfig,
+)
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
@@ -35,6 +52,49 @@ from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
+
+# ---- model and run folder --------------------------------------------------------------------------------------------
+
+
+@overload
+def build_model(config: TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
+
+
+@overload
+def build_model(config: TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
+
+
+@overload
+def build_model(config: DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
+
+
+@overload
+def build_model(config: EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
+
+
+@overload
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
+
+
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+    """The model of a config, freshly initialised from torch's random state."""
+    model = _plain_model(config, src_vocab, tgt_vocab)
+    return use_fused_modules(model) if torch.cuda.is_available() else model
+
+
+def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+    match config:
+        case TransformerConfig():
+            return UnpaddedTransformer(config, src_vocab, tgt_vocab, VariantLayers(config))
+        case DecoderOnlyConfig():
+            return DecoderOnly(config, tgt_vocab, VariantLayers(config))
+        case EncoderOnlyConfig():
+            return EncoderOnly(config, tgt_vocab, VariantLayers(config))
+        case RnnConfig():
+            return Rnn(config, src_vocab, tgt_vocab)
+        case ConvS2SConfig():
+            return ConvS2S(config, src_vocab, tgt_vocab)
+    raise TypeError(f"no model for {type(config).__name__}")
 
 
 class Run(core_run.Run):
@@ -45,7 +105,7 @@ class Run(core_run.Run):
         return Config.load(self.path / "config.toml")
 
     def build_model(self) -> Model:
-        return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+        return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------
@@ -86,9 +146,14 @@ def task_for(config: Config) -> Task:
         case EncoderOnlyConfig():
             return MaskedLanguageModelTask()
         case _:
-            dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
-            start = start_search_for(choose_device(config.train.device))
-            return TranslationTask(start, dropout=dropout, aligned=aligned)
+            return TranslationTask(start_search_for(choose_device(config.train.device)), **batch_hooks_for(config))
+
+
+def batch_hooks_for(config: Config) -> dict[str, Any]:
+    """Return what the options add to batches of pairs: BPE-dropout and alignments."""
+    dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
+    cut = partial(pair_dropout, probability=dropout, max_length=config.data.max_length) if dropout else None
+    return {"cut": cut, "align": batch_alignment if aligned else None}
 
 
 def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
@@ -102,15 +167,15 @@ def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]
 
 def updates_for(
     config: Config,
-    text: Prepared,
+    text: PreparedText,
     device: torch.device | None = None,
     world: World = ALONE,
     step: type[PlainTrainStep] | None = None,
-) -> Updates:
+) -> UpdateStream:
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
     if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        return cuda_trainer.packed_updates(config, text, device, world)
+        return cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
     return task_for(config).updates(text, config, device, world)
 
 
@@ -144,7 +209,7 @@ def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimiz
 
 
 def trainer_for(
-    config: Config, text: Prepared, world: World = ALONE, step: type[PlainTrainStep] | None = None
+    config: Config, text: PreparedText, world: World = ALONE, step: type[PlainTrainStep] | None = None
 ) -> Trainer:
     """Return a trainer of a new model; `step` replaces the fastest training step."""
     options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)
@@ -152,7 +217,7 @@ def trainer_for(
     step = step or train_step_for(config, world)
 
     def build_on_device() -> Model:
-        return build(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
+        return build_model(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
 
     torch.manual_seed(options.seed)
     model = build_on_device()

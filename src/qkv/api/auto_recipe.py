@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from qkv.assembly import trainer_for, updates_for
+from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared, Store
 from qkv.explain.model_card import parameters, shape, unit
 from qkv.options import (
     AttentionModelConfig,
@@ -82,7 +82,7 @@ TOKENS = [
 
 def choose(
     config: Config,
-    prepared: Prepared,
+    prepared: PreparedText,
     minutes: float = 0.0,
     *,
     fixed: Collection[str] = (),
@@ -115,7 +115,7 @@ class Chooser:
     """Chooses a recipe around what the user has fixed, and gives its reasons."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, minutes: float, fixed: Collection[str], ranks: int, trained: bool
+        self, config: Config, prepared: PreparedText, minutes: float, fixed: Collection[str], ranks: int, trained: bool
     ) -> None:
         self.config, self.prepared, self.fixed, self.ranks, self.trained = config, prepared, fixed, ranks, trained
         device = choose_device(config.train.device)
@@ -250,18 +250,18 @@ class Chooser:
         return max(longest, tokens_per_step(self.tokens, passes * self.tokens, self.device))
 
 
-def tokens_a_pass(store: Store) -> int:
+def tokens_a_pass(store: TokenStore) -> int:
     """Target tokens, </s> included, in one pass over all corpora with their weights."""
     weights = np.asarray(store.weights)[store.corpus]
-    return max(1, round(float(weights @ (np.asarray(store.tgt_lengths) + 1.0))))
+    return max(1, round(float(weights @ (np.asarray(store.lengths("tgt")) + 1.0))))
 
 
-def updates_a_pass(config: Config, prepared: Prepared) -> int:
+def updates_a_pass(config: Config, prepared: PreparedText) -> int:
     """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
     return len(updates_for(config, prepared).plan(0))
 
 
-def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
+def seconds_a_pass(config: Config, prepared: PreparedText, ranks: int = 1) -> float:
     """Training time for a pass over the text, measured on a few real updates of a model that is then thrown away.
 
     Of several ranks only one measures, its share of an update, and the others are taken to add no time of their own.
@@ -295,7 +295,7 @@ def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
     return model
 
 
-def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
+def _sizes(config: Config, prepared: PreparedText, tokens: int) -> tuple[list[Size], int]:
     """The models to choose from, and how much text there is to choose by; those of other kinds are as they are."""
     if isinstance(config.model, TransformerConfig):
         return PAIRS, len(prepared.train)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qkv.data.loader import Batch
-    from qkv.models.base import Model
+    from qkv.core.batches import Batch
+    from qkv.core.transformer import Model
 
 ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU; a GPU takes twice as many
 

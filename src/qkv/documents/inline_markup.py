@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from qkv.core.errors import UsageError
-from qkv.data.links import Link, word_spans
+from qkv.data.alignments import Link, word_spans
 
 TAG = re.compile(r"<(?P<close>/?)(?P<name>[A-Za-z][\w:.-]*)(?:\s[^<>]*?)?(?P<empty>/?)>")
 # HTML's void elements that occur in running text. Others (link, source …) are left out: in XML they may have content.

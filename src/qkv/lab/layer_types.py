@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.core.errors import QkvError
-from qkv.models.attention import attend
 from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
+from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
 
 WIDTH = 64  # of an attention head; the number of heads grows with d, as in the paper's two models
@@ -75,7 +75,8 @@ def self_attention(shape: LayerShape) -> Operation:
 
     def fused(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (max(1, shape.d // WIDTH), -1)).transpose(1, 2)  # (batch, heads, n, width)
-        mixed = attend(heads, heads, heads, causal=shape.causal, window=shape.span)
+        restricted = ScoredAttention("scaled", None, "", window=shape.span)
+        mixed = restricted.attend(heads, heads, heads, None, shape.causal)
         return mixed.transpose(1, 2).flatten(2)
 
     def written_out(x: Tensor) -> Tensor:
@@ -247,13 +248,13 @@ def path_length(kind: LayerType, n: int, span: int = 0, *, causal: bool, inside:
     if causal:
         goal = goal.tril()
     # A stack of layers starts from the input itself; a recurrence starts from states without input.
-    known = torch.zeros(length, length) if kind.recurrent else torch.eye(length)  # (output, input)
+    connected = torch.zeros(length, length) if kind.recurrent else torch.eye(length)  # (output, input)
     for applications in range(10 * n + 1):
-        if torch.equal(known[inner, inner] > 0, goal):
+        if torch.equal(connected[inner, inner] > 0, goal):
             return applications
         shape = LayerShape(SMALL, span, causal, layer=applications, dtype=torch.float64)
         of_input, of_last = dependence(kind, shape, length)
-        known = (of_input + of_last @ known).clamp(max=1)
+        connected = (of_input + of_last @ connected).clamp(max=1)
     raise QkvError(f"{kind.name}: no number of applications joins {n} positions with a span of {span}: widen it")
 
 

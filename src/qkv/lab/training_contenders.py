@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.assembly import optimizer_for
+from qkv.core.batches import Batch
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
-from qkv.data.ragged import Flat, Ragged, lay
+from qkv.core.transformer import Transformer
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
+from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.interop import to_huggingface
-from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
@@ -153,21 +154,21 @@ class FusedQkv(Contender):
         self.graphs = CudaGraphs(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
-    def collate(self, batch: Batch) -> Ragged:
+    def collate(self, batch: Batch) -> PackedBatch:
         real = batch.labels != PAD
         lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
         rows = [
             np.concatenate([row[:length] for row, length in zip(ids.numpy(), own, strict=True)])
             for ids, own in zip((batch.source, batch.labels), lengths, strict=True)
         ]
-        return lay(*map(Flat, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
+        return pack(*map(Rows, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
 
     def logits(self, batch: Batch) -> Tensor:
         with eval_mode(self.model):
             logits: Tensor = self.model(*batch.inputs)
         return logits
 
-    def step(self, batch: Ragged) -> int:
+    def step(self, batch: PackedBatch) -> int:
         self.steps += 1
         self.graphs.add_gradient(batch, self.steps)
         self.graphs.update(rate=RATE)
@@ -212,7 +213,7 @@ class _Marian(nn.Module):
         super().__init__()
         self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
         self.model.set_attn_implementation("sdpa")
-        self.model.config.attention_dropout = subject.model.spec.attention_dropout
+        self.model.config.attention_dropout = subject.model.config.attention_dropout
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
@@ -230,7 +231,7 @@ def _marian(subject: TrainingSetup) -> nn.Module:
 def _torch(subject: TrainingSetup) -> nn.Module:
     """Return torch's layers, with dropout inside attention and feed-forward set as in our config."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
-    spec = subject.model.spec
+    spec = subject.model.config
     for module in peer.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = spec.attention_dropout
@@ -244,7 +245,7 @@ class _XTransformer(nn.Module):
 
     def __init__(self, subject: TrainingSetup, package: Any) -> None:
         super().__init__()
-        spec, vocab = subject.model.spec, len(subject.model.output.weight)
+        spec, vocab = subject.model.config, len(subject.model.output.weight)
         shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
         inner = {"ff_mult": spec.d_ff / spec.d_model, "pre_norm": spec.norm == "pre"}
         shared = {"num_tokens": vocab, "max_seq_len": subject.width, "emb_dropout": spec.dropout}
@@ -289,7 +290,7 @@ class TorchTransformer(nn.Module):
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
-        spec = ours.spec
+        spec = ours.config
         self.source, self.target, self.output = ours.source, ours.target, ours.output
         shape = {
             "d_model": spec.d_model,
@@ -301,13 +302,13 @@ class TorchTransformer(nn.Module):
         }
         final = (lambda: nn.LayerNorm(spec.d_model)) if spec.norm == "pre" else (lambda: None)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(**shape),  # type: ignore[arg-type]
+            nn.TransformerEncoderLayer(**shape),
             spec.encoder_layers,
             final(),
             enable_nested_tensor=False,
         )
         self.decoder = nn.TransformerDecoder(
-            nn.TransformerDecoderLayer(**shape),  # type: ignore[arg-type]
+            nn.TransformerDecoderLayer(**shape),
             spec.decoder_layers,
             final(),
         )

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
-from qkv.data.links import word_spans
+from qkv.data.alignments import word_spans
 from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
 from qkv.segmentation.sentences import Pieces
 from qkv.server.auth import ApiKey, RateLimiter, find_key
