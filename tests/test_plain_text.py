@@ -451,7 +451,8 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
     assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
-    assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+    two_files = tmp_path / "other.txt", tmp_path / "other.txt"
+    assert "is not a translation model" in call("evaluate", writer, *two_files).error
 
 
 def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
@@ -460,7 +461,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
     done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
     assert done.code == 0, done.err
     assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
-    assert "give either" in call("train", "--text", "a", "--src", "b").error
+    assert "give one of the two" in call("train", "--text", "a", "--src", "b").error
     assert "give --text too" in call("train", "--valid-text", "a").error
     wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
     assert "translates: give pairs" in wrong.error
