@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
+from qkv.engines import FLAG, SIZES, AllowList
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
@@ -124,15 +125,31 @@ AnyFeedForward = FeedForward | VariantFeedForward
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
-    return (
-        isinstance(spec, TransformerConfig)
-        and spec.attention in ("scaled", "dot")
-        and not spec.window
-        and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
-        and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
-    )
+MODEL = AllowList(
+    "model",
+    TransformerConfig,
+    **SIZES,
+    kind=("transformer",),
+    attention=("scaled", "dot"),
+    window=(0,),
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+)
+
+
+def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return None if these passes compute such a model in this precision, else the reason why not."""
+    if (reason := MODEL.refusal(config)) is not None:
+        return reason
+    assert isinstance(config, TransformerConfig)
+    if config.positions == "learned" and config.max_positions < PADDING:  # rows of padding have positions too
+        return f"model.max_positions = {config.max_positions} is less than {PADDING}"
+    if max(config.key_width, config.value_width) * dtype.itemsize > 256:
+        return "a head is too wide for the shared memory of a GPU core"
+    return None
 
 
 class Passes:
@@ -141,7 +158,7 @@ class Passes:
     def __init__(
         self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
-        assert can_pass(model.config)
+        assert refused_model(model.config) is None
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
