@@ -32,9 +32,9 @@ from qkv import cli
 from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
 from qkv.api.file_translation import Crew
 from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
-from qkv.api.results import Alternative
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.translate import Alternative
 from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
 

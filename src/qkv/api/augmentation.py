@@ -24,13 +24,13 @@ from typing import Any, Unpack
 from qkv import __version__
 from qkv.api.file_translation import Chunk, Crew, Work, fingerprint, translate_file, translate_lines
 from qkv.api.pair_filters import FATES, Filters, Noise, Settled, beside, settle
-from qkv.api.results import Alternative, Translation
 from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
 from qkv.console import writer
 from qkv.core.corpus import is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
+from qkv.core.translate import Alternative, Translation
 from qkv.core.validation import bleu_tokenizer
 from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
