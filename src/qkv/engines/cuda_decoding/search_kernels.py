@@ -13,20 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import (
-    CHUNK,
-    BeamSearch,
-    GreedySearch,
-    Search,
-    SearchOptions,
-    SearchState,
-    SpecialTokens,
-    log_sum_exp,
-)
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens, log_sum_exp
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
 from qkv.engines import SEARCH_STEP, AllowList
-from qkv.engines.cuda_decoding.inference_kernels import scan_kernel, tl, triton
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK, scan_kernel, tl, triton
 
 SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 ROWS, CHUNKS = 16, 1024  # the most of a sentence that a program holds
