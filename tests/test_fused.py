@@ -17,8 +17,9 @@ from qkv.core.batches import Batch, pad
 from qkv.core.dataset import Rows
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.transformer import Transformer
+from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
-from qkv.engines.cuda_training.forward_backward import Passes, Weights, refused_model
+from qkv.engines.cuda_training.forward_backward import Passes, Weights
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.options import DecoderOnlyConfig, TransformerConfig

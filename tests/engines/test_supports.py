@@ -14,10 +14,10 @@ from qkv import assembly
 from qkv.core.search import BeamSearch, SearchOptions, SpecialTokens
 from qkv.core.transformer import Transformer
 from qkv.decoding.beam_variants import DecodingOptions
-from qkv.engines import AllowList, unpadded
+from qkv.engines import AllowList, cuda_training, unpadded
 from qkv.engines.cpu import native_search
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
-from qkv.engines.cuda_training import cuda_trainer, forward_backward
+from qkv.engines.cuda_training import cuda_trainer
 from qkv.options import Config, TrainConfig, TransformerConfig
 
 UNKNOWN = object()
@@ -40,7 +40,7 @@ class NewSearchOption(DecodingOptions):
 
 LISTS: dict[str, tuple[AllowList, Any, Any]] = {
     "unpadded": (unpadded.MODEL, TransformerConfig(), NewModelOption()),
-    "cuda_training, model": (forward_backward.MODEL, TransformerConfig(), NewModelOption()),
+    "cuda_training, model": (cuda_training.MODEL, TransformerConfig(), NewModelOption()),
     "cuda_training, training": (cuda_trainer.TRAIN, TrainConfig(), NewTrainOption()),
     "cuda_decoding, model": (continuous_batching.MODEL, TransformerConfig(), NewModelOption()),
     "cuda_decoding, search": (continuous_batching.SEARCH, DecodingOptions(), NewSearchOption()),

@@ -26,7 +26,8 @@ from qkv.core.transformer import Transformer
 from qkv.core.validation import update_options
 from qkv.engines import FLAG, AllowList, number, text
 from qkv.engines.cuda_decoding.inference_kernels import triton
-from qkv.engines.cuda_training.forward_backward import Passes, Weights, refused_model
+from qkv.engines.cuda_training import refused_model
+from qkv.engines.cuda_training.forward_backward import Passes, Weights
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap

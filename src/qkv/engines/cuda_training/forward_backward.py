@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
-from qkv.engines import FLAG, SIZES, AllowList
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
@@ -31,7 +30,7 @@ from qkv.engines.cuda_training.elementwise_kernels import (
     turn,
 )
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
-from qkv.engines.cuda_training.packed_batch import LONGEST, PADDING, PackedBatch
+from qkv.engines.cuda_training.packed_batch import LONGEST, PackedBatch
 from qkv.engines.cuda_training.vocabulary_kernels import (
     Tokens,
     agreeing_loss_and_gradients,
@@ -40,7 +39,6 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     loss_and_gradient,
 )
 from qkv.models.variants import VariantFeedForward, rotary_of, score_of
-from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -125,40 +123,12 @@ AnyFeedForward = FeedForward | VariantFeedForward
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
 
 
-MODEL = AllowList(
-    "model",
-    TransformerConfig,
-    **SIZES,
-    kind=("transformer",),
-    attention=("scaled", "dot"),
-    window=(0,),
-    norm=("post", "pre"),
-    rms_norm=FLAG,
-    activation=("relu", "gelu", "swiglu"),
-    positions=("sinusoidal", "learned", "rotary", "none"),
-    bias=FLAG,
-)
-
-
-def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Return None if these passes compute such a model in this precision, else the reason why not."""
-    if (reason := MODEL.refusal(config)) is not None:
-        return reason
-    assert isinstance(config, TransformerConfig)
-    if config.positions == "learned" and config.max_positions < PADDING:  # rows of padding have positions too
-        return f"model.max_positions = {config.max_positions} is less than {PADDING}"
-    if max(config.key_width, config.value_width) * dtype.itemsize > 256:
-        return "a head is too wide for the shared memory of a GPU core"
-    return None
-
-
 class Passes:
     """Forward and backward passes of one model; gradients are added to those of `weights`."""
 
     def __init__(
         self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
-        assert refused_model(model.config) is None
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
