@@ -108,6 +108,20 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
             assert known.max() < 1.2
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
+def test_weight_decay_shrinks_every_matrix(name: str) -> None:
+    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
+    model = Transformer(TINY, 17, 17)
+    before = weights(model)
+    optimizer = build(model, name, rate=0.01, weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        factor = 1 - 0.01 * 0.1 if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), old * factor, rtol=1e-6, atol=0)
+
+
 def test_the_matrices_are_those_inside_the_layers() -> None:
     model = Transformer(TINY, 17, 17)
     names = {name for name, p in model.named_parameters() if p in matrices(model)}

@@ -240,10 +240,13 @@ class Run:
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """Return the trained model, ready for use."""
-        model = self.build_model()
-        path = self.weights(weights)
-        load_weights(model, files.read_tensors(path), path)
-        return model.to(device).eval()
+        return self.load_model(device, weights)[0]
+
+    def load_model(self, device: torch.device, weights: str = "") -> tuple[Model, str]:
+        """Return the trained model, ready for use, and the name and step of its weights."""
+        model, path, about = self.build_model(), self.weights(weights), dict[str, str]()
+        load_weights(model, files.read_tensors(path, about), path)
+        return model.to(device).eval(), f"{path.stem} weights of step {int(about.get('step', 0)):,}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
