@@ -20,7 +20,7 @@ from qkv.models.build import build as build_model
 from qkv.models.transformer import Transformer
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
-from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
+from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, as_wide_matrices, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
 TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
@@ -101,7 +101,7 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
         if parameter not in inside:
             assert moved.abs().max() <= 0.01 * 1.001  # Adam's first step has one size
             continue
-        for part in lying([moved], [inside[parameter]]):
+        for part in as_wide_matrices([moved], [inside[parameter]]):
             values = singular_values(part) / (0.01 * RMS * math.sqrt(part.shape[1]))
             known = values[values > 0.05]  # a gradient may have no more directions than that
             assert len(known)

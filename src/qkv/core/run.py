@@ -1,4 +1,4 @@
-"""The run folder, which holds everything that a training leaves behind, and the log that is written into it.
+"""The run folder: the results of one training, and its log.
 
 ```
 run.json          format, versions, date and command of its creation
@@ -8,7 +8,7 @@ weights/          best, average and step-N .safetensors; start, if the run began
 state/step-N/     the state that a resumed training continues from
 log.jsonl         one line for each logged step and each validation
 tensorboard/      the same as TensorBoard events
-scores.json       validation scores of the weights, and the name of those used by default
+scores.json       validation scores of the weights, and the default weights
 card.md           the same for people
 store/            the tokenised training text
 alignment.json    the heads that align words best, once `qkv align` has measured them
@@ -72,7 +72,7 @@ class Run:
         """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
 
         `several_sentences` is the share of source lines with several sentences. `store` is the folder of the tokenised
-        text, if it is outside the run folder. `start` is a run whose weights training begins with; they are copied.
+        text, if it is outside the run folder. training begins with a copy of the weights of `start`.
         """
         import torch
 

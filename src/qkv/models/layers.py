@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
 from qkv.engines.cuda_decoding.inference_kernels import add_norm
-from qkv.engines.cuda_training.elementwise_kernels import Noise
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash
 from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
 from qkv.models.rows import Rows
 
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
         """Ids (batch, length), or of `rows` laid end to end (1, tokens), which all begin at 0."""
         if isinstance(start, Tensor) and not self.training:  # a token for each row: one kernel
             table: Tensor | None = getattr(self.positions, "table", None)
-            silent = Noise(0.0, start, 0)
+            silent = DropoutHash(0.0, start, 0)
             tokens = Tokens(ids.squeeze(1), start, self.scale, silent, silent)
             return embed(tokens, self.tokens.weight, table)[:, None]
         x = self.tokens(ids) * self.scale  # (batch, length, d_model)

@@ -1,12 +1,11 @@
-"""The parameters of a model as one tensor each of masters, gradients and working copies.
+"""Forward pass, loss and hand-written gradients of a Transformer over packed sentences, and its weights in one tensor.
 
-Every parameter becomes a view into the masters, so the optimiser, validation and checkpoints know nothing of it; what
-concerns all of them (the norm of the gradient, a moving average, rounding to bf16) is one operation.
+Masters, gradients and working copies of all parameters are one tensor each. Every parameter is a view into the masters,
+so optimizer, validation and checkpoints need no change; operations on all parameters (gradient norm, moving average,
+rounding to bf16) are one kernel.
 
-The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
-
-The sublayers are those of `qkv.models.transformer`, with its parameters; here they read sentences laid end to end,
-(tokens, d_model), and each returns besides its result the function that takes the gradient of it back.
+The sub-layers are those of `qkv.models.transformer`, with its parameters, but over packed sentences (tokens, d_model).
+Each returns its result and a function that computes the gradient of its input.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
+    DropoutHash,
     Heads,
-    Noise,
     Rows,
     gelu,
     rectify,
@@ -62,7 +61,7 @@ class Weight(NamedTuple):
         return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
 
 
-class Weights:
+class FlatWeights:
     """The weights of a model on its device; products are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -114,9 +113,9 @@ LOGITS = 2**30  # numbers at once
 
 
 class Sublayer(NamedTuple):
-    """What a sublayer made of its input, the bias still to be added, and the way back.
+    """Result of a sub-layer without its last bias, and its backward function.
 
-    `back` takes the gradient of `result` and a tensor to which that of the input is added, or None; it returns the sum.
+    `back` takes the gradient of `result` and optionally a tensor; it returns the gradient of the input plus the tensor.
     """
 
     result: Tensor
@@ -124,11 +123,11 @@ class Sublayer(NamedTuple):
     back: Callable[[Tensor, Tensor | None], Tensor]
 
 
-Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
+Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and its sub-layer
 
 
 def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
+    """Return whether this module covers the model, and its heads fit into a GPU core in this precision."""
     return (
         isinstance(spec, TransformerConfig)
         and spec.attention in ("scaled", "dot")
@@ -138,11 +137,11 @@ def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
     )
 
 
-class Passes:
-    """Forward and backward passes of one model; gradients are added to those of `weights`."""
+class ForwardBackward:
+    """Forward and backward passes of one model; they add to the gradients in `weights`."""
 
     def __init__(
-        self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
+        self, model: Transformer, weights: FlatWeights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
         assert can_pass(model.spec)
         self.model, self.weights = model, weights
@@ -201,8 +200,8 @@ class Passes:
 
         return hidden, back
 
-    def _noise(self, module: nn.Module, rate: float) -> Noise:
-        return Noise(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
+    def _noise(self, module: nn.Module, rate: float) -> DropoutHash:
+        return DropoutHash(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
