@@ -22,8 +22,8 @@ from pathlib import Path
 
 from qkv import presets
 from qkv.api import auto_recipe
-from qkv.data.lines import Lines
-from qkv.data.store import Prepared
+from qkv.core.dataset import PreparedText
+from qkv.data.formats import LineReader
 from qkv.lab import result_tables, trials
 from qkv.lab.ablation import seconds_per_update
 from qkv.lab.trials import Trial
@@ -32,12 +32,12 @@ from qkv.options import Config, CorpusConfig, DataConfig
 AUTO, PAPER, QUICKER = "auto", "paper_base", "paper_base, warm-up in proportion"
 
 
-def text(files: list[str], pairs: int, folder: Path) -> tuple[Config, Prepared]:
+def text(files: list[str], pairs: int, folder: Path) -> tuple[Config, PreparedText]:
     """Return a config with the first `pairs` pairs, and the prepared text."""
     folder.mkdir(parents=True, exist_ok=True)
     cut = [folder / f"{pairs}.src", folder / f"{pairs}.tgt"]
     for name, path in zip(files, cut, strict=False):
-        path.write_text("".join(f"{line}\n" for line in islice(Lines(name), pairs)), encoding="utf-8")
+        path.write_text("".join(f"{line}\n" for line in islice(LineReader(name), pairs)), encoding="utf-8")
     train, valid = (
         CorpusConfig(src=str(cut[0]), tgt=str(cut[1])),
         CorpusConfig(src=files[2], tgt=files[3]),
@@ -46,7 +46,7 @@ def text(files: list[str], pairs: int, folder: Path) -> tuple[Config, Prepared]:
     return config, trials.prepare_text(config, folder)
 
 
-def plan(config: Config, prepared: Prepared, minutes: float) -> tuple[dict[str, Config], float]:
+def plan(config: Config, prepared: PreparedText, minutes: float) -> tuple[dict[str, Config], float]:
     """Return automatic recipe, preset and preset with short warm-up, and the seconds of training for each."""
     chosen, reasons = auto_recipe.choose(config, prepared, minutes)
     print(*reasons, sep="\n", flush=True)

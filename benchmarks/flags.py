@@ -12,7 +12,7 @@ import random
 import sys
 from itertools import islice
 
-from qkv.data.lines import read_lines
+from qkv.data.formats import read_lines
 from qkv.evaluation.diagnosis import diagnose
 
 LINES, REPLACED = 2000, 0.3

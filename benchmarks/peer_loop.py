@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import MarianConfig, MarianMTModel
 
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.lines import read_lines
-from qkv.data.store import prepare
+from qkv.data.formats import read_lines
+from qkv.data.text_preparation import prepare_text
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Pair = tuple[list[int], list[int]]
@@ -43,7 +43,7 @@ def learn(files: list[str], vocab: int, store: str = "") -> tuple[TokenizerPair,
     train, valid = CorpusConfig(src=files[0], tgt=files[1]), CorpusConfig(src=files[2], tgt=files[3])
     with tempfile.TemporaryDirectory() as folder:
         data = DataConfig(train=(train,), valid=(valid,), store=store)
-        prepared = prepare(data, TokenizerConfig(vocab=vocab), Path(folder))
+        prepared = prepare_text(data, TokenizerConfig(vocab=vocab), Path(folder))
         pairs = prepared.train
         return prepared.tokenizers, [(pairs.src(i).tolist(), pairs.tgt(i).tolist()) for i in range(len(pairs))]
 

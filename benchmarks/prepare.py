@@ -22,8 +22,9 @@ from typing import Any
 
 import tokenizers
 
-from qkv.data.corpus import pieces
-from qkv.data.store import Prepared, prepare
+from qkv.core.dataset import PreparedText
+from qkv.data.formats import read_any_file
+from qkv.data.text_preparation import prepare_text
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 Seconds = tuple[float, float]  # elapsed time, processor time
@@ -52,7 +53,7 @@ def _prepare(results: Queue[Seconds], src: str, tgt: str, store: Path, vocab: in
     stages: dict[str, float] = {}
     data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),))
     start = time.perf_counter()
-    prepared = prepare(
+    prepared = prepare_text(
         data,
         TokenizerConfig(vocab=vocab),
         store,
@@ -66,7 +67,7 @@ def _prepare(results: Queue[Seconds], src: str, tgt: str, store: Path, vocab: in
 
 
 def _encode_batch(results: Queue[Seconds], src: str, tgt: str, store: Path) -> None:
-    ours = Prepared.open(store).tokenizers
+    ours = PreparedText.open(store).tokenizers
     spent = busy = 0.0
     for name, side in ((src, ours.src), (tgt, ours.tgt)):
         library = side.library
@@ -84,7 +85,7 @@ def _encode_batch(results: Queue[Seconds], src: str, tgt: str, store: Path) -> N
 def _batches(name: str) -> Iterator[list[str]]:
     lines: list[str] = []
     rest = b""
-    for piece in pieces(Path(name)):
+    for piece in read_any_file(Path(name)):
         *whole, rest = (rest + piece).split(b"\n")
         lines += [line.decode() for line in whole]
         if len(lines) >= BATCH:

@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments, options = parser.parse_known_args()
     import qkv
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     lines = list(dict.fromkeys(list(read_lines(arguments.file))[: arguments.lines]))
     offline = qkv.load(arguments.run, device="cpu", workers=arguments.workers)

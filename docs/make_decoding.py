@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import qkv
-from qkv.data.lines import Lines
+from qkv.data.formats import LineReader
 
 PAGE = Path(__file__).with_name("decoding.md")
 SENTENCE = "Was that waitress cold?"
@@ -38,7 +38,7 @@ def prepare(folder: Path, runs: Sequence[str]) -> None:
     for run, name in zip(runs, ("demo", "half"), strict=True):
         shutil.copytree(run, folder / "runs" / name, ignore=shutil.ignore_patterns("state", "tensorboard"))
     (folder / "cold.txt").write_text(f"{SENTENCE}\n", encoding="utf-8")
-    lines = (line for _, line in zip(range(MANY), Lines("demo:train.en"), strict=False))
+    lines = (line for _, line in zip(range(MANY), LineReader("demo:train.en"), strict=False))
     (folder / "many.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     ours = folder / "bin"
     ours.mkdir()

@@ -1,9 +1,9 @@
-"""Write requirements-serve.lock: every package that a server needs beside torch, with the hashes of its files.
+"""Write requirements-serve.lock: all packages that a server needs except torch, with the hashes of their files.
 
     python docs/make_lock.py
 
-Versions are those of constraints.txt. There is a hash for each Python that the project supports, on Linux x86-64; torch
-is left out with its own needs, because its build is the machine's choice.
+Versions come from constraints.txt, hashes are those for each supported Python on Linux x86-64. torch and its
+dependencies are omitted, because their build depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD = """\
 
 
 def hashes(requirements: list[str], python: str) -> dict[str, str]:
-    """What pip would install for one Python, as name==version, and the hash of its file."""
+    """Return name==version and file hash of each package that pip would install for a Python version."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         platforms = [f"--platform={name}" for name in PLATFORMS]
@@ -34,26 +34,26 @@ def hashes(requirements: list[str], python: str) -> dict[str, str]:
         command += ["--only-binary=:all:", f"--target={folder}", f"--python-version={python}", *platforms]
         command += ["--constraint", str(ROOT / "constraints.txt"), "--report", str(report), *requirements]
         subprocess.run(command, check=True)
-        found = json.loads(report.read_text(encoding="utf-8"))["install"]
+        packages = json.loads(report.read_text(encoding="utf-8"))["install"]
     return {
         f"{each['metadata']['name'].lower()}=={each['metadata']['version']}": each["download_info"]["archive_info"][
             "hashes"
         ]["sha256"]
-        for each in found
+        for each in packages
     }
 
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
-    wanted = [each for each in wanted if not each.startswith("torch")]
-    found: dict[str, set[str]] = {}
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
+    requirements = [each for each in requirements if not each.startswith("torch")]
+    digests: dict[str, set[str]] = {}
     for python in PYTHONS:
-        for name, digest in hashes(wanted, python).items():
-            found.setdefault(name, set()).add(digest)
+        for name, digest in hashes(requirements, python).items():
+            digests.setdefault(name, set()).add(digest)
     lines = [
-        " \\\n    ".join([name, *(f"--hash=sha256:{digest}" for digest in sorted(found[name]))])
-        for name in sorted(found)
+        " \\\n    ".join([name, *(f"--hash=sha256:{digest}" for digest in sorted(digests[name]))])
+        for name in sorted(digests)
     ]
     LOCK.write_text(HEAD + "".join(f"{line}\n" for line in lines), encoding="utf-8")
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.api import Translator
 from qkv.core.optimizer import learning_rate
-from qkv.data.lines import read_lines
+from qkv.data.formats import read_lines
 from qkv.models.layers import sinusoids
 from qkv.options import TrainConfig
 
@@ -143,10 +143,10 @@ def learning_rates(steps: int = 20_000) -> str:
 
 def picture(run: str | Path | Translator) -> str:
     """Draw the cross-attention of all heads of the last decoder layer as SVG."""
-    found = _translator(run).attention(SENTENCE)
-    name = max(name for name in found.weights if name.endswith("cross"))
-    heads = np.asarray(found.weights[name])
-    columns, rows = found.source, found.written
+    attention = _translator(run).attention(SENTENCE)
+    name = max(name for name in attention.weights if name.endswith("cross"))
+    heads = np.asarray(attention.weights[name])
+    columns, rows = attention.source, attention.written
     width = LEFT + len(heads) * (len(columns) * CELL + GAP)
     height = TOP + len(rows) * CELL + 34
     parts = [label(LEFT - 8, TOP + i * CELL + 18, token, "end") for i, token in enumerate(rows)]
@@ -165,7 +165,7 @@ def picture(run: str | Path | Translator) -> str:
         ]
         parts.append(label(x0, TOP + len(rows) * CELL + 22, f"head {number}", kind="soft"))
     layer = int(name.split(".")[1]) + 1
-    return svg(width, height, f"Cross-attention of layer {layer}: {found.text} → {found.translation}", parts)
+    return svg(width, height, f"Cross-attention of layer {layer}: {attention.text} → {attention.translation}", parts)
 
 
 @dataclass(frozen=True)
@@ -191,16 +191,18 @@ def dependency(run: str | Path | Translator) -> str:
 
 def word_attention(translator: Translator, text: str, word: str) -> WordAttention:
     """Return the attention of a word: encoder self-attention for a source word, cross-attention for a target word."""
-    found = translator.attention(text)
-    source, written = split_words(found.source), split_words(found.written)
+    attention = translator.attention(text)
+    source, written = split_words(attention.source), split_words(attention.written)
     inside = word in [each for each, _ in source]
     rows = source if inside else written
-    name = max(name for name in found.weights if re.fullmatch(r"encoder.*self" if inside else r"decoder.*cross", name))
-    weights = np.asarray(found.weights[name])  # (heads, queries, keys)
+    name = max(
+        name for name in attention.weights if re.fullmatch(r"encoder.*self" if inside else r"decoder.*cross", name)
+    )
+    weights = np.asarray(attention.weights[name])  # (heads, queries, keys)
     merged = np.stack([weights[..., pieces].sum(-1) for _, pieces in source], axis=-1)  # (heads, queries, words)
     query = max(i for i, (each, _) in enumerate(rows) if each == word)
-    looked = merged[:, rows[query][1][-1]]  # (heads, words), of the last piece, which carries the ending
-    return WordAttention(name, [each for each, _ in rows], [each for each, _ in source], query, looked)
+    received = merged[:, rows[query][1][-1]]  # (heads, words), of the last piece, which carries the ending
+    return WordAttention(name, [each for each, _ in rows], [each for each, _ in source], query, received)
 
 
 def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
@@ -214,31 +216,35 @@ def split_words(tokens: Sequence[str]) -> list[tuple[str, list[int]]]:
     return words
 
 
-def _bundle(found: WordAttention, text: str, noun: str) -> str:
+def _bundle(attention: WordAttention, text: str, noun: str) -> str:
     """Draw one curve per head and source word, with opacity equal to the attention weight."""
     above, below, left, width = 60, 190, 24, 640
     places = {
         key: left + (np.arange(len(words)) + 0.5) * width / len(words)
-        for key, words in (("rows", found.rows), ("source", found.source))
+        for key, words in (("rows", attention.rows), ("source", attention.source))
     }
-    stack, layer, kind = found.name.split(".")
+    stack, layer, kind = attention.name.split(".")
     parts = [
-        label(left, 26, f"{stack}, layer {int(layer) + 1}, {kind}-attention: what “{found.rows[found.query]}” looks at")
+        label(
+            left,
+            26,
+            f"{stack}, layer {int(layer) + 1}, {kind}-attention: what “{attention.rows[attention.query]}” looks at",
+        )
     ]
-    for head, weights in enumerate(found.weights):
-        shift = 3 * (head - (len(found.weights) - 1) / 2)
+    for head, weights in enumerate(attention.weights):
+        shift = 3 * (head - (len(attention.weights) - 1) / 2)
         for x, weight in zip(places["source"], weights, strict=True):
             if weight >= 0.02:
-                x0, x1 = places["rows"][found.query] + shift, x + shift
+                x0, x1 = places["rows"][attention.query] + shift, x + shift
                 parts.append(
                     f'<path class="c{head % 4} stroke" stroke-width="2.6" stroke-opacity="{weight:.2f}" '
                     f'd="M{x0:.1f} {above + 7}C{x0:.1f} {above + 60} {x1:.1f} {below - 70} {x1:.1f} {below - 16}"/>'
                 )
-        share = weights[found.source.index(noun)]
+        share = weights[attention.source.index(noun)]
         parts.append(f'<rect class="c{head % 4} fill" x="684" y="{74 + 24 * head}" width="12" height="12" rx="2"/>')
         parts.append(label(704, 85 + 24 * head, f"head {head}: {share:.2f} on “{noun}”"))
-    for key, y, strong in (("rows", above, found.query), ("source", below, found.source.index(noun))):
-        words = found.rows if key == "rows" else found.source
+    for key, y, strong in (("rows", above, attention.query), ("source", below, attention.source.index(noun))):
+        words = attention.rows if key == "rows" else attention.source
         for i, (x, word) in enumerate(zip(places[key], words, strict=True)):
             parts.append(
                 label(
@@ -253,16 +259,18 @@ def measure(translator: Translator, sentences: Iterable[str]) -> dict[str, NDArr
 
     `pronoun` is measured in the encoder, `adjective`, the last word of the translation, in the decoder.
     """
-    found: dict[str, list[NDArray[np.float64]]] = {"pronoun": [], "adjective": []}
+    weights_of: dict[str, list[NDArray[np.float64]]] = {"pronoun": [], "adjective": []}
     for text in sentences:
         match = LIKE_IT.search(text)
         if match is None:
             continue
         adjective = re.findall(r"\w+", translator.translate(text).text)[-1]
         for kind, word in (("pronoun", match[2]), ("adjective", adjective)):
-            looked = word_attention(translator, text, word)
-            found[kind].append(looked.weights[:, looked.source.index("because") - 1])
-    return {f"{kind}, {len(rows)} sentences": np.mean(rows, axis=0).round(2) for kind, rows in found.items() if rows}
+            attention = word_attention(translator, text, word)
+            weights_of[kind].append(attention.weights[:, attention.source.index("because") - 1])
+    return {
+        f"{kind}, {len(rows)} sentences": np.mean(rows, axis=0).round(2) for kind, rows in weights_of.items() if rows
+    }
 
 
 def _translator(run: str | Path | Translator) -> Translator:

@@ -53,7 +53,7 @@ def opening(browser: Any, url: str, ready: Callable[[], bool] = lambda: True) ->
     assert complaints == []
 
 
-def shows(page: Any, place: str, text: str | re.Pattern[str]) -> None:
+def expect_text(page: Any, place: str, text: str | re.Pattern[str]) -> None:
     """Wait until an element has this text."""
     playwright.expect(page.locator(place)).to_have_text(text, timeout=1000 * PATIENCE)
 

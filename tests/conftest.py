@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from qkv.core.dataset import PreparedText
 from qkv.options import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from qkv.core.batches import Update
+    from qkv.core.dataset import PreparedText
     from qkv.core.trainer import Trainer
-    from qkv.data.loader import Step
-    from qkv.data.store import Prepared
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -130,7 +131,7 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
 
 
-def begun(folder: Path, spec: Config) -> tuple[Config, Prepared]:
+def begun(folder: Path, spec: Config) -> tuple[Config, PreparedText]:
     """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
     from qkv.api.run_training import _begin
 
@@ -138,7 +139,7 @@ def begun(folder: Path, spec: Config) -> tuple[Config, Prepared]:
     return run.config, prepared
 
 
-def updates(trainer: Trainer, count: int) -> list[Step]:
+def updates(trainer: Trainer, count: int) -> list[Update]:
     """The next updates that a trainer would be given."""
     steps = trainer.updates.starting(trainer.progress.position)
     found = [next(steps) for _ in range(count)]

@@ -66,25 +66,27 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None) -> Answer:
+    def request(
+        self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None
+    ) -> Answer:
         """A request on a connection of its own: bytes as they are, anything else as JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if isinstance(body, bytes | None) else JSON
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             line.request(method or ("GET" if body is None else "POST"), path, data, kind | (headers or {}))
-            found = line.getresponse()
-            return Answer(found.status, {k.lower(): v for k, v in found.headers.items()}, found.read())
+            response = line.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.headers.items()}, response.read())
         finally:
             line.close()
 
     def translate(self, text: str | list[str], **more: Any) -> Any:
-        found = self.ask("/translate", {"q": text, "source": "en", "target": "it", **more})
-        assert found.status == 200, found.data
-        return found.json["translatedText"]
+        response = self.request("/translate", {"q": text, "source": "en", "target": "it", **more})
+        assert response.status == 200, response.data
+        return response.json["translatedText"]
 
     def metric(self, name: str) -> float:
-        lines = self.ask("/metrics").data.decode().splitlines()
+        lines = self.request("/metrics").data.decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
 
     @property
@@ -99,7 +101,7 @@ class Server:
     @property
     def accepted(self) -> int:
         """Number of sentences that were accepted and are not answered."""
-        health = self.ask("/health").json
+        health = self.request("/health").json
         return int(health["waiting"] + health["running"])
 
     @contextmanager
@@ -145,7 +147,7 @@ def serving(*arguments: object, ready: bool = True, load_after: Path | None = No
             assert process.poll() is None, log.read_text()
             server.port = int(log.read_text().split("/ serves")[0].rsplit(":", 1)[1])
             if ready:
-                server.until(lambda: server.ask("/health/ready").status == 200)
+                server.until(lambda: server.request("/health/ready").status == 200)
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
@@ -161,7 +163,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def train_writer(folder: Path) -> Path:
+def train_language_model(folder: Path) -> Path:
     """The run of a small language model, letter by letter."""
     lines = [source for source, _ in sentences(300, seed=5)]
     (folder / "text.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -13,8 +13,8 @@ from conftest import Call, Done, sentences, tiny_config, write_pairs
 from qkv.api import auto_recipe, run_training
 from qkv.assembly import Run
 from qkv.core import files
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.options import Config, CorpusConfig, DataConfig, DecoderOnlyConfig, TokenizerConfig, TrainConfig
 
 Pair = tuple[str, str]
@@ -87,7 +87,7 @@ def test_a_command_adapts_with_nothing_configured(
     assert f"as it comes from {tiny.resolve()}: loss" in done.err
     made = Run.open(tmp_path / "run").config
     assert dataclasses.replace(made.model, dropout=0.0) == Run.open(tiny).config.model
-    assert made.train.steps == 2 * auto_recipe.updates_a_pass(made, Prepared.open(tmp_path / "run" / "store"))
+    assert made.train.steps == 2 * auto_recipe.updates_a_pass(made, PreparedText.open(tmp_path / "run" / "store"))
     assert made.train.learning_rate == pytest.approx(auto_recipe.ADAPTING_RATE * auto_recipe._rate(made), abs=1e-5)
     assert "--resume takes" in call("train", "--resume", "--from", tiny, "--run", tmp_path / "run").error
 

@@ -18,7 +18,7 @@ import qkv
 from conftest import sentences
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
-from qkv.data import links
+from qkv.data import alignments
 from qkv.data.subwords import learn
 from qkv.documents.inline_markup import place_markup, strip_markup
 from qkv.explain.word_alignment import (
@@ -95,16 +95,16 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     ).src
 
 
-@pytest.mark.parametrize("rule", links.RULES)
+@pytest.mark.parametrize("rule", alignments.RULES)
 def test_words_have_the_tokens_that_hold_them(tokenizer: Tokenizer, rule: str) -> None:
     pick = random.Random(1)
     drawn = ["".join(pick.choices("ab' -.é猫\u0301\t9\"", k=pick.randint(1, 12))) for _ in range(200)]
     for text in AWKWARD + drawn:
         ids = [tokenizer.tag("it"), *tokenizer.encode(text)]
-        groups = links.tokens_of_words(tokenizer, ids, text, rule)
+        groups = alignments.tokens_of_words(tokenizer, ids, text, rule)
         plain = unicodedata.normalize("NFC", text)
-        words = links.words(plain, rule)
-        assert len(groups) == len(words) == len(links.words(text, rule))
+        words = alignments.words(plain, rule)
+        assert len(groups) == len(words) == len(alignments.words(text, rule))
         for word, group in zip(words, groups, strict=True):
             assert group == list(range(group[0], group[-1] + 1))
             held = b"".join(tokenizer.bytes_of(ids[place]) for place in group)
@@ -123,8 +123,8 @@ def test_the_demo_counts_words_as_its_gold_does() -> None:
         ("Twenty-three.", "Sì, è così?"),
     ]
     for text in (text for pair in pairs for text in pair):
-        assert links.words(text) == demo.words(text)
-    assert links.words("A cat, and  a dog.", "spaces") == ["A", "cat,", "and", "a", "dog."]
+        assert alignments.words(text) == demo.words(text)
+    assert alignments.words("A cat, and  a dog.", "spaces") == ["A", "cat,", "and", "a", "dog."]
 
 
 # ---- from weights to links -------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:
     assert isinstance(translator, qkv.Translator)
     model, both = translator.model, translator.tokenizers
     sources, targets = map(list, zip(*sentences(60, seed=5), strict=True))
-    gold = [Alignment((i, i) for i in range(len(links.words(source)))) for source in sources]
+    gold = [Alignment((i, i) for i in range(len(alignments.words(source)))) for source in sources]
     ranked = rank_heads(model, both, sources[:30], targets[:30], gold[:30], CPU)
     head, score = ranked[0]
     assert score.aer < 0.1 < ranked[-1][1].aer
@@ -255,7 +255,7 @@ def trees() -> st.SearchStrategy[str]:
 
 @given(trees(), st.text("xy .,'è", max_size=20), st.randoms(use_true_random=False), st.floats(0, 1))
 def test_markup_is_always_well_formed(source: str, translation: str, pick: random.Random, share: float) -> None:
-    given_, written = len(links.words(strip_markup(source))), len(links.words(translation))
+    given_, written = len(alignments.words(strip_markup(source))), len(alignments.words(translation))
     alignment = {(i, j) for i in range(given_) for j in range(written) if pick.random() < share}
     marked = place_markup(source, translation, alignment)
     assert strip_markup(marked) == translation
@@ -271,8 +271,8 @@ def test_markup_is_always_well_formed(source: str, translation: str, pick: rando
 
 
 def test_words_of_scripts_whose_vowels_are_signs() -> None:
-    assert links.words("हिन्दी भाषा") == ["हिन्दी", "भाषा"]
-    assert links.words("น้ำ") == ["น้ำ"]
-    assert links.words("كَتَبَ.") == ["كَتَبَ", "."]
+    assert alignments.words("हिन्दी भाषा") == ["हिन्दी", "भाषा"]
+    assert alignments.words("น้ำ") == ["น้ำ"]
+    assert alignments.words("كَتَبَ.") == ["كَتَبَ", "."]
     with pytest.raises(UsageError, match="choose one of spaces, marks"):
-        links.words("a", "letters")
+        alignments.words("a", "letters")

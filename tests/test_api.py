@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from qkv import api
 from qkv.api import Translation, Translator
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.translate import translate_lines
 from qkv.segmentation.sentences import split
 
 
@@ -186,8 +188,34 @@ def test_pieces_are_glued_as_the_language_is_written(tiny: Path, language: str, 
     tgt = translator.tokenizers.tgt
     pieces = split("甲。B! C", lambda piece: len(piece) <= 2)
     assert pieces.separators == ("", "", " ", "")
-    found = [[Hypothesis(tgt.encode(text), -1.0, -0.5, False)] for text in ("α。", "β!", "γ")]
-    assert translator._translation(pieces, found).text == joined
+    assert translator._join(pieces, [tgt.decode(tgt.encode(text)) for text in ("α。", "β!", "γ")]).strip() == joined
+
+
+def test_lines_in_lines_out() -> None:
+    """The core's part alone: a search that spells each source backwards, and remembers what it was given."""
+    both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
+    given: list[tuple[str, int]] = []
+
+    def search(sources: list[list[int]], line_of: list[int]) -> list[list[Hypothesis]]:
+        given.extend((both.src.decode(ids), line) for ids, line in zip(sources, line_of, strict=True))
+        return [
+            [Hypothesis(ids[::-1], -2.0, -1.0, len(ids) > 3), Hypothesis(ids, -3.0, -2.0, False)] for ids in sources
+        ]
+
+    first, blank, last = translate_lines(["ab", " \t", " cde "], both, search, max_length=4)
+    assert given == [("ab", 0), ("cde", 2)]
+    assert (str(first), first.score, first.logprob, first.pieces, first.finish_reason) == ("ba", -1.0, -2.0, 1, "stop")
+    assert [other.text for other in first.alternatives] == ["ab"]
+    assert (blank.text, blank.pieces, blank.tokens, blank.finish_reason) == ("", 0, [], "blank")
+    assert (last.text, last.truncated, last.finish_reason, last.length_ratio) == ("edc", True, "length", 1.0)
+    with pytest.raises(UsageError, match=r"line 2: 6 tokens, at most 4: split the line"):
+        translate_lines(["a", "abcde"], both, search, max_length=4)
+
+    def split(line: str, number: int) -> tuple[list[str], Callable[[list[str]], str]]:
+        return line.split(), lambda texts: "-".join(text.strip() for text in texts)
+
+    (joined,) = translate_lines(["abcd efgh"], both, search, max_length=4, split=split)
+    assert (joined.text, joined.score, joined.pieces) == ("dcba-hgfe", -2.0, 2)
 
 
 def test_any_text_is_answered(translator: Translator) -> None:

@@ -32,9 +32,10 @@ from qkv import cli
 from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
 from qkv.api.file_translation import Crew
 from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
-from qkv.api.results import Alternative
+from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.corpus import blocks, read, resolve
+from qkv.core.translate import Alternative
+from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
 
 DOCS = Path(__file__).parents[1] / "docs" / "augmenting.md"
@@ -338,8 +339,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
-    (corpus,) = resolve([CorpusConfig(src=str(path))], DataConfig())
-    return [pair for block in blocks(corpus, corpus.paths) for pair in read(block) if pair]
+    (corpus,) = find_text([CorpusConfig(src=str(path))], DataConfig())
+    return [pair for block in split_into_blocks(corpus, corpus.paths) for pair in read_block(block) if pair]
 
 
 @given(

@@ -19,12 +19,25 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import PATIENCE, wait_until
+from qkv.core import batches
+from qkv.core.batches import (
+    Batch,
+    PairBatches,
+    PlannedUpdate,
+    Position,
+    Update,
+    choose_micro_tokens,
+    collate,
+    cut,
+    pad_share,
+    plan_epoch,
+    share,
+    visits,
+)
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data import batches
-from qkv.data.batches import Update, choose_micro_tokens, cut, pad_share, plan, share, visits
-from qkv.data.loader import Batch, Pairs, Position, Step, collate
-from qkv.data.subwords import learn
+from qkv.data.subwords import learn, pair_dropout
 from qkv.options import TokenizerConfig
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
@@ -43,11 +56,15 @@ def realistic(pairs: int, median: float, spread: float, seed: int = 0) -> tuple[
     return src + 1, tgt + 1
 
 
-def flat(updates: list[Update]) -> list[list[list[int]]]:
+def flat(updates: list[PlannedUpdate]) -> list[list[list[int]]]:
     return [[micro.tolist() for micro in update] for update in updates]
 
 
-def sizes(update: Update, src: NDArray[np.int64], tgt: NDArray[np.int64]) -> list[int]:
+def micros_of(updates: list[PlannedUpdate]) -> list[NDArray[np.int64]]:
+    return [micro for update in updates for micro in update]
+
+
+def sizes(update: PlannedUpdate, src: NDArray[np.int64], tgt: NDArray[np.int64]) -> list[int]:
     """Padded tokens of each micro-batch, on the side that has more."""
     return [len(micro) * int(max(src[micro].max(), tgt[micro].max())) for micro in update]
 
@@ -61,7 +78,7 @@ def test_a_plan_visits_each_once_within_its_budgets(
 ) -> None:
     src, tgt = arrays(pairs)
     indices = np.random.default_rng(seed).permutation(len(pairs))
-    updates = plan(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=seed, epoch=epoch)
+    updates = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=seed, epoch=epoch)
     visited = [i for update in updates for micro in update for i in micro.tolist()]
     assert sorted(visited) == list(range(len(pairs)))
     for update in updates:
@@ -76,7 +93,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
 
     def planned(seed: int, epoch: int) -> list[list[list[int]]]:
         indices = visits(np.zeros(2000, np.int64), (1.0,), seed=seed, epoch=epoch)
-        return flat(plan(indices, src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
+        return flat(plan_epoch(indices, src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
 
     first = planned(1, 0)
     np.random.seed(5)  # nobody else's random state matters
@@ -87,7 +104,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
         assert other not in others[:i]
         assert sorted(str(sorted(u)) for u in other) != sorted(str(sorted(u)) for u in first)  # other company, too
     same_sentences = [
-        flat(plan(np.arange(2000), src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
+        flat(plan_epoch(np.arange(2000), src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
         for seed, epoch in [(1, 0), (1, 1), (2, 0)]
     ]
     assert all(one != other for one, other in combinations(same_sentences, 2))  # in another order
@@ -95,7 +112,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
 
 def test_updates_fill_their_budget() -> None:
     src, tgt = realistic(30_000, 20, 0.5)
-    updates = plan(np.arange(30_000), src, tgt, tokens=8000, micro_tokens=2000, seed=0, epoch=0)
+    updates = plan_epoch(np.arange(30_000), src, tgt, tokens=8000, micro_tokens=2000, seed=0, epoch=0)
     filled = [sum(sizes(update, src, tgt)) for update in updates]
     assert np.mean(filled) > 0.95 * 8000
     assert {len(update) for update in updates[:-1]} >= {4}
@@ -133,7 +150,7 @@ def test_a_part_of_a_corpus_is_another_part_each_epoch() -> None:
 @given(lengths_of, st.integers(1, 9), st.integers(40, 400))
 def test_ranks_partition_every_update(pairs: list[tuple[int, int]], world: int, tokens: int) -> None:
     src, tgt = arrays(pairs)
-    for update in plan(np.arange(len(pairs)), src, tgt, tokens=tokens, micro_tokens=tokens // 2, seed=0, epoch=0):
+    for update in plan_epoch(np.arange(len(pairs)), src, tgt, tokens=tokens, micro_tokens=tokens // 2, seed=0, epoch=0):
         shares = [share(update, rank, world) for rank in range(world)]
         together = [i for mine in shares for micro in mine for i in micro.tolist()]
         assert sorted(together) == sorted(i for micro in update for i in micro.tolist())
@@ -152,7 +169,7 @@ def test_ranks_partition_every_update(pairs: list[tuple[int, int]], world: int, 
 def test_pad_share_by_hand() -> None:
     src, tgt = np.array([2, 4, 3]), np.array([5, 5, 1])
     # Source: 2 + 4 of 2 × 4, and 3 of 3; target: 10 of 10, and 1 of 1. So 2 of 22 are padding.
-    assert pad_share([[np.array([0, 1]), np.array([2])]], src, tgt) == pytest.approx(2 / 22)
+    assert pad_share([np.array([0, 1]), np.array([2])], src, tgt) == pytest.approx(2 / 22)
 
 
 @pytest.mark.parametrize("tokens", [4096, 25_000])
@@ -162,18 +179,18 @@ def test_padding_stays_under_five_percent(median: float, spread: float, tokens: 
     src, tgt = realistic(pairs, median, spread)
     micro_tokens = choose_micro_tokens(src, tgt, tokens)
     assert tokens // micro_tokens in (2**k for k in range(10))
-    assert micro_tokens >= max(src.max(), tgt.max(), batches.LEAST)
+    assert micro_tokens >= max(src.max(), tgt.max(), batches.MIN_TOKENS)
     for epoch in range(3):
         indices = visits(np.zeros(pairs, np.int64), (1.0,), seed=7, epoch=epoch)
-        updates = plan(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=7, epoch=epoch)
-        assert pad_share(updates, src, tgt) < 0.05
-    twice = plan(indices, src, tgt, tokens=tokens, micro_tokens=2 * micro_tokens, seed=7, epoch=epoch)
-    assert micro_tokens == tokens or pad_share(twice, src, tgt) > 0.045  # the largest that will do
+        updates = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=7, epoch=epoch)
+        assert pad_share(micros_of(updates), src, tgt) < 0.05
+    twice = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=2 * micro_tokens, seed=7, epoch=epoch)
+    assert micro_tokens == tokens or pad_share(micros_of(twice), src, tgt) > 0.045  # the largest that will do
 
 
 def test_micro_batches_are_worth_a_pass_even_if_padded() -> None:
     src, tgt = realistic(300, 22, 0.6)
-    assert batches.LEAST <= choose_micro_tokens(src, tgt, 25_000) < 2 * batches.LEAST
+    assert batches.MIN_TOKENS <= choose_micro_tokens(src, tgt, 25_000) < 2 * batches.MIN_TOKENS
 
 
 def test_micro_batches_hold_the_longest_sentence() -> None:
@@ -195,11 +212,13 @@ def both() -> TokenizerPair:
 
 @dataclass
 class FakeStore:
-    """Random sentences of two corpora, the second tagged; the interface of a Store without its files."""
+    """Random sentences of two corpora, the second tagged; the interface of a TokenStore without its files."""
 
     weights: tuple[float, ...] = (1.0, 1.0)
     sentences: int = 120
     sides: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    micro_tokens: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(9)
@@ -212,32 +231,29 @@ class FakeStore:
                 rows[half:] = [[tokenizer.tag("fr"), *row] for row in rows[half:]]
             self.sides[name] = [np.array(row, np.uint16) for row in rows]
 
-    def flat(self, side: str, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
         rows = [self.sides[side][i] for i in indices]
-        return np.concatenate(rows), np.array([len(row) for row in rows])
+        return Rows(np.concatenate(rows), np.array([len(row) for row in rows]))
 
-    @property
-    def src_lengths(self) -> NDArray[np.uint32]:
-        return np.array([len(row) for row in self.sides["src"]], np.uint32)
-
-    @property
-    def tgt_lengths(self) -> NDArray[np.uint32]:
-        return np.array([len(row) for row in self.sides["tgt"]], np.uint32)
+    def lengths(self, side: str) -> NDArray[np.uint32]:
+        return np.array([len(row) for row in self.sides[side]], np.uint32)
 
 
-def updates_of(**options: Any) -> Pairs:
-    store = options.pop("store", None) or FakeStore()
-    return Pairs(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
+def updates_of(**options: Any) -> PairBatches:
+    store: Any = options.pop("store", None) or FakeStore()
+    if dropout := options.pop("dropout", 0.0):
+        options["cut"] = pair_dropout(both(), dropout)
+    return PairBatches(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
 
 
-def plain(step: Step) -> Any:
-    return step.after, [[t.tolist() for t in (b.source, b.lengths, b.target, b.labels)] for b in step.micros]
+def plain(step: Update) -> Any:
+    return step.after, [[t.tolist() for t in (b.source, b.lengths, b.target, b.labels)] for b in step.micro_batches]
 
 
-def pairs_in(steps: list[Step]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def pairs_in(steps: list[Update]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Every pair of rows, without padding, <s> and </s>."""
     found = []
-    for batch in (batch for step in steps for batch in step.micros):
+    for batch in (batch for step in steps for batch in step.micro_batches):
         for source, labels in zip(batch.source.tolist(), batch.labels.tolist(), strict=True):
             found.append((tuple(source[: source.index(2)]), tuple(labels[: labels.index(2)])))
     return found
@@ -271,7 +287,7 @@ def test_an_epoch_loads_every_pair_once() -> None:
 @given(st.integers(0, 25))
 def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -> None:
     updates = updates_of(dropout=dropout)
-    whole = list(islice(updates._steps(Position(0, 0)), 30))
+    whole = list(islice(updates._updates(Position(0, 0)), 30))
     assert {step.after.epoch for step in whole} >= {0, 1}
     position = whole[start - 1].after if start else Position(0, 0)
     tail = islice(updates_of(dropout=dropout).starting(position), 30 - start)
@@ -279,7 +295,7 @@ def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -
 
 
 def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
-    def loaded(**options: Any) -> list[Step]:
+    def loaded(**options: Any) -> list[Update]:
         updates = updates_of(**options)
         return list(islice(updates.starting(Position(0, 0)), len(updates.plan(0))))
 
@@ -313,10 +329,10 @@ def test_ranks_together_load_what_one_would(world: int, dropout: float) -> None:
 
 def test_an_error_in_the_thread_reaches_the_reader() -> None:
     class Broken(FakeStore):
-        def flat(self, side: str, indices: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
             if 77 in indices:
                 raise OSError("the disk is gone")
-            return super().flat(side, indices)
+            return super().rows(side, indices)
 
     steps = updates_of(store=Broken()).starting(Position(0, 0))
     with pytest.raises(OSError, match="the disk is gone"):
@@ -343,13 +359,13 @@ def test_the_thread_ends_with_its_reader() -> None:
 
 def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Batch] = []
-    make = Pairs.batch
+    make = PairBatches.batch
 
-    def counted(self: Pairs, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+    def counted(self: PairBatches, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
         made.append(make(self, micro, seed))
         return made[-1]
 
-    monkeypatch.setattr(Pairs, "batch", counted)
+    monkeypatch.setattr(PairBatches, "batch", counted)
     steps = updates_of(micro_tokens=400).starting(Position(0, 0))  # a micro-batch an update
     next(steps)
     ahead = 1 + 4 + 1  # read, queued, and the one in hand

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from qkv.core import corpus as module
+from qkv.core.corpus import decompress, read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
-from qkv.data import corpus as module
-from qkv.data.corpus import blocks, read, resolve, unpack
-from qkv.data.languages import languages
+from qkv.data.formats import find_text, infer_languages
 from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
@@ -40,9 +40,9 @@ def pairs_of(
     tmp_path: Path, spec: CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
 ) -> list[tuple[str, ...] | None]:
     data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
-    (found,) = resolve(data.train, data)
-    files = tuple(unpack(path, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
-    return [pair for block in blocks(found, files) for pair in read(block, on_bad)]
+    (found,) = find_text(data.train, data)
+    files = tuple(decompress(path, found.reader, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
+    return [pair for block in split_into_blocks(found, files) for pair in read_block(block, on_bad)]
 
 
 def lines(texts: list[str], end: str = "\n") -> bytes:
@@ -113,13 +113,13 @@ def test_ends_of_lines_and_files(tmp_path: Path) -> None:
 
 
 def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     src = [f"line {n} " + "x" * (n % 90) for n in range(200)]
     tgt = [f"Zeile {n}" for n in range(200)]
     spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
     assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
-    (found,) = resolve((spec,), DataConfig(root=str(tmp_path)))
-    cut = blocks(found, found.paths)
+    (found,) = find_text((spec,), DataConfig(root=str(tmp_path)))
+    cut = split_into_blocks(found, found.paths)
     assert len(cut) > 50
     assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
 
@@ -154,7 +154,7 @@ def test_empty_files(tmp_path: Path) -> None:
 
 
 def test_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 20)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 20)
     spec = write_pair(tmp_path, b"one\n" * 20 + b"tw\xf6\nthree\n", b"eins\n" * 22)
     with pytest.raises(QkvError, match=r"a\.en, line 21: not UTF-8 \(byte 0xF6 at position 3\).*on_bad"):
         pairs_of(tmp_path, spec)
@@ -225,7 +225,7 @@ def test_wrong_calls(tmp_path: Path, spec: CorpusConfig, message: str) -> None:
 def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, b"one\n", b"eins\n")
     with pytest.raises(UsageError, match="one kind only"):
-        resolve((pair, CorpusConfig(text="a.en")), DataConfig(root=str(tmp_path)))
+        find_text((pair, CorpusConfig(text="a.en")), DataConfig(root=str(tmp_path)))
 
 
 # ---- languages -------------------------------------------------------------------------------------------------------
@@ -253,17 +253,17 @@ def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
 )
 def test_the_names_of_files_tell_their_languages(names: list[str], found: tuple[str, str]) -> None:
     corpora = tuple(CorpusConfig(*pair.split(" ")) for pair in names)
-    data = languages(DataConfig(train=corpora))
+    data = infer_languages(DataConfig(train=corpora))
     assert (data.src_lang, data.tgt_lang) == found
-    assert languages(data) == data
-    assert languages(DataConfig(train=corpora[:1], valid=corpora[1:])).src_lang == found[0]
+    assert infer_languages(data) == data
+    assert infer_languages(DataConfig(train=corpora[:1], valid=corpora[1:])).src_lang == found[0]
 
 
 def test_languages_that_are_given_stay() -> None:
     given = DataConfig(train=(CorpusConfig("train.en", "train.de"),), tgt_lang="de-AT")
-    assert languages(given) == dataclasses.replace(given, src_lang="en")
+    assert infer_languages(given) == dataclasses.replace(given, src_lang="en")
 
 
 def test_plain_text_has_no_pair_of_languages() -> None:
     plain = DataConfig(train=(CorpusConfig(text="book.en"),))
-    assert languages(plain) == plain
+    assert infer_languages(plain) == plain

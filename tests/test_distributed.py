@@ -21,11 +21,10 @@ import qkv
 from conftest import PATIENCE, sentences, tiny_config, wait_until, write_pairs
 from qkv import assembly
 from qkv.assembly import Run, trainer_for, updates_for
-from qkv.core import files
+from qkv.core import batches, files
 from qkv.core import run as core_run
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World
-from qkv.data import batches
-from qkv.data.store import Prepared
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.options import Config, RnnConfig
 from qkv.training import distributed
@@ -197,7 +196,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
     """So that what follows holds for them too."""
-    prepared = Prepared.open(runs / "aa" / "store")
+    prepared = PreparedText.open(runs / "aa" / "store")
     first = updates_for(Config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]
     assert any(not share for share in shares)
@@ -333,7 +332,7 @@ def test_buckets_hold_every_tensor_once_and_one_type_each(monkeypatch: pytest.Mo
 
 def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
     settings = Config.load(recipe).replace(model={"dropout": 0.5})
-    prepared = Prepared.open(runs / "aa" / "store")
+    prepared = PreparedText.open(runs / "aa" / "store")
     first, again, second = (trainer_for(settings, prepared, World(rank)) for rank in (0, 0, 1))
     with closing(first.updates.starting(first.progress.position)) as steps:
         update = next(steps)

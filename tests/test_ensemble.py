@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
+from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate, pad
 from qkv.decoding.ensemble import Ensemble
 from qkv.models.build import build
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
 from qkv.assembly import Run
+from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.core.translate import score_all, search_all
-from qkv.data.loader import pad
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.models import Transformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from conftest import begun, resume, sentences, tiny_config, updates, weights, write_pairs
 from qkv.assembly import train_step_for, trainer_for
+from qkv.core.batches import PairBatches, Update
 from qkv.core.trainer import PlainTrainStep, Trainer
-from qkv.data.loader import Pairs, Step
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.training.memory_limits import MemoryLimitedStep
 from qkv.training.regularization import Ema
@@ -60,13 +60,13 @@ def average_of(trainer: Trainer) -> list[Tensor]:
 )
 def test_steps_are_those_of_the_plain_trainer(make: Make, train: dict[str, Any]) -> None:
     plain, fast = make(MemoryLimitedStep, **train), make(CudaTrainStep, **train)
-    assert isinstance(fast.updates, Pairs)
-    fast.updates.ragged_longest = 128  # a pair beyond it takes the plain way
+    assert isinstance(fast.updates, PairBatches)
+    fast.updates.longest = 128  # a pair beyond it takes the plain way
     ways, close = set(), 2e-4
     if plain.config.train.optimizer == "soap":
         close = 0.02  # eigenvectors of eigenvalues that are nearly alike follow the rounding
     for ours, theirs in zip(updates(fast, 12), updates(plain, 12), strict=True):
-        ways.add(bool(ours.micros))
+        ways.add(bool(ours.micro_batches))
         assert fast.step(ours) == pytest.approx(plain.step(theirs), rel=close)
         assert ours.tokens == theirs.tokens
     assert ways == {True, False}, "some updates must hold the long pair beside the others, and others not"
@@ -80,10 +80,10 @@ def test_steps_are_those_of_the_plain_trainer(make: Make, train: dict[str, Any])
 
 def test_an_update_in_several_passes_is_the_same_update(make: Make) -> None:
     whole, parts = make(CudaTrainStep), make(CudaTrainStep)
-    assert isinstance(parts.updates, Pairs)
-    parts.updates.ragged_tokens, several = 200, 0
+    assert isinstance(parts.updates, PairBatches)
+    parts.updates.packed_tokens, several = 200, 0
     for one, many in zip(updates(whole, STEPS), updates(parts, STEPS), strict=True):
-        several += len(many.ragged) > 1
+        several += len(many.packed) > 1
         assert parts.step(many) == pytest.approx(whole.step(one), rel=2e-4)
     assert several
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(make: Make, tmp_path: Path) ->
 
 def test_an_update_that_is_not_finite_changes_nothing(make: Make) -> None:
     trainer = make(CudaTrainStep, ema=0.9)
-    first, *rest = [update for update in updates(trainer, 12) if update.ragged]
+    first, *rest = [update for update in updates(trainer, 12) if update.packed]
     trainer.step(first)
     before = weights(trainer)
     assert isinstance(trainer.train_step, CudaTrainStep)
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_computed_in_parts(make: Make, monkeypatch: pytest.
     step = fast.train_step
     assert isinstance(step, CudaTrainStep)
     ours, theirs = next(
-        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].ragged
+        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].packed
     )
 
     def full(*_: Any) -> None:
@@ -133,17 +133,17 @@ def test_what_does_not_fit_is_computed_in_parts(make: Make, monkeypatch: pytest.
 
     monkeypatch.setattr(step.graphs(), "add_gradient", full)
     assert fast.step(ours) == pytest.approx(plain.step(theirs), rel=2e-4)
-    assert isinstance(fast.updates, Pairs)
-    assert fast.updates.ragged_tokens == max(ours.ragged[0].sizes) // 2
+    assert isinstance(fast.updates, PairBatches)
+    assert fast.updates.packed_tokens == max(ours.packed[0].sizes) // 2
 
 
 def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
     plain, fast = make(MemoryLimitedStep), make(CudaTrainStep)
     ours, theirs = next(
-        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].ragged
+        pair for pair in zip(updates(fast, STEPS), updates(plain, STEPS), strict=True) if pair[0].packed
     )
 
-    def rows(trainer: Trainer, update: Step) -> list[tuple[list[int], list[int]]]:
+    def rows(trainer: Trainer, update: Update) -> list[tuple[list[int], list[int]]]:
         found = []
         for batch in trainer.train_step.padded(update):
             for source, labels in zip(batch.source.tolist(), batch.labels.tolist(), strict=True):
@@ -155,9 +155,9 @@ def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
 
 def test_room_is_made_for_all_updates_of_a_pass(make: Make) -> None:
     trainer = make(CudaTrainStep, micro_tokens=0, seed=2)
-    assert isinstance(trainer.updates, Pairs)
+    assert isinstance(trainer.updates, PairBatches)
     most = trainer.updates.most_rows(0)
-    counts = [batch.counts for step in updates(trainer, len(trainer.updates.plan(0))) for batch in step.ragged]
+    counts = [batch.counts for step in updates(trainer, len(trainer.updates.plan(0))) for batch in step.packed]
     assert len(counts) > 1
     assert all(count <= room for batch in counts for count, room in zip(batch, most, strict=True))
     assert [max(column) > 0 for column in zip(*counts, strict=True)] == [room > 0 for room in most]
@@ -165,11 +165,11 @@ def test_room_is_made_for_all_updates_of_a_pass(make: Make) -> None:
 
 def test_rows_end_where_learned_positions_do(make: Make) -> None:
     free = make(CudaTrainStep)
-    assert isinstance(free.updates, Pairs)
+    assert isinstance(free.updates, PairBatches)
     model = {"positions": "learned", "max_positions": 500}
     learned = trainer_for(free.config.replace(model=model), free.text, step=CudaTrainStep)
-    assert isinstance(learned.updates, Pairs)
-    assert (free.updates.ragged_longest, learned.updates.ragged_longest) == (1024, 500)
+    assert isinstance(learned.updates, PairBatches)
+    assert (free.updates.longest, learned.updates.longest) == (1024, 500)
 
 
 def test_an_end_in_passes_is_that_of_its_own_plan(make: Make) -> None:

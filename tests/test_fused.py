@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qkv.core.batches import Batch, pad
+from qkv.core.dataset import Rows
 from qkv.core.loss import label_smoothed_loss
-from qkv.data.loader import Batch, pad
-from qkv.data.ragged import TILES, Flat, Ragged, lay
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
+from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.models.transformer import Transformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig
@@ -25,14 +26,14 @@ from qkv.training.regularization import r_drop_loss
 VOCAB = 50
 
 
-def end_to_end(batches: list[Batch], step: int) -> Ragged:
+def end_to_end(batches: list[Batch], step: int) -> PackedBatch:
     rows = [
         (source[: length - 1], label[: int((label != 0).sum()) - 1])
         for batch in batches
         for source, length, _, label in zip(*batch.inputs, batch.labels, strict=True)
     ]
-    flat = [Flat(torch.cat(side).numpy(), np.array([len(row) for row in side])) for side in zip(*rows, strict=True)]
-    return lay(*flat, bos=1, eos=2, pad=0, step=step)
+    flat = [Rows(torch.cat(side).numpy(), np.array([len(row) for row in side])) for side in zip(*rows, strict=True)]
+    return pack(*flat, bos=1, eos=2, pad=0, step=step)
 
 
 def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
@@ -198,7 +199,7 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
             assert max(source.stop - source.start, target.stop - target.start) <= tile
             own = laid.source.ids[source].tolist(), laid.target.ids[target].tolist(), laid.labels[target].tolist()
             if any(own[2]):
-                assert laid.source.places[source].tolist() == list(range(len(own[0])))
+                assert laid.source.positions[source].tolist() == list(range(len(own[0])))
                 found.append(own)
     assert sorted(found) == sorted(rows)
     assert laid.sizes[0] % 256 == laid.sizes[1] % 256 == 0

@@ -15,12 +15,13 @@ from conftest import begun, sentences, tiny_config, updates, weights, write_pair
 from qkv.api.run_training import _begin
 from qkv.assembly import trainer_for
 from qkv.core import checkpoint
+from qkv.core.batches import Batch, Update
+from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.trainer import Trainer
-from qkv.data import links
-from qkv.data import store as store_module
-from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared, prepare
+from qkv.data import alignments, text_preparation
+from qkv.data.alignments import batch_alignment
+from qkv.data.text_preparation import prepare_text
 from qkv.models.attention import record
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
@@ -82,7 +83,7 @@ def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trai
 
 def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer]) -> None:
     made = trainer()
-    batch = updates(made, 1)[0].micros[0]
+    batch = updates(made, 1)[0].micro_batches[0]
     guide = made.train_step.objective
     assert isinstance(guide, GuidedAlignment)
     assert [guided_layer(layers) for layers in (1, 2, 3, 6)] == [0, 0, 1, 4]
@@ -99,18 +100,18 @@ def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer
 def mass(trainer: Trainer, batch: Batch) -> float:
     """The mean weight of the guided head on linked tokens."""
     guide = GuidedAlignment(trainer.model, weight=1.0, smoothing=0.0, pad=0)
-    assert batch.links is not None
+    assert batch.alignment is not None
     with torch.no_grad(), guide.recording() as seen:
         trainer.model.hidden(*batch.inputs)
-        row, source, target = batch.links.unbind(1)
+        row, source, target = batch.alignment.unbind(1)
         found = guide.log_weights(*seen).exp()[row, target, source]
-    return float(found.sum() / len(torch.unique(batch.links[:, [0, 2]], dim=0)))
+    return float(found.sum() / len(torch.unique(batch.alignment[:, [0, 2]], dim=0)))
 
 
 def test_a_few_steps_bring_the_mass_to_the_links(trainer: Callable[..., Trainer]) -> None:
     guided, free = (trainer(guided_alignment=w, schedule="constant", warmup=0) for w in (1.0, 0.0))
     (step,) = updates(guided, 1)
-    batch = step.micros[0]
+    batch = step.micro_batches[0]
     found = [mass(guided, batch)]
     assert found[0] == pytest.approx(mass(free, batch))
     for _ in range(5):
@@ -126,7 +127,7 @@ def test_without_the_weight_alignments_change_nothing(trainer: Callable[..., Tra
     """Bit for bit what a corpus without alignments gives; and a batch then holds none."""
     plain, given_ = trainer(align=False), trainer(guided_alignment=0.0)
     for ours, theirs in zip(updates(plain, 6), updates(given_, 6), strict=True):
-        assert all(batch.links is None for batch in (*ours.micros, *theirs.micros))
+        assert all(batch.alignment is None for batch in (*ours.micro_batches, *theirs.micro_batches))
         assert plain.step(ours) == given_.step(theirs)
     after = weights(given_)
     assert all(torch.equal(weight, after[name]) for name, weight in weights(plain).items())
@@ -135,22 +136,22 @@ def test_without_the_weight_alignments_change_nothing(trainer: Callable[..., Tra
 def test_micro_batches_do_not_change_the_guided_step(trainer: Callable[..., Trainer]) -> None:
     whole, parts = trainer(), trainer()
     update = updates(whole, 1)[0]
-    batch = update.micros[0]
+    batch = update.micro_batches[0]
     pieces = [_rows(batch, 0, 1), _rows(batch, 1, 3), _rows(batch, 3, len(batch.source))]
-    together = whole.step(Step([batch], update.after))
-    assert together == pytest.approx(parts.step(Step(pieces, update.after)), rel=1e-5)
+    together = whole.step(Update([batch], update.after))
+    assert together == pytest.approx(parts.step(Update(pieces, update.after)), rel=1e-5)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-4, atol=1e-6)
     # The objective is part of what is minimised: twice the weight adds twice as much.
-    double = trainer(guided_alignment=1.0).step(Step([batch], update.after))
-    none = trainer(guided_alignment=0.0).step(Step([batch], update.after))
+    double = trainer(guided_alignment=1.0).step(Update([batch], update.after))
+    none = trainer(guided_alignment=0.0).step(Update([batch], update.after))
     assert double.loss - none.loss == pytest.approx(2 * (together.loss - none.loss), rel=1e-4)
     assert together.nll == pytest.approx(none.nll)
 
 
 def _rows(batch: Batch, first: int, stop: int) -> Batch:
-    assert batch.links is not None
-    own = batch.links[(batch.links[:, 0] >= first) & (batch.links[:, 0] < stop)]
+    assert batch.alignment is not None
+    own = batch.alignment[(batch.alignment[:, 0] >= first) & (batch.alignment[:, 0] < stop)]
     labels = batch.labels[first:stop]
     inputs = tuple(each[first:stop] for each in batch.inputs)
     return Batch(inputs, labels, int((labels != 0).sum()), own - torch.tensor([first, 0, 0]))
@@ -177,7 +178,11 @@ def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tm
 # ---- the store -------------------------------------------------------------------------------------------------------
 
 
-def expected_links(prepared: Prepared, part: str, gold: dict[str, str], tag: int = 0) -> list[list[list[int]]]:
+def links_of(store: TokenStore, i: int) -> Any:
+    return store.row("links", i).reshape(-1, 2)
+
+
+def expected_links(prepared: PreparedText, part: str, gold: dict[str, str], tag: int = 0) -> list[list[list[int]]]:
     """The links of each pair of a part, from its text."""
     kept, both = getattr(prepared, part), prepared.tokenizers
     found = []
@@ -185,10 +190,12 @@ def expected_links(prepared: Prepared, part: str, gold: dict[str, str], tag: int
         source, target = kept.src(n).tolist()[tag:], kept.tgt(n).tolist()
         text = both.src.decode(source)
         groups = [
-            links.tokens_of_words(side, ids, side.decode(ids), "spaces")
+            alignments.tokens_of_words(side, ids, side.decode(ids), "spaces")
             for side, ids in ((both.src, source), (both.tgt, target))
         ]
-        pairs = {(s + tag, t) for i, j in links.parse(gold[text]) for s in groups[0][i] for t in groups[1][j]}
+        pairs = {
+            (s + tag, t) for i, j in alignments.parse_pharaoh(gold[text]) for s in groups[0][i] for t in groups[1][j]
+        }
         found.append(sorted(map(list, pairs), key=lambda link: link[::-1]))
     return found
 
@@ -208,16 +215,16 @@ def test_the_store_keeps_links_between_tokens(tmp_path: Path, form: str, monkeyp
     if form == "packed":  # and read by two processes
         (tmp_path / "a.align.gz").write_bytes(gzip.compress((tmp_path / "a.align").read_bytes()))
         corpus = CorpusConfig(src, tgt, align="a.align.gz", tag="it")
-        monkeypatch.setattr(store_module, "SMALL", 0)
+        monkeypatch.setattr(text_preparation, "SMALL_TEXT", 0)
     data = DataConfig(train=(corpus,), root=str(tmp_path), workers=2)
-    prepared = prepare(data, TokenizerConfig(vocab=290), tmp_path / "store")
+    prepared = prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store")
     for part in ("train", "valid"):  # some are held out
         kept = getattr(prepared, part)
         expected = expected_links(prepared, part, gold, tag=1)
-        assert [kept.links(n).tolist() for n in range(len(kept))] == expected
+        assert [links_of(kept, n).tolist() for n in range(len(kept))] == expected
         assert sum(map(len, expected)) > len(kept)
     assert (tmp_path / "store" / "train.links.ids").stat().st_size == 4 * sum(
-        len(prepared.train.links(n)) for n in range(len(prepared.train))
+        len(links_of(prepared.train, n)) for n in range(len(prepared.train))
     )
 
 
@@ -227,21 +234,21 @@ def test_a_corpus_without_alignments_has_no_links(tmp_path: Path) -> None:
     (tmp_path / "one.align").write_text("0-0\n" * 60, encoding="utf-8")
     plain, given_ = CorpusConfig(*two), CorpusConfig(*one, align=str(tmp_path / "one.align"))
     data = DataConfig(train=(given_, plain), valid=(plain,))
-    prepared = prepare(data, TokenizerConfig(vocab=290), tmp_path / "store")
-    counts = [len(prepared.train.links(n)) > 0 for n in range(len(prepared.train))]
+    prepared = prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store")
+    counts = [len(links_of(prepared.train, n)) > 0 for n in range(len(prepared.train))]
     assert counts == (prepared.train.corpus == 0).tolist()
-    assert not any(len(prepared.valid.links(n)) for n in range(len(prepared.valid)))
+    assert not any(len(links_of(prepared.valid, n)) for n in range(len(prepared.valid)))
     # Other alignments make another store, and none another again.
     (tmp_path / "one.align").write_text("0-0 0-0\n" * 60, encoding="utf-8")
-    assert prepare(data, TokenizerConfig(vocab=290), tmp_path / "store").train.links(0).tolist()
-    bare = prepare(
+    assert len(links_of(prepare_text(data, TokenizerConfig(vocab=290), tmp_path / "store").train, 0))
+    bare = prepare_text(
         DataConfig(train=(CorpusConfig(*one), plain), valid=(plain,)),
         TokenizerConfig(vocab=290),
         tmp_path / "b",
     )
     assert not list((tmp_path / "b").glob("*links*"))
     with pytest.raises(UsageError, match="prepared without alignments"):
-        bare.train.links(0)
+        batch_alignment(bare.train, np.array([0]))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +256,7 @@ def test_a_corpus_without_alignments_has_no_links(tmp_path: Path) -> None:
     [
         ("0-0 9-0", r"bad\.align, line 3: 9-0 names source word 9, counted from 0, of a sentence of \d words"),
         ("0-0 0-8", r"bad\.align, line 3: 0-8 names target word 8"),
-        ("0-0 0:1", r'bad\.align, line 3: "0:1" is no link'),
+        ("0-0 0:1", r'bad\.align, line 3: "0:1" is not a link'),
         ("0-0\n0-0", r"text\.tgt has 30 lines but .*bad\.align has 31 lines: line N of each must belong together"),
     ],
 )
@@ -260,18 +267,18 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
     (tmp_path / "bad.align").write_text("".join(f"{each}\n" for each in lines), encoding="utf-8")
     data = DataConfig(train=(CorpusConfig(*write_pairs(tmp_path, pairs), align=str(tmp_path / "bad.align")),))
     with pytest.raises(QkvError, match=message):
-        prepare(data, TokenizerConfig(vocab=280), tmp_path / "store")
+        prepare_text(data, TokenizerConfig(vocab=280), tmp_path / "store")
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"data": {"train": [{"src": "a", "tgt": "b"}]}}, "train.guided_alignment needs alignments"),
-        ({"tokenizer": {"dropout": 0.1}}, r"tokenizer\.dropout cuts otherwise"),
+        ({"tokenizer": {"dropout": 0.1}}, r"but tokenizer\.dropout changes them"),
         ({"model": {"kind": "rnn"}}, 'of model.kind = "transformer", not of "rnn"'),
-        ({"data": {"valid": [{"src": "a", "tgt": "b", "align": "c"}]}}, r"data\.valid\[0\]\.align teaches nothing"),
+        ({"data": {"valid": [{"src": "a", "tgt": "b", "align": "c"}]}}, r"data\.valid\[0\]\.align has no effect"),
         ({"data": {"max_length": 70_000}, "train": {"tokens_per_step": 90_000}}, "with align, at most 65535"),
-        ({"train": {"guided_alignment": 1.0, "r_drop": 1.0}}, "guides one pass, and train.r_drop takes two"),
+        ({"train": {"guided_alignment": 1.0, "r_drop": 1.0}}, "guides one pass, but train.r_drop has two"),
         ({"train": {"guided_alignment": -1.0}}, "guided_alignment = -1.0: must be at least 0"),
     ],
 )
@@ -289,4 +296,4 @@ def test_plain_text_has_no_alignment(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\n" * 30, encoding="utf-8")
     data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt"), align="a.align"),))
     with pytest.raises(UsageError, match="aligns two sides, and plain text has one"):
-        prepare(data, TokenizerConfig(), tmp_path / "store")
+        prepare_text(data, TokenizerConfig(), tmp_path / "store")

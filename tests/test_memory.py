@@ -13,11 +13,12 @@ from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv.assembly import trainer_for
+from qkv.core.batches import Batch, Update
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.trainer import Trainer
-from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared, prepare
+from qkv.data.text_preparation import prepare_text
 from qkv.models.build import build
 from qkv.options import (
     AttentionModelConfig,
@@ -33,18 +34,18 @@ LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreparedText]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(300)), tokens_per_step=512, micro_tokens=256)
     settings = settings.replace(model={"d_model": 16, "d_ff": 32, "encoder_layers": 2, "decoder_layers": 2})
-    return settings, prepare(settings.data, settings.tokenizer, folder / "store")
+    return settings, prepare_text(settings.data, settings.tokenizer, folder / "store")
 
 
 Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def trainer(prepared: tuple[Config, Prepared]) -> Make:
+def trainer(prepared: tuple[Config, PreparedText]) -> Make:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         settings, text = prepared
         return trainer_for(settings.replace(model=model or {}, train=train), text)
@@ -52,7 +53,7 @@ def trainer(prepared: tuple[Config, Prepared]) -> Make:
     return make
 
 
-def first(trainer: Trainer) -> Step:
+def first(trainer: Trainer) -> Update:
     steps = trainer.updates.starting(trainer.progress.position)
     update = next(steps)
     steps.close()
@@ -88,7 +89,7 @@ def test_what_does_not_fit_is_cut_and_the_step_stays_the_same(
 ) -> None:
     plenty, scarce = trainer(), trainer()
     update = first(plenty)
-    assert max(map(memory_limits.size, update.micros)) > tokens
+    assert max(map(memory_limits.size, update.micro_batches)) > tokens
     tried = small_device(scarce, monkeypatch, tokens)
     expected = plenty.step(update)
     assert scarce.step(update) == pytest.approx(expected, rel=1e-5)
@@ -132,12 +133,12 @@ def test_rows_are_taken_with_their_links() -> None:
     part = memory_limits.take(batch, 1, 3)
     assert part.tokens == 3
     assert part.source.tolist() == [[3, 4], [5, 6]]
-    assert part.links is not None
-    assert part.links.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
+    assert part.alignment is not None
+    assert part.alignment.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
     nothing = memory_limits.idle(batch)
     assert (nothing.tokens, nothing.labels.tolist()) == (0, [[0, 0]])
-    assert nothing.links is not None
-    assert len(nothing.links) == 0
+    assert nothing.alignment is not None
+    assert len(nothing.alignment) == 0
 
 
 def test_a_room_cuts_into_parts_that_fit() -> None:

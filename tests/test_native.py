@@ -18,10 +18,10 @@ from torch import Tensor
 
 from conftest import sentences
 from qkv.assembly import Run
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens, search
 from qkv.core.translate import search_all, token_logprobs
-from qkv.data.loader import collate
 from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, start_native

@@ -12,12 +12,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate, pad
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 import qkv
 from conftest import Call, sentences, tiny_config
 from qkv.api.completer import TextDecoder
+from qkv.core.batches import Position
+from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.loader import Position
-from qkv.data.plain import Blocks, Sentences, hide, text_blocks
-from qkv.data.store import Prepared, Store, prepare
+from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_blocks
 from qkv.data.subwords import learn
+from qkv.data.text_preparation import prepare_text
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models import DecoderOnly, EncoderOnly
 from qkv.options import (
@@ -43,11 +44,11 @@ CHARACTERS = learn((), LINES, TokenizerConfig(kind="char")).tgt
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\r"))
 
 
-def running_text(folder: Path, text: str, *, name: str = "text.txt", **data: Any) -> Prepared:
+def running_text(folder: Path, text: str, *, name: str = "text.txt", **data: Any) -> PreparedText:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text, encoding="utf-8")
     spec = DataConfig(train=(CorpusConfig(text=str(folder / name)),), **data)
-    return prepare(spec, TokenizerConfig(kind="char"), folder / "store", stream=True)
+    return prepare_text(spec, TokenizerConfig(kind="char"), folder / "store", running_text=True)
 
 
 # ---- text ↔ ids ------------------------------------------------------------------------------------------------------
@@ -111,12 +112,12 @@ def test_documents_end(tmp_path: Path) -> None:
 def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> None:
     spec = DataConfig(train=(CorpusConfig(src=corpus[0], tgt=corpus[1]),))
     with pytest.raises(UsageError, match="learns from running text: give text, not pairs"):
-        prepare(spec, TokenizerConfig(), tmp_path / "store", stream=True)
+        prepare_text(spec, TokenizerConfig(), tmp_path / "store", running_text=True)
     lines = "".join(line + "\n" for line in LINES)
     (tmp_path / "long.txt").write_text(lines, encoding="utf-8")
     (tmp_path / "short.txt").write_text(lines.replace("\n", " "), encoding="utf-8")
     both = tuple(CorpusConfig(text=str(tmp_path / name)) for name in ("long.txt", "short.txt"))
-    kept = prepare(DataConfig(train=both), TokenizerConfig(kind="char"), tmp_path / "both", stream=True)
+    kept = prepare_text(DataConfig(train=both), TokenizerConfig(kind="char"), tmp_path / "both", running_text=True)
     assert all(stop - first > 100 for first, stop in kept.train.ranges)  # a text of one line is not held out whole
     with pytest.raises(UsageError, match="1 lines of running text"):
         running_text(tmp_path / "one", "only one line")
@@ -126,7 +127,7 @@ def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> N
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     folder = tmp_path_factory.mktemp("blocks")
     return running_text(folder, "".join(line + "\n" for line in LINES)).train
 
@@ -135,7 +136,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
 def test_blocks_cover_the_text_once_and_are_cut_anew(length: int, rows: int, epoch: int, seed: int) -> None:
     text = running_text_store()
-    blocks = Blocks(text, length=length, tokens=rows * length, seed=seed)
+    blocks = BlockBatches(text, length=length, tokens=rows * length, seed=seed)
     plan = blocks.plan(epoch)
     starts = np.concatenate([micro for update in plan for micro in update])
     covered = np.sort(starts)[:, None] + np.arange(length)
@@ -151,34 +152,34 @@ def test_blocks_cover_the_text_once_and_are_cut_anew(length: int, rows: int, epo
     assert batch.tokens == batch.labels.numel()
 
 
-_store: list[Store] = []
+_store: list[TokenStore] = []
 
 
-def running_text_store() -> Store:
+def running_text_store() -> TokenStore:
     return _store[0]
 
 
 @pytest.fixture(autouse=True)
-def _share_the_store(store: Store) -> None:
+def _share_the_store(store: TokenStore) -> None:
     _store[:] = [store]
 
 
-def test_blocks_split_among_micro_batches_and_ranks(store: Store) -> None:
-    whole = Blocks(store, length=8, tokens=80, seed=1)
-    parts = [Blocks(store, length=8, tokens=80, micro_tokens=24, seed=1, rank=r, world=2) for r in range(2)]
+def test_blocks_split_among_micro_batches_and_ranks(store: TokenStore) -> None:
+    whole = BlockBatches(store, length=8, tokens=80, seed=1)
+    parts = [BlockBatches(store, length=8, tokens=80, micro_tokens=24, seed=1, rank=r, world=2) for r in range(2)]
     for (first, second), step in zip(
         zip(*(part.starting(Position(0, 0)) for part in parts), strict=False),
         islice(whole.starting(Position(0, 0)), 5),
         strict=False,
     ):
-        rows = torch.cat([batch.inputs[0] for batch in (*first.micros, *second.micros)])
-        assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, step.micros[0].inputs[0].tolist()))
+        rows = torch.cat([batch.inputs[0] for batch in (*first.micro_batches, *second.micro_batches)])
+        assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, step.micro_batches[0].inputs[0].tolist()))
         assert first.after == second.after == step.after
 
 
-def test_a_text_shorter_than_the_context_is_refused(store: Store) -> None:
+def test_a_text_shorter_than_the_context_is_refused(store: TokenStore) -> None:
     with pytest.raises(UsageError, match=r"holds no block of data\.max_length"):
-        Blocks(store, length=len(store.stream), tokens=10**6)
+        BlockBatches(store, length=len(store.stream), tokens=10**6)
 
 
 @given(st.lists(st.integers(3, 90), min_size=1, max_size=50), st.integers(1, 20))
@@ -374,7 +375,7 @@ def bigram_loss(train: str, valid: str) -> float:
 
 
 def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
-    prepared = Prepared.open(writer / "store")
+    prepared = PreparedText.open(writer / "store")
     tgt = prepared.tokenizers.tgt
     train, valid = (tgt.decode_text(store.stream.tolist()) for store in (prepared.train, prepared.valid))
     completer = qkv.Completer(writer)
@@ -472,7 +473,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
 @given(st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=30), min_size=1, max_size=5), st.integers(0, 99))
 def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed: int) -> None:
     random = [np.random.default_rng((seed, i)) for i in range(len(rows))]
-    batch = hide([np.array(row) for row in rows], CHARACTERS, 0.15, random)
+    batch = mask_tokens([np.array(row) for row in rows], CHARACTERS, 0.15, random)
     source, lengths = batch.inputs
     assert lengths.tolist() == [len(row) + 1 for row in rows]
     for row, given_ids, labels in zip(rows, source.tolist(), batch.labels.tolist(), strict=True):
@@ -486,7 +487,7 @@ def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed:
 
 def test_of_the_tokens_asked_for_eight_in_ten_are_hidden() -> None:
     rows = [np.full(2000, 50)]
-    batch = hide(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
+    batch = mask_tokens(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
     asked = batch.inputs[0][batch.labels != CHARACTERS.pad]
     assert len(asked) == pytest.approx(1000, abs=80)
     assert float((asked == CHARACTERS.bos).float().mean()) == pytest.approx(0.8, abs=0.04)
@@ -616,11 +617,11 @@ def test_without_positions_order_is_nothing() -> None:
 def test_sentences_are_read_by_themselves(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
     spec = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text.txt")),))
-    prepared = prepare(spec, TokenizerConfig(kind="char"), tmp_path / "store")
-    updates = Sentences(prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1)
+    prepared = prepare_text(spec, TokenizerConfig(kind="char"), tmp_path / "store")
+    updates = MaskedBatches(prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1)
     once, again = (islice(updates.starting(Position(0, 0)), 3) for _ in range(2))
     for a, b in zip(once, again, strict=True):
-        for x, y in zip(a.micros, b.micros, strict=True):
+        for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
             assert torch.equal(x.inputs[0], y.inputs[0])
             assert torch.equal(x.labels, y.labels)
 

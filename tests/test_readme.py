@@ -69,7 +69,7 @@ def test_the_commands_run(folder: Path) -> None:
             shutil.copytree("runs/mine", "runs/other")
         if arguments[0] == "serve":  # which would never end
             with serving(*arguments[1:]) as server:
-                assert len(server.ask("/models").json["models"]) == len(arguments[1:])
+                assert len(server.request("/models").json["models"]) == len(arguments[1:])
             continue
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
@@ -94,15 +94,24 @@ def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_map_names_what_is_there() -> None:
+    """The map of the README has exactly the packages and modules of the tree."""
     (code_map,) = [block for block in blocks("") if block.startswith("src/qkv/")]
+    lines = re.sub(r"\n {19}", " ", code_map).splitlines()
+    mapped: dict[str, set[str]] = {}
+    for line in lines:
+        if found := re.match(r"  (\w+)/ +(.*)", line):
+            folder, listed = found[1], found[2]
+            for inner, modules in re.findall(r"(\w+)/ \(([^)]*)\)", listed):
+                mapped[f"{folder}/{inner}"] = set(modules.split(", "))
+            mapped[folder] = set(re.sub(r"\w+/ \([^)]*\)", "", listed).replace("·", " ").split())
+        elif line.startswith("  "):
+            mapped[""] = mapped.get("", set()) | {name.removesuffix(".py") for name in line.replace("·", " ").split()}
     package = ROOT / "src" / "qkv"
-    for module in package.glob("*.py"):
-        if not module.name.startswith("__"):
-            assert module.name in code_map, f"{module.name} is missing from the README's map"
-    for folder in (path for path in package.iterdir() if (path / "__init__.py").exists()):
-        assert f"{folder.name}/" in code_map, f"{folder.name}/ is missing from the README's map"
-        named = re.search(rf"^  {folder.name}/ (.*(?:\n {{19}}.*)*)", code_map, re.MULTILINE)
-        assert named is not None
-        for module in folder.glob("*.py"):
-            if not module.name.startswith("__"):
-                assert module.stem in named[1], f"{folder.name}/{module.name} is missing from the README's map"
+    folders = [path.parent for path in package.rglob("__init__.py")]
+    there = {
+        "" if folder == package else folder.relative_to(package).as_posix(): {
+            module.stem for module in folder.glob("*.py") if not module.name.startswith("__")
+        }
+        for folder in folders
+    }
+    assert mapped == there

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from qkv.assembly import Run, task_for
+from qkv.core.batches import collate
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.run import JsonlLog
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.loader import collate
-from qkv.data.plain import block_batch, hide
-from qkv.data.store import Prepared
+from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
 from qkv.explain import head_analysis
 from qkv.explain.training_report import read_history, report_html, write_training_report
@@ -372,7 +372,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
                 np.stack([np.pad(row, (0, width - len(row)), constant_values=tokenizers.tgt.pad) for row in picked])
             )
         if kind == "encoder":
-            return hide(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
+            return mask_tokens(picked, tokenizers.tgt, 0.2, [np.random.default_rng(i) for i in chosen])
         return collate([rows[-1 - i] for i in chosen], picked, tokenizers)
 
     alone: dict[str, list[float]] = {}
@@ -395,7 +395,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 
 def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
-    prepared, model = Prepared.open(run.store), run.model(torch.device("cpu"))
+    prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
     task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS
     looked_at = task.sample(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
     assert looked_at.source.shape[0] == rows

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv.assembly import trainer_for
+from qkv.core.batches import Batch
+from qkv.core.dataset import PreparedText
 from qkv.core.loss import label_smoothed_loss
-from qkv.data.loader import Batch
-from qkv.data.store import Prepared, prepare
+from qkv.data.text_preparation import prepare_text
 from qkv.models import Transformer, record
 from qkv.models.attention import heads_of, without
 from qkv.models.build import build
@@ -166,13 +167,13 @@ def test_pad_and_take_are_each_others_reverse() -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreparedText]:
     folder = tmp_path_factory.mktemp("text")
     settings = tiny_config(*write_pairs(folder, sentences(200)), tokens_per_step=512, micro_tokens=256)
-    return settings, prepare(settings.data, settings.tokenizer, folder / "store")
+    return settings, prepare_text(settings.data, settings.tokenizer, folder / "store")
 
 
-def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None:
+def test_training_computes_no_padding(prepared: tuple[Config, PreparedText]) -> None:
     settings, text = prepared
     trainer = trainer_for(settings.replace(model={"dropout": 0.0}), text)
     model = trainer.model
@@ -184,9 +185,9 @@ def test_training_computes_no_padding(prepared: tuple[Config, Prepared]) -> None
     steps.close()
     trainer.train_step.gradients(update)
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    assert sum(rows) == update.tokens < sum(each.labels.numel() for each in update.micros)
+    assert sum(rows) == update.tokens < sum(each.labels.numel() for each in update.micro_batches)
     model.zero_grad()
-    for each in update.micros:
+    for each in update.micro_batches:
         hidden = model.hidden(*each.inputs)
         smoothing = trainer.config.train.label_smoothing
         loss, _ = label_smoothed_loss(hidden, model.output.weight, each.labels, smoothing=smoothing, pad=0)

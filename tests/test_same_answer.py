@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core import batches
+from qkv.core.batches import Batch, collate
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import score_all, search_all
-from qkv.data import batches
-from qkv.data.loader import Batch, collate
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.models import Transformer, record
 from qkv.models.state import SPARE

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate
 from qkv.models import Transformer
 from qkv.options import DecodeConfig, TransformerConfig
 

@@ -29,14 +29,12 @@ STAGES = """
 
 # Imports against that order which the move to the new layout has still to undo. The list may only shrink.
 BACKWARD: dict[str, set[str]] = {
-    "qkv.core.checkpoint": {"qkv.data.loader"},
-    "qkv.core.loss": {"qkv.data.loader", "qkv.models.base"},
-    "qkv.core.optimizer": {"qkv.data.loader"},
+    "qkv.core.loss": {"qkv.models.base"},
     "qkv.core.run": {"qkv.models.base", "qkv.models.transformer"},
     "qkv.core.search": {"qkv.models.state"},
-    "qkv.core.trainer": {"qkv.data.loader", "qkv.data.store", "qkv.models.base"},
-    "qkv.core.translate": {"qkv.data.batches", "qkv.data.loader", "qkv.models.state"},
-    "qkv.core.validation": {"qkv.data.batches", "qkv.data.loader", "qkv.data.store", "qkv.models.base"},
+    "qkv.core.trainer": {"qkv.models.base"},
+    "qkv.core.translate": {"qkv.models.state"},
+    "qkv.core.validation": {"qkv.models.base"},
     "qkv.models.layers": {
         "qkv.engines.cuda_decoding.inference_kernels",
         "qkv.engines.cuda_training.elementwise_kernels",
@@ -47,7 +45,7 @@ BACKWARD: dict[str, set[str]] = {
 # Stages that load without waiting for torch, but for the modules that compute with tensors.
 LIGHT = "core worker_pool console options presets data evaluation segmentation cli".split()
 HEAVY = [f"qkv.core.{name}" for name in ("checkpoint", "device", "loss", "optimizer", "search", "trainer", "translate")]
-HEAVY += ["qkv.data.loader", "qkv.data.plain", "qkv.data.ragged"]
+HEAVY += ["qkv.core.batches", "qkv.data.lm_data"]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve export config doctor average
     lab
@@ -181,6 +179,19 @@ def test_light_modules_do_not_wait_for_torch() -> None:
 def test_every_package_has_an_init() -> None:
     folders = {path.parent for path in MODULES}
     assert not [str(folder) for folder in folders if folder / "__init__.py" not in MODULES]
+
+
+def test_a_module_name_occurs_once_in_the_tree() -> None:
+    names = [path.stem for path in MODULES if not path.name.startswith("__")]
+    names += [path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent != SRC / "qkv"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_function_has_the_name_of_a_package() -> None:
+    """`import qkv.training.distributed` works beside `qkv.train(…)`, in any order."""
+    folders = {path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent.parent == SRC / "qkv"}
+    functions = "import qkv; print(*(n for n in qkv.__all__ if callable(getattr(qkv, n))))"
+    assert not folders & set(python(functions).stdout.split())
 
 
 def test_public_names_exist() -> None:

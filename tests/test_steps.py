@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import collate
 from qkv.decoding.beam_variants import DecodingOptions
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, decoding, forced_steps
 from qkv.options import DecodeConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -17,10 +18,12 @@ import numpy as np
 import pytest
 
 from qkv.api.run_training import several_sentences
+from qkv.core import corpus, preparation
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data import corpus, job, passes, store
-from qkv.data.store import Prepared, prepare
+from qkv.data import text_preparation
+from qkv.data.text_preparation import prepare_text
 from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 
 CHARS = TokenizerConfig(kind="char")
@@ -43,7 +46,7 @@ def write(folder: Path, pairs: list[tuple[str, str]], name: str = "train") -> Co
     return CorpusConfig(src=str(folder / f"{name}.en"), tgt=str(folder / f"{name}.de"))
 
 
-def texts(prepared: Prepared, part: str) -> list[tuple[str, str]]:
+def texts(prepared: PreparedText, part: str) -> list[tuple[str, str]]:
     kept, both = getattr(prepared, part), prepared.tokenizers
     return [(both.src.decode(kept.src(i)), both.tgt.decode(kept.tgt(i))) for i in range(len(kept))]
 
@@ -91,7 +94,7 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tokenizer, "pack", watched)
     valid = write(tmp_path, [good[0], good[0], ("one", "w" * 150), ("", "x"), ("x" * 300, "y")], "valid")
     data = DataConfig(train=(spec,), valid=(valid,), max_length=200, on_bad="skip")
-    prepared = prepare(data, CHARS, tmp_path / "store")
+    prepared = prepare_text(data, CHARS, tmp_path / "store")
     train, held = prepared.report.rows
     names = ("read", "train", "valid", "encoding", "empty", "duplicate", "too_long", "ratio")
     assert [train[name] for name in names] == [54, 43, 0, 2, 2, 4, 2, 1]
@@ -100,28 +103,28 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(prepared.valid) == 3
     told = str(prepared.report).split("\n")
     assert len(told) == 3
-    assert told[1].split()[-7:] == ["54", "43", "2", "2", "4", "2", "1"]
+    assert told[1].split()[-8:] == ["54", "43", "2", "2", "4", "2", "1", "0"]
     assert "held out" not in told[0], "nothing was, so it has no column"
     loose = DataConfig(train=(spec,), valid=(valid,), max_length=10**7, max_ratio=0.0, dedupe=False, on_bad="skip")
     monkeypatch.undo()
-    assert len(prepare(loose, CHARS, tmp_path / "loose").train) == 50
+    assert len(prepare_text(loose, CHARS, tmp_path / "loose").train) == 50
 
 
 def test_wrong_encoding_is_an_error_unless_skipped(tmp_path: Path) -> None:
     spec = write(tmp_path, sentences(30))
     (tmp_path / "train.de").write_bytes((tmp_path / "train.de").read_bytes().replace(b"!", b"\xff", 1))
     with pytest.raises(QkvError, match=r"train\.de, line 1: not UTF-8"):
-        prepare(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
+        prepare_text(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
 def test_stored_ids_are_the_encoded_lines(split: DataConfig, tmp_path: Path) -> None:
-    prepared = prepare(split, TokenizerConfig(), tmp_path / "store")
+    prepared = prepare_text(split, TokenizerConfig(), tmp_path / "store")
     for part, pairs in (("train", sentences(300)), ("valid", sentences(20, seed=1))):
         kept, both = getattr(prepared, part), prepared.tokenizers
         assert texts(prepared, part) == pairs
-        assert kept.src_lengths.tolist() == [len(both.src.encode(src)) for src, _ in pairs]
-        assert kept.tgt_lengths.tolist() == [len(both.tgt.encode(tgt)) for _, tgt in pairs]
+        assert kept.lengths("src").tolist() == [len(both.src.encode(src)) for src, _ in pairs]
+        assert kept.lengths("tgt").tolist() == [len(both.tgt.encode(tgt)) for _, tgt in pairs]
         assert [kept.src(i).tolist() for i in range(len(kept))] == [both.src.encode(src) for src, _ in pairs]
     assert prepared.train.src(0).dtype == np.uint16
 
@@ -129,7 +132,7 @@ def test_stored_ids_are_the_encoded_lines(split: DataConfig, tmp_path: Path) -> 
 def test_validation_text_is_raw(tmp_path: Path) -> None:
     raw = [("cafe\u0301  ", "  Kaffee\u2028"), ("b\rb", "c")]
     data = DataConfig(train=(write(tmp_path, sentences(50)),), valid=(write(tmp_path, raw, "valid"),))
-    prepared = prepare(data, CHARS, tmp_path / "store")
+    prepared = prepare_text(data, CHARS, tmp_path / "store")
     src, tgt = (path.read_bytes().decode().split("\n") for path in prepared.valid_text)
     assert src == ["cafe\u0301  ", "b b", ""]
     assert tgt == ["  Kaffee\u2028", "c", ""]
@@ -146,7 +149,7 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
         ),
         valid=(CorpusConfig(valid.src, valid.tgt, tag="de"),),
     )
-    prepared = prepare(data, CHARS, tmp_path / "store")
+    prepared = prepare_text(data, CHARS, tmp_path / "store")
     both = prepared.tokenizers
     assert both.src.tags == ("de", "fr")
     assert prepared.train.weights == (2.0, 0.5)
@@ -154,7 +157,7 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
     assert {int(prepared.train.src(i)[0]) for i in range(30)} == {both.src.tag("de")}
     assert {int(prepared.train.src(i)[0]) for i in range(30, 60)} == {both.src.tag("fr")}
     assert prepared.train.src(0).tolist()[1:] == both.src.encode(same[0][0])
-    assert int(prepared.train.src_lengths[0]) == len(both.src.encode(same[0][0])) + 1
+    assert int(prepared.train.lengths("src")[0]) == len(both.src.encode(same[0][0])) + 1
     assert prepared.train.tgt(0).tolist() == both.tgt.encode(same[0][1])
 
 
@@ -167,14 +170,14 @@ def test_lines_of_several_sentences_are_counted(
     pairs = [(f"{src[:-1]}! And more." if i % 4 == 3 else src, tgt) for i, (src, tgt) in enumerate(sentences(80))]
     train, valid = write(tmp_path, pairs), write(tmp_path, sentences(20, seed=1), "valid")
     tagged = CorpusConfig(train.src, train.tgt, tag="de")
-    prepared = prepare(DataConfig(train=(tagged,), valid=(valid,)), CHARS, tmp_path / "store")
+    prepared = prepare_text(DataConfig(train=(tagged,), valid=(valid,)), CHARS, tmp_path / "store")
     assert len(prepared.train) == 80
     assert several_sentences(prepared) == share
 
 
 def test_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {n}\n\n" for n in range(100)))
-    prepared = prepare(DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store")
+    prepared = prepare_text(DataConfig(train=(CorpusConfig(text=str(tmp_path / "a.txt")),)), CHARS, tmp_path / "store")
     assert prepared.tokenizers.shared
     assert prepared.train.sides == ["tgt"]
     kept = [
@@ -191,7 +194,7 @@ def test_plain_text(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_stored_in_four_bytes(split: DataConfig, tmp_path: Path) -> None:
     pieces = [f"w{n}" for n in range(70_000)]
     words = Tokenizer("word", [*pieces, "Ġtree"])
-    prepared = prepare(split, CHARS, tmp_path / "store", tokenizers=TokenizerPair(words, words))
+    prepared = prepare_text(split, CHARS, tmp_path / "store", tokenizers=TokenizerPair(words, words))
     assert prepared.train.src(0).dtype == np.uint32
     assert texts(prepared, "train") == sentences(300)
     assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1
@@ -213,7 +216,7 @@ def repeated_sources(count: int) -> list[tuple[str, str]]:
 def test_no_source_is_in_both_parts(tmp_path: Path, seed: int) -> None:
     pairs = repeated_sources(500)
     data = DataConfig(train=(write(tmp_path, pairs),), valid_size=100)
-    prepared = prepare(data, CHARS, tmp_path / "store", seed=seed)
+    prepared = prepare_text(dataclasses.replace(data, seed=seed), CHARS, tmp_path / "store")
     train, valid = ({src.strip() for src, _ in texts(prepared, part)} for part in ("train", "valid"))
     assert not train & valid
     assert len(prepared.train) + len(prepared.valid) == len(pairs)
@@ -225,7 +228,10 @@ def test_no_source_is_in_both_parts(tmp_path: Path, seed: int) -> None:
 
 def test_seeds_hold_out_different_pairs(tmp_path: Path) -> None:
     data = DataConfig(train=(write(tmp_path, sentences(400)),))
-    held = [texts(prepare(data, CHARS, tmp_path / str(n), seed=seed), "valid") for n, seed in enumerate((0, 0, 1))]
+    held = [
+        texts(prepare_text(dataclasses.replace(data, seed=seed), CHARS, tmp_path / str(n)), "valid")
+        for n, seed in enumerate((0, 0, 1))
+    ]
     assert held[0] == held[1] != held[2]
 
 
@@ -233,46 +239,46 @@ def test_seeds_hold_out_different_pairs(tmp_path: Path) -> None:
 def test_size_of_the_held_out_part(tmp_path: Path, pairs: int, held: int) -> None:
     fates = np.zeros(pairs, np.uint8)
     sources = np.random.default_rng(0).integers(2**64, size=pairs, dtype=np.uint64)
-    passes.hold_out(sources, fates, 0, seed=0)
-    assert np.count_nonzero(fates == passes.Fate.VALID) == held
+    preparation.hold_out(sources, fates, 0, seed=0)
+    assert np.count_nonzero(fates == preparation.Disposition.VALID) == held
 
 
 def test_a_frequent_source_does_not_swallow_the_held_out_part() -> None:
     sources = np.concatenate([np.full(5_000, 1), np.arange(5_000) * 2**48 + 17]).astype(np.uint64)
     for seed in range(20):
         fates = np.zeros(len(sources), np.uint8)
-        passes.hold_out(sources, fates, 200, seed)
-        assert np.count_nonzero(fates == passes.Fate.VALID) == 200
+        preparation.hold_out(sources, fates, 200, seed)
+        assert np.count_nonzero(fates == preparation.Disposition.VALID) == 200
 
 
 def test_too_little_to_split(tmp_path: Path) -> None:
     for wanted in (0, 3):
         data = DataConfig(train=(write(tmp_path, sentences(9)),), valid_size=wanted)
         with pytest.raises(UsageError, match=r"9 usable pairs are too few.*--valid-src.*--valid-text \(data\.valid\)"):
-            prepare(data, CHARS, tmp_path / "store")
+            prepare_text(data, CHARS, tmp_path / "store")
     same = [("the same source", f"target {n}") for n in range(100)]
     with pytest.raises(UsageError, match="too few"):
-        prepare(DataConfig(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
+        prepare_text(DataConfig(train=(write(tmp_path, same),)), CHARS, tmp_path / "store")
     with pytest.raises(UsageError, match=r"valid_size = 50.*at most a tenth of the 100 usable"):
-        prepare(DataConfig(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
+        prepare_text(DataConfig(train=(write(tmp_path, sentences(100)),), valid_size=50), CHARS, tmp_path / "store")
     data = DataConfig(train=(write(tmp_path, [("", "x")] * 9),), valid=(write(tmp_path, sentences(9), "valid"),))
     with pytest.raises(QkvError, match="no pair is left"):
-        prepare(data, CHARS, tmp_path / "store")
+        prepare_text(data, CHARS, tmp_path / "store")
     data = DataConfig(train=(write(tmp_path, sentences(30)),), max_length=2)
     with pytest.raises(QkvError, match=r"nothing is left for train.*30 read, 30 too long"):
-        prepare(data, CHARS, tmp_path / "store")
+        prepare_text(data, CHARS, tmp_path / "store")
     with pytest.raises(UsageError, match="no training text"):
-        prepare(DataConfig(), CHARS, tmp_path / "store")
+        prepare_text(DataConfig(), CHARS, tmp_path / "store")
 
 
 def test_duplicates_are_found_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = np.random.default_rng(0).integers(300, size=1_000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     once = np.zeros(1_000, np.uint8)
-    passes.mark_duplicates(hashes, once)
+    preparation.mark_duplicates(hashes, once)
     assert np.flatnonzero(once == 0).tolist() == sorted(np.unique(hashes, return_index=True)[1].tolist())
-    monkeypatch.setattr(passes, "IN_MEMORY", 64)
+    monkeypatch.setattr(preparation, "HASHES_AT_ONCE", 64)
     parts = np.zeros(1_000, np.uint8)
-    passes.mark_duplicates(hashes, parts)
+    preparation.mark_duplicates(hashes, parts)
     assert (parts == once).all()
 
 
@@ -281,30 +287,30 @@ def test_duplicates_are_found_part_by_part(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
 def test_processes_make_the_same_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(corpus, "BLOCK", 2_000)
-    monkeypatch.setattr(store, "SMALL", 0)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 2_000)
+    monkeypatch.setattr(text_preparation, "SMALL_TEXT", 0)
     spec = write(tmp_path, [*sentences(600), *sentences(100)])
     made = []
     for workers in (1, 2, 3):
         folder = tmp_path / f"store{workers}"
         data = DataConfig(train=(spec,), workers=workers)
-        prepare(data, TokenizerConfig(kind=kind, sample=300), folder)
+        prepare_text(data, TokenizerConfig(kind=kind, sample=300), folder)
         made.append((content(folder), json.loads((folder / "manifest.json").read_text(encoding="utf-8"))))
     assert made[0] == made[1] == made[2]
     assert made[0][1]["report"][0]["duplicate"] == 100
 
 
 def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SMALL", 0)
+    monkeypatch.setattr(text_preparation, "SMALL_TEXT", 0)
     spec = write(tmp_path, sentences(50))
     (tmp_path / "train.en").write_bytes(b"\xff\n" * 50)
     with pytest.raises(QkvError, match=r"train\.en, line 1: not UTF-8"):
-        prepare(DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
+        prepare_text(DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
 
 
 def test_progress_is_told(split: DataConfig, tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
-    prepare(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
+    prepare_text(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
     assert told[-1] == ("tokenise", 320, 320)
     assert ("scan", 320, 320) in told
@@ -317,40 +323,40 @@ def forbid(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError(f"{step} must not run")
 
-    monkeypatch.setattr(job.Job, step, refuse)
+    monkeypatch.setattr(preparation, step, refuse)
 
 
 def test_the_same_inputs_are_not_prepared_again(
     split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = prepare(split, CHARS, tmp_path / "store")
+    first = prepare_text(split, CHARS, tmp_path / "store")
     with monkeypatch.context() as patch:
-        forbid(patch, "unpack")
-        again = prepare(split, CHARS, tmp_path / "store")
+        forbid(patch, "decompress_all")
+        again = prepare_text(split, CHARS, tmp_path / "store")
         assert str(again.report) == str(first.report)
         assert texts(again, "train") == texts(first, "train")
     os.utime(split.train[0].src, (1, 1))
     with monkeypatch.context() as patch:
-        forbid(patch, "scan")
-        prepare(split, CHARS, tmp_path / "store")
+        forbid(patch, "Scan")
+        prepare_text(split, CHARS, tmp_path / "store")
     os.replace(split.train[0].tgt, tmp_path / "elsewhere.de")
     moved = DataConfig(train=(CorpusConfig(split.train[0].src, str(tmp_path / "elsewhere.de")),), valid=split.valid)
     with monkeypatch.context() as patch:
-        forbid(patch, "scan")
-        prepare(moved, CHARS, tmp_path / "store")
+        forbid(patch, "Scan")
+        prepare_text(moved, CHARS, tmp_path / "store")
 
 
 def test_other_text_or_settings_are_prepared_anew(split: DataConfig, tmp_path: Path) -> None:
-    before = prepare(split, CHARS, tmp_path / "store")
+    before = prepare_text(split, CHARS, tmp_path / "store")
     stat = os.stat(split.train[0].src)
     text = Path(split.train[0].src).read_bytes()
     Path(split.train[0].src).write_bytes(text.replace(b"cat", b"bat"))
     os.utime(split.train[0].src, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    after = prepare(split, CHARS, tmp_path / "store")
+    after = prepare_text(split, CHARS, tmp_path / "store")
     assert any("bat" in src for src, _ in texts(after, "train"))
     assert not any("bat" in src for src, _ in texts(before, "train")), "an open store outlives its replacement"
-    words = prepare(split, TokenizerConfig(kind="word"), tmp_path / "store")
-    assert words.tokenizers.src.kind == Prepared.open(tmp_path / "store").tokenizers.src.kind == "word"
+    words = prepare_text(split, TokenizerConfig(kind="word"), tmp_path / "store")
+    assert words.tokenizers.src.kind == PreparedText.open(tmp_path / "store").tokenizers.src.kind == "word"
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["store"]
 
 
@@ -358,19 +364,19 @@ def test_a_shared_store_holds_one_folder_for_each_content(split: DataConfig, tmp
     shared = DataConfig(train=split.train, valid=split.valid, store=str(tmp_path / "shared"))
     (tmp_path / "run1").mkdir()
     (tmp_path / "run1" / "config.toml").touch()
-    one = prepare(shared, CHARS, tmp_path / "run1")
-    two = prepare(shared, CHARS, tmp_path / "run2")
-    other = prepare(shared, TokenizerConfig(kind="word"), tmp_path / "run3")
+    one = prepare_text(shared, CHARS, tmp_path / "run1")
+    two = prepare_text(shared, CHARS, tmp_path / "run2")
+    other = prepare_text(shared, TokenizerConfig(kind="word"), tmp_path / "run3")
     assert one.folder == two.folder != other.folder
     assert len(list((tmp_path / "shared").iterdir())) == 2
     assert [path.name for path in (tmp_path / "run1").iterdir()] == ["config.toml"]
     assert not (tmp_path / "run2").exists()
-    assert texts(Prepared.open(other.folder), "train") == texts(one, "train")
+    assert texts(PreparedText.open(other.folder), "train") == texts(one, "train")
 
 
 def test_given_tokenizers_are_used(split: DataConfig, tmp_path: Path) -> None:
-    given = prepare(split, CHARS, tmp_path / "one").tokenizers
-    prepared = prepare(split, TokenizerConfig(vocab=32_000), tmp_path / "two", tokenizers=given)
+    given = prepare_text(split, CHARS, tmp_path / "one").tokenizers
+    prepared = prepare_text(split, TokenizerConfig(vocab=32_000), tmp_path / "two", tokenizers=given)
     assert prepared.tokenizers.fingerprint == given.fingerprint
 
 
@@ -380,14 +386,15 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from qkv import options as config
-from qkv.data import corpus, store
-corpus.BLOCK, store.SMALL = 2000, 0
+from qkv.core import corpus
+from qkv.data import text_preparation
+corpus.BLOCK_BYTES, text_preparation.SMALL_TEXT = 2000, 0
 folder, stage = Path(sys.argv[1]), sys.argv[2]
 data = config.DataConfig(train=(config.CorpusConfig(str(folder / "train.en"), str(folder / "train.de")),), workers=2)
 def progress(now, done, total):
     if now == stage and done != 0 or now == stage == "learn":
         os.kill(os.getpid(), signal.SIGKILL)
-store.prepare(data, config.TokenizerConfig(kind="char"), folder / "store", progress=progress)
+text_preparation.prepare_text(data, config.TokenizerConfig(kind="char"), folder / "store", progress=progress)
 """
 
 
@@ -401,8 +408,8 @@ def test_a_killed_preparation_leaves_nothing_that_loads(tmp_path: Path, stage: s
     assert len(left) == 1
     for folder in (tmp_path / "store", left[0]):
         with pytest.raises(UsageError, match="no prepared text"):
-            Prepared.open(folder)
-    prepare(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
+            PreparedText.open(folder)
+    prepare_text(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"], "what was left is swept up"
 
 
@@ -412,7 +419,7 @@ def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: DataC
     dead = f"{mine}-{2**22 + 1}-00"  # a number that no process of Linux has
     for name in (*names, dead):
         (tmp_path / name).mkdir()
-    prepare(split, CHARS, tmp_path / "store")
+    prepare_text(split, CHARS, tmp_path / "store")
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"store", *names}
 
 
@@ -422,33 +429,33 @@ def test_an_error_leaves_nothing(split: DataConfig, tmp_path: Path) -> None:
             raise OSError(28, "No space left on device", "ids")
 
     with pytest.raises(QkvError, match="ids: preparing the text failed: No space left on device"):
-        prepare(split, CHARS, tmp_path / "store", progress=progress)
+        prepare_text(split, CHARS, tmp_path / "store", progress=progress)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
 def test_damaged_stores_are_refused_and_made_again(split: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    whole = content(prepare(split, CHARS, folder).folder)
+    whole = content(prepare_text(split, CHARS, folder).folder)
     for name in ("train.src.ids", "valid.tgt.lengths", "tokenizers.json"):
         with open(folder / name, "r+b") as file:
             file.truncate(os.path.getsize(folder / name) - 2)
         with pytest.raises(QkvError, match=name.split(".")[0]):
-            Prepared.open(folder)
-        assert content(prepare(split, CHARS, folder).folder) == whole
+            PreparedText.open(folder)
+        assert content(prepare_text(split, CHARS, folder).folder) == whole
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     for change, message in (({"version": 99}, "version 99"), ({"format": "x"}, "not the manifest")):
         (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
         with pytest.raises(QkvError, match=message):
-            Prepared.open(folder)
+            PreparedText.open(folder)
 
 
 def test_other_folders_are_not_overwritten(split: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    prepare(split, CHARS, tmp_path / "store")
+    prepare_text(split, CHARS, tmp_path / "store")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(UsageError, match="mine: exists and is no store"):
-        prepare(split, CHARS, tmp_path / "mine")
+        prepare_text(split, CHARS, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"
 
 
@@ -456,25 +463,26 @@ def test_pipes_are_read_once(tmp_path: Path) -> None:
     pairs = sentences(60)
     write(tmp_path, pairs)
     code = (
-        "import sys; from pathlib import Path; from qkv import options as config; from qkv.data.store import prepare\n"
+        "import sys; from pathlib import Path; from qkv import options as config\n"
+        "from qkv.data.text_preparation import prepare_text\n"
         "data = config.DataConfig(train=(config.CorpusConfig(src='-', tgt=sys.argv[2]),), workers=2)\n"
-        "prepare(data, config.TokenizerConfig(kind='char'), Path(sys.argv[1]))\n"
+        "prepare_text(data, config.TokenizerConfig(kind='char'), Path(sys.argv[1]))\n"
     )
     script = f'cat train.en | {sys.executable} -c "$0" store <(cat train.de)'
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(["bash", "-c", script, code], cwd=tmp_path, env=environment, check=True)
-    prepared = Prepared.open(tmp_path / "store")
+    prepared = PreparedText.open(tmp_path / "store")
     assert sorted(texts(prepared, "train") + texts(prepared, "valid")) == sorted(pairs)
 
 
 def test_a_tag_that_given_tokenizers_lack(split: DataConfig, tmp_path: Path) -> None:
-    given = prepare(split, CHARS, tmp_path / "one").tokenizers
+    given = prepare_text(split, CHARS, tmp_path / "one").tokenizers
     tagged = DataConfig(train=(CorpusConfig(split.train[0].src, split.train[0].tgt, tag="de"),))
     with pytest.raises(UsageError, match='"de" is not in the vocabulary'):
-        prepare(tagged, CHARS, tmp_path / "two", tokenizers=given)
+        prepare_text(tagged, CHARS, tmp_path / "two", tokenizers=given)
 
 
 def test_standard_input_is_one_file(split: DataConfig) -> None:
     data = DataConfig(train=(CorpusConfig(src="-"),), valid=(CorpusConfig(src="-"),))
     with pytest.raises(UsageError, match="only one file"):
-        prepare(data, CHARS, Path("unused"))
+        prepare_text(data, CHARS, Path("unused"))

@@ -380,7 +380,9 @@ def test_fingerprints_tell_vocabularies_apart() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, qkv.data.subwords, qkv.data.store; assert not {'torch', 'zstandard'} & set(sys.modules)"
+    code = (
+        "import sys, qkv.data.subwords, qkv.data.text_preparation; assert not {'torch', 'zstandard'} & set(sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

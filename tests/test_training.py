@@ -26,7 +26,9 @@ from qkv.api.run_training import average_last
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import checkpoint, files, optimizer, validation
 from qkv.core import trainer as trainer_module
+from qkv.core.batches import Batch, Update
 from qkv.core.checkpoint import average_checkpoints
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import Interrupted
 from qkv.core.loss import SmoothedObjective
 from qkv.core.run import JsonlLog
@@ -34,8 +36,7 @@ from qkv.core.search import SearchOptions
 from qkv.core.trainer import Outcome, Trainer
 from qkv.core.translate import search_all
 from qkv.core.validation import Validation, validate
-from qkv.data.loader import Batch, Step
-from qkv.data.store import Prepared, prepare
+from qkv.data.text_preparation import prepare_text
 from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
@@ -125,11 +126,11 @@ def test_accumulation_does_not_change_the_step(trainer: Callable[..., Trainer]) 
     """The same sentences as one micro-batch or as many: the same loss, gradient norm and new weights."""
     whole, parts = trainer(), trainer()
     update = updates(whole, 1)[0]
-    batch = update.micros[0]
+    batch = update.micro_batches[0]
     pieces = [_rows(batch, slice(0, 1)), _rows(batch, slice(1, 3)), _rows(batch, slice(3, None))]
     assert all(len(piece.source) for piece in pieces)
-    together = whole.step(Step([batch], update.after))
-    assert together == pytest.approx(parts.step(Step(pieces, update.after)), rel=1e-5)
+    together = whole.step(Update([batch], update.after))
+    assert together == pytest.approx(parts.step(Update(pieces, update.after)), rel=1e-5)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-4, atol=1e-6)
 
@@ -142,9 +143,9 @@ def _rows(batch: Batch, rows: slice) -> Batch:
 
 def test_micro_tokens_bound_what_is_computed_at_once(trainer: Callable[..., Trainer]) -> None:
     update = updates(trainer(tokens_per_step=512, micro_tokens=64), 1)[0]
-    assert len(update.micros) > 4
-    assert all(batch.source.numel() <= 64 and batch.labels.numel() <= 64 for batch in update.micros)
-    assert 256 < sum(batch.labels.numel() for batch in update.micros) <= 512
+    assert len(update.micro_batches) > 4
+    assert all(batch.source.numel() <= 64 and batch.labels.numel() <= 64 for batch in update.micro_batches)
+    assert 256 < sum(batch.labels.numel() for batch in update.micro_batches) <= 512
 
 
 @pytest.mark.parametrize("schedule", ["paper", "inverse_sqrt", "cosine", "linear", "constant"])
@@ -389,7 +390,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
 
 
 def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
-    run, prepared = Run.open(tiny), Prepared.open(tiny / "store")
+    run, prepared = Run.open(tiny), PreparedText.open(tiny / "store")
     translator = qkv.load(run)
     source, reference = (path.read_text(encoding="utf-8").splitlines() for path in prepared.valid_text)
     scored = translator.score(source, reference)
@@ -402,8 +403,8 @@ def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
 @pytest.mark.parametrize(("epochs", "share"), [(0.5, 0.5), (1.0, 1.0), (1.25, 1.25)])
 def test_epochs_are_passes_over_the_text(small: tuple[str, str], tmp_path: Path, epochs: float, share: float) -> None:
     run = qkv.train(settings(small, steps=1000, epochs=epochs, validate_every=1000), tmp_path / "run").path
-    prepared = Prepared.open(run / "store")
-    passed = entries(run, "train")[-1]["tokens"] / (int(prepared.train.tgt_lengths.sum()) + len(prepared.train))
+    prepared = PreparedText.open(run / "store")
+    passed = entries(run, "train")[-1]["tokens"] / (int(prepared.train.lengths("tgt").sum()) + len(prepared.train))
     assert passed == pytest.approx(share, abs=0.2)
     assert len(entries(run, "valid")) == 1  # at the end, though no step in between was due
 
@@ -435,7 +436,7 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
     now, read = [0.0], [0]
     start, saved = Trainer.start, trainer_module.save_state
 
-    def step(self: Trainer, update: Step) -> Callable[[], Outcome]:
+    def step(self: Trainer, update: Update) -> Callable[[], Outcome]:
         now[0] += 1
         read.append(read[-1] + update.tokens)
         if self.progress.step + 1 == stopped:
@@ -500,19 +501,19 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 # ---- the automatic recipe --------------------------------------------------------------------------------------------
 
 
-def around(given: Config, prepared: Prepared, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
+def around(given: Config, prepared: PreparedText, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
     """What is chosen around a user's settings."""
     fixed = set(map(option_path, settings))
     return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
 
 
-def lasting(given: Config, prepared: Prepared, steps: int) -> tuple[Config, list[str]]:
+def lasting(given: Config, prepared: PreparedText, steps: int) -> tuple[Config, list[str]]:
     return around(given, prepared, f"train.steps={steps}")
 
 
 def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
-    tokens = int(prepared.train.tgt_lengths.sum()) + len(prepared.train)
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
+    tokens = int(prepared.train.lengths("tgt").sum()) + len(prepared.train)
     assert auto_recipe.tokens_a_pass(prepared.train) == tokens
     # A pass takes a second, and with R-Drop two.
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
@@ -528,7 +529,7 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
 
 
 def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = Prepared.open(tiny / "store")
+    prepared = PreparedText.open(tiny / "store")
     smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
     held = parameters(auto_recipe.PAIRS[1].model, prepared.tokenizers)
@@ -543,7 +544,7 @@ def test_a_slow_machine_gets_a_smaller_model(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_dropout_goes_by_the_text_even_where_time_is_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = Prepared.open(tiny / "store")
+    prepared = PreparedText.open(tiny / "store")
     small = [dataclasses.replace(size, limit=10.0, r_drop=False) for size in auto_recipe.PAIRS[:-1]]
     monkeypatch.setattr(auto_recipe, "PAIRS", [*small, auto_recipe.PAIRS[-1]])  # this text counts as large
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600 / 50)
@@ -558,7 +559,7 @@ def test_a_short_training_on_a_cpu_takes_small_updates() -> None:
 
 
 def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     size = dataclasses.replace(auto_recipe.PAIRS[0], r_drop=False)
     monkeypatch.setattr(auto_recipe, "PAIRS", [size])
     updates = auto_recipe.updates_a_pass(lasting(given, prepared, 1)[0], prepared)
@@ -569,7 +570,7 @@ def test_few_passes_need_little_dropout(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, *_: 1.0 + bool(config.train.r_drop))
     (once, _), (twice, reasons) = (
         auto_recipe.choose(given, prepared, minutes=seconds / 60) for seconds in (29.9, 30.1)
@@ -583,7 +584,7 @@ def test_there_is_r_drop_where_there_is_time(tiny: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("steps", [7, 101, 451, 2381, 10_001])
 def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     every = lasting(given, prepared, steps)[0].train.validate_every
     assert 2 * (steps % every or every) > every  # the last comes at the end, and not just after another
     assert steps / 12 <= every or every >= 900
@@ -594,7 +595,7 @@ def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None
     [((), "rotary"), (("model.positions=learned",), "learned"), (("model.d_k=5", "model.d_v=5"), "sinusoidal")],
 )
 def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: tuple[str, ...], positions: str) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     chosen, reasons = around(given, prepared, "train.steps=10", *settings)
     assert chosen.model.positions == positions
     assert any(f"{positions} positions" in reason for reason in reasons) == (positions != "sinusoidal")
@@ -604,7 +605,7 @@ def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: t
 def test_a_gpu_gets_muon_where_matrices_are_whole(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, optimizer: str
 ) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 0.01)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(auto_recipe, "describe", str)
@@ -643,7 +644,7 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
 
 def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
-    prepared, given = Prepared.open(tiny / "store"), Config(Run.open(tiny).config.data)
+    prepared, given = PreparedText.open(tiny / "store"), Config(Run.open(tiny).config.data)
     measured: list[Config] = []
 
     def seconds(tried: Config, *_: Any) -> float:
@@ -676,7 +677,7 @@ def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
     alone, four = (auto_recipe.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
     assert four == pytest.approx(4 * alone, rel=0.03)
@@ -689,7 +690,7 @@ def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, mo
     data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
     model = {"decoder": DecoderOnlyConfig, "encoder": EncoderOnlyConfig}[kind](d_model=16, d_ff=16, heads=2, layers=1)
     given = Config(data, model=model).replace(train={"tokens_per_step": 512, "device": "cpu"})
-    prepared = prepare(data, TokenizerConfig(vocab=300), tmp_path / "store", stream=kind == "decoder")
+    prepared = prepare_text(data, TokenizerConfig(vocab=300), tmp_path / "store", running_text=kind == "decoder")
     clock = itertools.count(0.0, 0.5)
     monkeypatch.setattr(auto_recipe.time, "perf_counter", lambda: next(clock))
     assert auto_recipe.seconds_a_pass(given, prepared) == 0.5 * auto_recipe.updates_a_pass(given, prepared)
@@ -718,7 +719,7 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
 
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
     chosen, reasons = lasting(given, prepared, 60)
     assert (chosen.train.steps, chosen.train.warmup) == (60, 20)
@@ -735,7 +736,7 @@ def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch
 
 def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a number of steps the default number of minutes decides nothing."""
-    prepared, given = Prepared.open(tiny / "store"), Run.open(tiny).config
+    prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)

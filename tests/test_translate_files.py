@@ -94,7 +94,7 @@ def test_long_lines_make_small_chunks() -> None:
     [(b"", 0), (b"\n", 1), (b"a", 1), (b"a\n", 1), (b"a\nb", 2), (b"a\n\n", 2), (b"x" * 3_000_000, 1)],
 )
 def test_lines_are_counted_as_they_are_read(tmp_path: Path, data: bytes, count: int) -> None:
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     (tmp_path / "text").write_bytes(data)
     assert count_lines(str(tmp_path / "text")) == count == len(read_lines(str(tmp_path / "text")))

@@ -17,9 +17,9 @@ import torch
 import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.store import Prepared
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import SearchRequest
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
@@ -345,7 +345,7 @@ def test_a_shortlist_that_cannot_be_kept_is_used_all_the_same(
 
 def test_only_words_of_the_shortlist_are_written(translator: Translator) -> None:
     tokenizers = translator.tokenizers
-    store = Prepared.open(translator.run.store).train
+    store = PreparedText.open(translator.run.store).train
     learned = Shortlist.learn(store, tokenizers, likeliest=2, frequent=3)
     source = torch.tensor([[*tokenizers.src.encode("One cat."), 2], [*tokenizers.src.encode("Two dog."), 2]])
     allowed = learned.allowed(source)
@@ -371,7 +371,7 @@ def test_only_words_of_the_shortlist_are_written(translator: Translator) -> None
 
 
 def test_a_shortlist_of_another_vocabulary_is_refused(translator: Translator, tmp_path: Path) -> None:
-    store = Prepared.open(translator.run.store).train
+    store = PreparedText.open(translator.run.store).train
     learned = Shortlist.learn(store, translator.tokenizers, likeliest=2, frequent=3)
     learned.save(tmp_path / "one.safetensors", translator.tokenizers)
     back = Shortlist.load(tmp_path / "one.safetensors", translator.tokenizers)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import qkv
+from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.data.loader import Batch, collate
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, head_importance, importance_tables, plot_head_importance
 from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record

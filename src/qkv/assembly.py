@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from qkv.core import run as core_run
+from qkv.core.batches import UpdateStream
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
@@ -17,8 +19,8 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
-from qkv.data.loader import Updates
-from qkv.data.store import Prepared
+from qkv.data.alignments import batch_alignment
+from qkv.data.subwords import pair_dropout
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
@@ -86,9 +88,14 @@ def task_for(config: Config) -> Task:
         case EncoderOnlyConfig():
             return MaskedLanguageModelTask()
         case _:
-            dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
-            start = start_search_for(choose_device(config.train.device))
-            return TranslationTask(start, dropout=dropout, aligned=aligned)
+            return TranslationTask(start_search_for(choose_device(config.train.device)), **batch_hooks_for(config))
+
+
+def batch_hooks_for(config: Config) -> dict[str, Any]:
+    """Return what the options add to batches of pairs: BPE-dropout and alignments."""
+    dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
+    cut = partial(pair_dropout, probability=dropout, max_length=config.data.max_length) if dropout else None
+    return {"cut": cut, "align": batch_alignment if aligned else None}
 
 
 def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
@@ -102,15 +109,15 @@ def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]
 
 def updates_for(
     config: Config,
-    text: Prepared,
+    text: PreparedText,
     device: torch.device | None = None,
     world: World = ALONE,
     step: type[PlainTrainStep] | None = None,
-) -> Updates:
+) -> UpdateStream:
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
     if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        return cuda_trainer.packed_updates(config, text, device, world)
+        return cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
     return task_for(config).updates(text, config, device, world)
 
 
@@ -144,7 +151,7 @@ def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimiz
 
 
 def trainer_for(
-    config: Config, text: Prepared, world: World = ALONE, step: type[PlainTrainStep] | None = None
+    config: Config, text: PreparedText, world: World = ALONE, step: type[PlainTrainStep] | None = None
 ) -> Trainer:
     """Return a trainer of a new model; `step` replaces the fastest training step."""
     options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)

@@ -70,15 +70,16 @@ def freeze_garbage_collector() -> None:
 
 
 class WorkerPool:
-    """A fixed number of processes that map a function over tasks; with one worker, this process does the work."""
+    """A fixed number of processes that map a function over tasks; with one worker, this process does the work.
+
+    The processes start with the first call of `map`.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> WorkerPool:
-        if self.workers > 1:
-            self.pool = _start_pool(self.workers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -86,14 +87,20 @@ class WorkerPool:
             self.pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]) -> Iterator[R]:
-        """Yield `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
-        if not self.pool:
-            yield from (function(*task) for task in tasks)
-            return
+        """Return `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
+        if self.workers <= 1:
+            return (function(*task) for task in tasks)
+        if self.pool is None:
+            self.pool = _start_pool(self.workers)
+        return self._results(self.pool, function, tasks)
+
+    def _results(
+        self, pool: ProcessPoolExecutor, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]
+    ) -> Iterator[R]:
         waiting: deque[Future[R]] = deque()
         try:
             for task in tasks:
-                waiting.append(self.pool.submit(function, *task))
+                waiting.append(pool.submit(function, *task))
                 if len(waiting) >= TASKS_PER_WORKER * self.workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -170,7 +177,7 @@ class ProcessWorkers(Generic[M]):
         tasks: Sequence[tuple[*Ts]],
         on_result: Callable[[int, R], None] = lambda number, result: None,
     ) -> list[R]:
-        """Return `function(made, *task)` in the order of the tasks; `on_result` gets each result as it arrives."""
+        """Return `function(model, *task)` in the order of the tasks; `on_result` gets each result as it arrives."""
         self.start()
         results: dict[int, R] = {}
         numbered = iter(enumerate(tasks))
@@ -257,16 +264,16 @@ def answer_calls() -> None:
     """Main loop of a child process: build the model, then answer each call with a result or an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt, and ends us
     connection = Connection(int(sys.argv[1]))
-    made: Any = None
+    model: Any = None  # made by the first call
     while True:
         result, error = None, None
         try:
             function, arguments = connection.recv()
-            if made is None:
-                made = function(*arguments)
+            if model is None:
+                model = function(*arguments)
                 freeze_garbage_collector()
             else:
-                result = function(made, *arguments)
+                result = function(model, *arguments)
         except EOFError:
             return  # the parent has ended
         except QkvError as failed:

@@ -16,8 +16,7 @@ import demo_corpus as demo
 from demo_corpus import grammar, lexicon, nouns, verbs
 from demo_corpus.phrase import render
 from qkv.core.errors import UsageError
-from qkv.data.corpus import find
-from qkv.data.lines import read_lines
+from qkv.data.formats import open_text, read_lines
 
 Corpus = dict[str, list[demo.Example]]
 
@@ -408,7 +407,7 @@ def test_texts(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_shipped_files_hold_what_the_generator_makes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte, decompressed: the bytes of the .xz files depend on the library that wrote them."""
     monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
-    shipped = find("demo:test.en", "").parent
+    shipped = open_text("demo:test.en", "").parent
     assert {path.name.removesuffix(".xz"): lzma.decompress(path.read_bytes()) for path in shipped.iterdir()} == {
         name: text.encode() for name, text in demo.texts().items()
     }
@@ -428,9 +427,9 @@ def test_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_are_found_by_name() -> None:
     """`demo:NAME` is accepted as a file name and means a file of the corpus."""
-    assert find("demo:test.it", "elsewhere").is_file()
+    assert open_text("demo:test.it", "elsewhere").is_file()
     assert read_lines("demo:test.it")[0] == "Il tuo gatto è un gatto adorabile."
     assert len(read_lines("demo:valid.align")) == demo.SIZES["valid"]
     for unknown in ("test.de", "", "test.it.xz", "../demo/test.it"):
         with pytest.raises(UsageError, match=r"no such file: the built-in corpus has .*test\.en"):
-            find(f"demo:{unknown}", "")
+            open_text(f"demo:{unknown}", "")

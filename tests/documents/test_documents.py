@@ -145,12 +145,12 @@ def test_html_keeps_tags_scripts_and_code() -> None:
 
 
 def tags(page: str) -> list[str]:
-    found: list[str] = []
+    tag_list: list[str] = []
     reader = html.parser.HTMLParser()
-    reader.handle_starttag = lambda tag, attrs: found.append(f"{tag} {attrs}")  # type: ignore[method-assign]
-    reader.handle_endtag = lambda tag: found.append(f"/{tag}")  # type: ignore[method-assign]
+    reader.handle_starttag = lambda tag, attrs: tag_list.append(f"{tag} {attrs}")  # type: ignore[method-assign]
+    reader.handle_endtag = lambda tag: tag_list.append(f"/{tag}")  # type: ignore[method-assign]
     reader.feed(page)
-    return found
+    return tag_list
 
 
 def test_special_characters_are_not_confused_with_markup() -> None:
@@ -255,16 +255,16 @@ def test_a_word_document_keeps_its_formatting() -> None:
     assert document.segments == ["The title", "a lovely cat.", "in a cell", "one line another", "at the top"]
     links = [None, [(0, 0), (1, 2), (2, 1), (3, 3)], None, None, None]
     data = document.build(["Il titolo", "un gatto adorabile.", "in una cella", "una riga altra", "in alto"], links)
-    found = docx.Document(io.BytesIO(data))
-    assert [p.text for p in found.paragraphs] == ["Il titolo", "un gatto adorabile.", "una riga\n altra"]
-    assert found.paragraphs[0].style.name == "Heading 1"
-    assert [(run.text, bool(run.bold)) for run in found.paragraphs[1].runs] == [
+    translated = docx.Document(io.BytesIO(data))
+    assert [p.text for p in translated.paragraphs] == ["Il titolo", "un gatto adorabile.", "una riga\n altra"]
+    assert translated.paragraphs[0].style.name == "Heading 1"
+    assert [(run.text, bool(run.bold)) for run in translated.paragraphs[1].runs] == [
         ("un gatto ", False),
         ("adorabile", True),
         (".", False),
     ]
-    assert found.tables[0].cell(0, 0).text == "in una cella"
-    assert found.sections[0].header.paragraphs[0].text == "in alto"
+    assert translated.tables[0].cell(0, 0).text == "in una cella"
+    assert translated.sections[0].header.paragraphs[0].text == "in alto"
     same = docx.Document(io.BytesIO(document.build(document.segments)))
     before = docx.Document(io.BytesIO(letter()))
     assert [p._p.xml for p in same.paragraphs] == [p._p.xml for p in before.paragraphs]

@@ -35,13 +35,13 @@ pieces = st.sampled_from(
 @given(st.lists(pieces, max_size=12).map("".join))
 def test_split_html_loses_nothing(source: str) -> None:
     """Kept parts are kept byte for byte; the others have the same text, also after a split at their tags."""
-    found = html_text.split_html(source)
+    parts = html_text.split_html(source)
 
     def same(parts: list[html_text.HtmlPart]) -> str:
         return "".join(p.text if p.kept else f"{p.before}{html_text.to_html(p.text)}{p.after}" for p in parts)
 
-    assert standard.unescape(same(found)) == standard.unescape(source)
-    for part in found:
+    assert standard.unescape(same(parts)) == standard.unescape(source)
+    for part in parts:
         if not part.kept:
             assert part.text == part.text.strip()
             assert standard.unescape(same(part.split_at_tags())) == standard.unescape(same([part]))
@@ -49,8 +49,8 @@ def test_split_html_loses_nothing(source: str) -> None:
 
 
 def test_html_is_split_at_block_elements() -> None:
-    found = html_text.split_html("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
-    assert [unescape_markup(part.text) for part in found if not part.kept] == ["One <b>two</b>", "three < four", "five"]
-    assert [part.is_balanced for part in found if not part.kept] == [True] * 3
+    parts = html_text.split_html("<h1>One <b>two</b></h1><p>three &lt; four<br>five</p>")
+    assert [unescape_markup(part.text) for part in parts if not part.kept] == ["One <b>two</b>", "three < four", "five"]
+    assert [part.is_balanced for part in parts if not part.kept] == [True] * 3
     assert not html_text.split_html("a <b>c")[0].is_balanced
     assert not html_text.split_html("a <b><i>c</b></i>")[0].is_balanced

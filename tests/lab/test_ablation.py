@@ -10,8 +10,8 @@ import pytest
 
 from conftest import sentences, tiny_config, write_pairs
 from qkv.assembly import Run, updates_for
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.lab import ablation, trials
 from qkv.lab.trials import Point, Result
 from qkv.options import Config, DecoderOnlyConfig, TrainConfig
@@ -74,7 +74,7 @@ def test_updates_follow_from_the_unchanged_recipe(
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu", "equal": equal}
     usual, other = ablation.measure(made, [smaller], **options)["trials"]
     (run,) = (tmp_path / "work" / "runs").glob("as_it_is-*")
-    plan = updates_for(made, Prepared.open(Run.open(run).store)).plan
+    plan = updates_for(made, PreparedText.open(Run.open(run).store)).plan
     passes = len(plan(0)) + len(plan(1)) + math.ceil(len(plan(2)) / 2)
     assert (usual["steps"], other["steps"]) == (passes, round(passes * share))
     (run,) = (tmp_path / "work" / "runs").glob("train.tokens*")

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
+from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig

@@ -19,10 +19,10 @@ import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import presets
 from qkv.assembly import updates_for
+from qkv.core.batches import Position
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
-from qkv.data.loader import Position
-from qkv.data.store import Prepared
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.models import parameter_count
@@ -129,7 +129,7 @@ def count_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def prepared(text: tuple[str, str], tmp_path: Path) -> Prepared:
+def prepared(text: tuple[str, str], tmp_path: Path) -> PreparedText:
     return trials.prepare_text(small_config(*text), tmp_path / "work")
 
 
@@ -137,19 +137,21 @@ def prepared(text: tuple[str, str], tmp_path: Path) -> Prepared:
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Prepared, int, int]:
+def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, PreparedText, int, int]:
     """Pairs of one length, so that nothing is padded; source and target tokens of each, </s> included."""
     folder = tmp_path_factory.mktemp("even")
     src, tgt = write_pairs(folder, [(f"{a} {a}", b) for a in EVEN for b in EVEN])
     made = small_config(src, tgt).replace(data={"valid_size": 10}, tokenizer={"kind": "word"})
     prepared = trials.prepare_text(made, folder / "work")
-    lengths = {(int(s), int(t)) for s, t in zip(prepared.train.src_lengths, prepared.train.tgt_lengths, strict=True)}
+    lengths = {
+        (int(s), int(t)) for s, t in zip(prepared.train.lengths("src"), prepared.train.lengths("tgt"), strict=True)
+    }
     ((source, target),) = lengths
     return made, prepared, source + 1, target + 1
 
 
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 8), (4, 6)])  # fused kernels want them equal
-def test_operations_of_a_transformer(even: tuple[Config, Prepared, int, int], d_k: int, d_v: int) -> None:
+def test_operations_of_a_transformer(even: tuple[Config, PreparedText, int, int], d_k: int, d_v: int) -> None:
     made, prepared, S, T = even
     spec = TransformerConfig(d_model=16, d_ff=24, heads=2, d_k=d_k, d_v=d_v, encoder_layers=2, decoder_layers=3)
     d, ff, h, vocab = 16, 24, 2, prepared.tokenizers.tgt.size
@@ -168,7 +170,7 @@ def test_operations_of_a_transformer(even: tuple[Config, Prepared, int, int], d_
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_operations_of_a_recurrent_network(even: tuple[Config, Prepared, int, int], cell: str) -> None:
+def test_operations_of_a_recurrent_network(even: tuple[Config, PreparedText, int, int], cell: str) -> None:
     made, prepared, S, T = even
     d, gates, vocab = 16, {"gru": 3, "lstm": 4}[cell], prepared.tokenizers.tgt.size
     spec = RnnConfig(cell=cell, d_model=d)
@@ -192,7 +194,7 @@ def test_operations_of_a_recurrent_network(even: tuple[Config, Prepared, int, in
         TransformerConfig(heads=1),
     ],
 )
-def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: Prepared) -> None:
+def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: PreparedText) -> None:
     vocab = prepared.tokenizers.tgt.size
     planted = size(dataclasses.replace(spec, d_model=74), vocab)
     for target in (planted, planted + planted // 300, planted - planted // 300):
@@ -200,7 +202,7 @@ def test_the_search_finds_the_nearest_width(spec: TranslationConfig, prepared: P
     assert table2.match_parameters(spec, 123_457, prepared.tokenizers).d_model % 2 == 0
 
 
-def test_matched_models_are_the_presets_on_the_demo_corpus(tmp_path: Path, prepared: Prepared) -> None:
+def test_matched_models_are_the_presets_on_the_demo_corpus(tmp_path: Path, prepared: PreparedText) -> None:
     found = table2.matched_models(presets.demo(), prepared)
     assert found[table2.OURS] == presets.demo().model
     sizes = {name: size(model, prepared.tokenizers.tgt.size) for name, model in found.items()}
@@ -210,12 +212,12 @@ def test_matched_models_are_the_presets_on_the_demo_corpus(tmp_path: Path, prepa
 # ---- trials ----------------------------------------------------------------------------------------------------------
 
 
-def named(text: tuple[str, str], prepared: Prepared, *names: str, seeds: Sequence[int] = (1,)) -> list[Trial]:
+def named(text: tuple[str, str], prepared: PreparedText, *names: str, seeds: Sequence[int] = (1,)) -> list[Trial]:
     return [Trial(name, small_config(*text, seed=seed), prepared) for seed in seeds for name in names]
 
 
 def test_finished_trials_are_not_repeated_and_failed_ones_are(
-    text: tuple[str, str], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: tuple[str, str], prepared: PreparedText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[str, int]] = []
     broken = True
@@ -250,7 +252,7 @@ def test_finished_trials_are_not_repeated_and_failed_ones_are(
 
 
 def test_an_interrupted_table_keeps_what_is_done(
-    text: tuple[str, str], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: tuple[str, str], prepared: PreparedText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fake(name: str, key: str, run: qkv.Run, test: object) -> Result:
         if name == "second":
@@ -264,7 +266,7 @@ def test_an_interrupted_table_keeps_what_is_done(
     assert [result.name for result in trials.read_results(tmp_path / "work").values()] == ["first"]
 
 
-def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
+def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: PreparedText, tmp_path: Path) -> None:
     trial = Trial("small", small_config(*text, log_every=2), prepared)
     (result,) = trials.run_all([trial], tmp_path / "work")
     assert not result.error
@@ -291,7 +293,7 @@ def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: Pr
 
 
 @pytest.mark.slow
-def test_parallel_trials(text: tuple[str, str], prepared: Prepared, tmp_path: Path) -> None:
+def test_parallel_trials(text: tuple[str, str], prepared: PreparedText, tmp_path: Path) -> None:
     steep = Trial("steep", small_config(*text, steps=14, learning_rate=1e30, clip=0.0), prepared)
     killed = Trial("killed", small_config(*text, name="killed"), prepared)
     wanted = [steep, *named(text, prepared, "small")]
@@ -441,7 +443,7 @@ def test_table_2_from_text_to_page(text: tuple[str, str], tmp_path: Path, monkey
 
 @pytest.mark.parametrize("equal", table2.EQUAL)
 def test_costs_are_equal(
-    text: tuple[str, str], prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str
+    text: tuple[str, str], prepared: PreparedText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, equal: str
 ) -> None:
     base = small_config(*text)
     models = {"RNN": RnnConfig(d_model=16), "ConvS2S": ConvS2SConfig(d_model=24), table2.OURS: SMALL}

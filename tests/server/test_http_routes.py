@@ -17,20 +17,20 @@ import pytest
 import qkv
 from conftest import PATIENCE, sentences
 from qkv import cli
-from serving import ENDLESS, FORM, JSON, Server, serving, train_writer
+from serving import ENDLESS, FORM, JSON, Server, serving, train_language_model
 
 LINES = [source for source, _ in sentences(40, seed=9)]
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_writer(tmp_path_factory.mktemp("writer"))
+    return train_language_model(tmp_path_factory.mktemp("writer"))
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Path, writer: Path) -> Iterator[Server]:
-    with serving(f"tiny={tiny}", f"book={writer}", "--workers", 1, "--max-characters", 3000) as found:
-        yield found
+    with serving(f"tiny={tiny}", f"book={writer}", "--workers", 1, "--max-characters", 3000) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,14 @@ def test_the_official_client_works_unchanged(server: Server, translator: qkv.Tra
 
 def test_a_list_of_texts_is_translated_as_offline(server: Server, translator: qkv.Translator) -> None:
     texts = [*LINES, "", "  ", "\n", f"{LINES[0]}\n\n{LINES[1]}", " ".join(LINES[:8])]
-    found = server.translate(texts)
-    assert found == [each.text for each in translator.translate(texts)]
-    assert found[len(LINES) : len(LINES) + 3] == ["", "", ""]
+    translated = server.translate(texts)
+    assert translated == [each.text for each in translator.translate(texts)]
+    assert translated[len(LINES) : len(LINES) + 3] == ["", "", ""]
 
 
 def test_alternatives_are_the_n_best(server: Server, translator: qkv.Translator) -> None:
     body = {"q": [LINES[0], ""], "source": "auto", "target": "it", "alternatives": 2}
-    response = server.ask("/translate", body).json
+    response = server.request("/translate", body).json
     best = translator.translate(LINES[0], n_best=3)
     assert response["translatedText"] == [best.text, ""]
     assert response["alternatives"] == [[other.text for other in best.alternatives], []]
@@ -73,15 +73,17 @@ def test_details_equal_those_of_the_translation(server: Server, translator: qkv.
     texts = [LINES[0], "", " ".join(LINES[:8]), "cat " * 30]
     for form in ("text", "html"):
         body = {"q": texts, "source": "en", "target": "it", "format": form}
-        for found, text in zip(server.ask("/translate", body).json["details"], texts, strict=True):
+        for details, text in zip(server.request("/translate", body).json["details"], texts, strict=True):
             expected = translator.translate(text.strip())
-            assert found.pop("finish_reason") == expected.finish_reason
-            assert (found.pop("truncated"), found.pop("looped")) == (expected.truncated, expected.looped)
+            assert details.pop("finish_reason") == expected.finish_reason
+            assert (details.pop("truncated"), details.pop("looped")) == (expected.truncated, expected.looped)
             wanted = {name: getattr(expected, name) for name in ("score", "logprob", "length_ratio")}
-            assert found == pytest.approx(wanted, abs=1e-3)
-    one = server.ask("/translate", {"q": LINES[0], "source": "en", "target": "it"}).json["details"]
+            assert details == pytest.approx(wanted, abs=1e-3)
+    one = server.request("/translate", {"q": LINES[0], "source": "en", "target": "it"}).json["details"]
     assert one["score"] == pytest.approx(translator.translate(LINES[0]).score, abs=1e-3)
-    tagged = server.ask("/translate", {"q": "<p>The <b>red</b> cat.", "source": "en", "target": "it", "format": "html"})
+    tagged = server.request(
+        "/translate", {"q": "<p>The <b>red</b> cat.", "source": "en", "target": "it", "format": "html"}
+    )
     expected = translator.translate("The red cat.")
     assert tagged.json["details"]["logprob"] == pytest.approx(expected.logprob, abs=1e-3)
     assert tagged.json["details"]["length_ratio"] == pytest.approx(expected.length_ratio)
@@ -94,51 +96,51 @@ def test_every_sentence_is_translated_by_itself(server: Server, translator: qkv.
     expected = f"{one} {two}  {three}"
     assert server.translate(text) == expected
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
-    assert server.ask("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
+    assert server.request("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
     first, last = LINES[0].split(maxsplit=1)
     marked = f"<p><b>{first}</b> {last} {LINES[1]}  <i>{LINES[2]}</i></p>"
-    found = server.translate(marked, format="html")
-    assert re.sub("<[^>]*>", "", found) == expected
-    assert found.endswith(f" {two}  <i>{three}</i></p>")
-    assert "<b>" in found[: found.index(two)]
+    html = server.translate(marked, format="html")
+    assert re.sub("<[^>]*>", "", html) == expected
+    assert html.endswith(f" {two}  <i>{three}</i></p>")
+    assert "<b>" in html[: html.index(two)]
     for name, document in (("a.txt", text), ("a.md", f"**{first}** {last} {LINES[1]} {LINES[2]}\n")):
-        place = f"/documents/{server.ask(f'/documents?name={name}&target=it', document.encode()).json['id']}"
-        server.until(lambda place=place: server.ask(place).json["state"] != "running")
-        written = server.ask(f"{place}/file").data.decode()
+        place = f"/documents/{server.request(f'/documents?name={name}&target=it', document.encode()).json['id']}"
+        server.until(lambda place=place: server.request(place).json["state"] != "running")
+        written = server.request(f"{place}/file").data.decode()
         assert written.replace("**", "").rstrip() == f"{one} {two} {three}"  # a segment has single spaces
         assert name == "a.txt" or written.index("**") < written.index(two)
 
 
 def test_forms_and_json_give_the_same_response(server: Server) -> None:
     plain = {"q": LINES[1], "source": "en", "target": "it", "alternatives": "1"}
-    form = server.ask("/translate", urlencode(plain).encode(), headers=FORM)
+    form = server.request("/translate", urlencode(plain).encode(), headers=FORM)
     parts = "".join(f'--x\r\nContent-Disposition: form-data; name="{k}"\r\n\r\n{v}\r\n' for k, v in plain.items())
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    other = server.ask("/translate", f"{parts}--x--\r\n".encode(), headers=headers)
-    assert form.json == other.json == server.ask("/translate", plain).json
+    other = server.request("/translate", f"{parts}--x--\r\n".encode(), headers=headers)
+    assert form.json == other.json == server.request("/translate", plain).json
     assert len(form.json["alternatives"]) == 1
 
 
 def test_html_keeps_its_tags(server: Server, translator: qkv.Translator) -> None:
     whole = "<html><!-- a <b> --><style>p { x: 1 }</style><p class='x'>The <b>red</b> cat.</p> <br>\n<i>Two"
-    found = server.translate(whole, format="html")
+    translated = server.translate(whole, format="html")
     for kept in ("<!-- a <b> -->", "<style>p { x: 1 }</style>", "<p class='x'>", "</p> <br>\n<i>", "<html>"):
-        assert kept in found
-    inner = found.split("<p class='x'>")[1].split("</p>")[0]
+        assert kept in translated
+    inner = translated.split("<p class='x'>")[1].split("</p>")[0]
     assert inner.count("<b>") == inner.count("</b>") == 1
     assert inner.replace("<b>", "").replace("</b>", "") == translator.translate("The red cat.").text
-    assert found.endswith("<i>" + translator.translate("Two").text)  # an unclosed tag keeps its place
+    assert translated.endswith("<i>" + translator.translate("Two").text)  # an unclosed tag keeps its place
 
 
 def test_escaped_html_stays_escaped(server: Server) -> None:
-    found = server.translate("<p>cat &lt;script&gt; &amp; dog</p>", format="html")
-    assert "<script>" not in found
-    assert found.startswith("<p>")
-    assert found.endswith("</p>")
+    translated = server.translate("<p>cat &lt;script&gt; &amp; dog</p>", format="html")
+    assert "<script>" not in translated
+    assert translated.startswith("<p>")
+    assert translated.endswith("</p>")
 
 
 def test_settings_for_a_page(server: Server) -> None:
-    response = server.ask("/frontend/settings").json
+    response = server.request("/frontend/settings").json
     assert response["charLimit"] == 3000
     assert response["language"]["source"] == {"code": "en", "name": "English"}
     assert ".txt" in response["supportedFilesFormat"]
@@ -161,7 +163,7 @@ def test_settings_for_a_page(server: Server) -> None:
     ],
 )
 def test_errors_have_libretranslates_format(server: Server, body: Any, status: int, said: str) -> None:
-    response = server.ask("/translate", body)
+    response = server.request("/translate", body)
     assert response.status == status
     assert said in response.json["error"]
     if status == 422 and isinstance(body, dict):
@@ -179,11 +181,11 @@ def test_a_file_is_translated(server: Server, translator: qkv.Translator) -> Non
     body += f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="../../etc/a.txt"\r\n'
     body += f"Content-Type: text/plain\r\n\r\n{text}\r\n--{border}--\r\n"
     headers = {"Content-Type": f"multipart/form-data; boundary={border}"}
-    response = server.ask("/translate_file", body.encode(), headers=headers)
+    response = server.request("/translate_file", body.encode(), headers=headers)
     assert response.status == 200, response.data
     place = response.json["translatedFileUrl"]
     assert place.startswith(server.url)
-    file = server.ask(place.removeprefix(server.url))
+    file = server.request(place.removeprefix(server.url))
     assert file.data.decode() == "".join(f"{each.text}\n\n" for each in translator.translate(LINES[:5]))
     assert file.headers["content-disposition"].endswith("a.txt")
     assert "/" not in file.headers["content-disposition"].split("''")[1]
@@ -196,15 +198,15 @@ def test_a_file_is_translated(server: Server, translator: qkv.Translator) -> Non
 def client(server: Server) -> Iterator[Any]:
     import openai
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def test_completions_equal_those_of_the_model(client: Any, writer: Path) -> None:
     completer = qkv.Completer(writer, device="cpu")
-    found = client.completions.create(model="book", prompt="The ", max_tokens=20, temperature=0, logprobs=3)
+    completion = client.completions.create(model="book", prompt="The ", max_tokens=20, temperature=0, logprobs=3)
     (best,) = completer.complete("The ", max_tokens=20, temperature=0)
-    choice = found.choices[0]
+    choice = completion.choices[0]
     assert choice.text == best.text
     assert choice.finish_reason == "length"
     np.testing.assert_allclose(choice.logprobs.token_logprobs, best.token_logprobs, atol=1e-4)
@@ -212,8 +214,8 @@ def test_completions_equal_those_of_the_model(client: Any, writer: Path) -> None
     likely = choice.logprobs.top_logprobs[0]
     assert len(likely) == 3
     assert max(likely, key=likely.get) == choice.logprobs.tokens[0]  # greedy takes the likeliest
-    assert found.usage.completion_tokens == 20
-    assert found.usage.prompt_tokens == len(completer.tokenizer.encode_text("The "))
+    assert completion.usage.completion_tokens == 20
+    assert completion.usage.prompt_tokens == len(completer.tokenizer.encode_text("The "))
 
 
 def test_completions_are_seeded_and_streamed(client: Any) -> None:
@@ -240,8 +242,8 @@ def test_a_stop_text_ends_a_completion(client: Any) -> None:
     whole = client.completions.create(**asked).choices[0].text
     stop = whole[6:9]
     expected = whole[: whole.index(stop)]
-    found = client.completions.create(**asked, stop=stop).choices[0]
-    assert (found.text, found.finish_reason) == (expected, "stop")
+    completion = client.completions.create(**asked, stop=stop).choices[0]
+    assert (completion.text, completion.finish_reason) == (expected, "stop")
     chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stop=[stop, "@@"], stream=True)]
     assert "".join(chunk.text for chunk in chunks) == expected
     assert chunks[-1].finish_reason == "stop"
@@ -257,15 +259,15 @@ def test_a_disconnect_ends_the_stream(writer: Path) -> None:
         with client.completions.create(model="book", prompt="The ", max_tokens=ENDLESS, stream=True) as stream:
             next(iter(stream))
         server.until(lambda: server.metric("qkv_cancelled_total") == 1)
-        server.until(lambda: server.ask("/health").json["running"] == 0)
+        server.until(lambda: server.request("/health").json["running"] == 0)
 
 
 def test_chat_translates_the_last_message(client: Any, translator: qkv.Translator) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{LINES[0]}\n{LINES[1]}"}]
     expected = translator.translate(f"{LINES[0]}\n{LINES[1]}").text
-    found = client.chat.completions.create(model="tiny", messages=messages)
-    assert found.choices[0].message.content == expected
-    assert found.usage.completion_tokens > 0
+    completion = client.chat.completions.create(model="tiny", messages=messages)
+    assert completion.choices[0].message.content == expected
+    assert completion.usage.completion_tokens > 0
     chunks = list(client.chat.completions.create(model="tiny", messages=messages, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -276,8 +278,8 @@ def test_chat_translates_the_last_message(client: Any, translator: qkv.Translato
 def test_chat_samples_if_a_temperature_is_given(client: Any, translator: qkv.Translator) -> None:
     messages = [{"role": "user", "content": LINES[3]}]
     asked = {"model": "tiny", "messages": messages, "temperature": 1.5, "seed": 3}
-    found = client.chat.completions.create(**asked).choices[0].message.content
-    assert found == translator.translate(LINES[3], sample=True, temperature=1.5, seed=3).text
+    completion = client.chat.completions.create(**asked).choices[0].message.content
+    assert completion == translator.translate(LINES[3], sample=True, temperature=1.5, seed=3).text
 
 
 def test_models_are_listed(client: Any) -> None:
@@ -304,14 +306,14 @@ def test_errors_have_openais_format(client: Any) -> None:
 
 
 def test_a_score_is_forced_decoding(server: Server, translator: qkv.Translator) -> None:
-    response = server.ask("/score", {"source": LINES[0], "target": "Il gatto."}).json
+    response = server.request("/score", {"source": LINES[0], "target": "Il gatto."}).json
     assert response["logprob"] == pytest.approx(translator.score(LINES[0], "Il gatto.").logprob, abs=1e-4)
     assert response["tokens"][-1] == "</s>"
     assert len(response["tokens"]) == len(response["token_logprobs"])
 
 
 def test_attention_returns_the_data_of_the_explorer(server: Server, translator: qkv.Translator) -> None:
-    response = server.ask("/attention", {"text": LINES[0]}).json
+    response = server.request("/attention", {"text": LINES[0]}).json
     embedded = json.loads(json.dumps(translator.attention(LINES[0]).drawn()))
     assert set(embedded) <= set(response)
     for name in ("source", "fed", "written", "words", "legend", "rare", "units", "translation"):
@@ -328,38 +330,40 @@ def test_attention_returns_the_data_of_the_explorer(server: Server, translator: 
 
 def test_attention_with_a_what_if(server: Server, translator: qkv.Translator) -> None:
     body = {"text": LINES[0], "without": ["decoder.0.cross", ["encoder.0.self", 1]], "force": [0, "Il"], "drop": [0]}
-    response = server.ask("/attention", body).json["what_if"]
+    response = server.request("/attention", body).json["what_if"]
     heads = ["decoder.0.cross", ("encoder.0.self", 1)]
     expected = translator.what_if(LINES[0], heads_off=heads, force=(0, "Il"), drop=[0])
     assert response["after"]["translation"] == expected.after.translation
     assert response["before"]["translation"] == expected.before.translation
     assert response["forced_logprob"] == pytest.approx(expected.forced_logprob, abs=1e-3)
-    refused = server.ask("/attention", {"text": LINES[0], "without": ["nowhere"]})
+    refused = server.request("/attention", {"text": LINES[0], "without": ["nowhere"]})
     assert refused.status == 422
     assert "nowhere" in refused.json["error"]
 
 
 def test_alternatives_at_a_position(server: Server, translator: qkv.Translator) -> None:
     best = translator.translate(LINES[0]).text
-    response = server.ask("/alternatives", {"source": LINES[0], "target": best, "position": 0, "n": 3}).json["words"]
+    response = server.request("/alternatives", {"source": LINES[0], "target": best, "position": 0, "n": 3}).json[
+        "words"
+    ]
     assert [each["word"] for each in response] == [o.word for o in translator.alternatives(LINES[0], best, 0, 3)]
 
 
 def test_a_document_from_upload_to_download(server: Server, translator: qkv.Translator) -> None:
     text = "".join(f"{line}\n" for line in LINES * 4)
-    begun = server.ask("/documents?name=a%2Fb.txt&target=it", text.encode())
+    begun = server.request("/documents?name=a%2Fb.txt&target=it", text.encode())
     assert begun.status == 202, begun.data
     place = f"/documents/{begun.json['id']}"
     assert begun.json["total"] == len(LINES) * 4
-    server.until(lambda: server.ask(place).json["state"] != "running")
-    assert server.ask(place).json["done"] == begun.json["total"]
-    file = server.ask(f"{place}/file")
+    server.until(lambda: server.request(place).json["state"] != "running")
+    assert server.request(place).json["done"] == begun.json["total"]
+    file = server.request(f"{place}/file")
     expected = {line: each.text for line, each in zip(LINES, translator.translate(LINES), strict=True)}
     assert file.data.decode().splitlines() == [expected[line] for line in LINES * 4]
     assert file.headers["content-type"].startswith("text/plain")
-    assert server.ask(place, method="DELETE").status == 204
-    assert server.ask(place).status == 404
-    assert server.ask("/documents?name=a.exe", b"MZ").status == 422
+    assert server.request(place, method="DELETE").status == 204
+    assert server.request(place).status == 404
+    assert server.request("/documents?name=a.exe", b"MZ").status == 422
 
 
 @pytest.mark.parametrize(
@@ -374,18 +378,18 @@ def test_a_document_from_upload_to_download(server: Server, translator: qkv.Tran
     ],
 )
 def test_documents_and_texts_are_refused_alike(server: Server, asked: dict[str, str]) -> None:
-    document = server.ask(f"/documents?{urlencode({'name': 'a.txt', **asked})}", LINES[0].encode())
-    text = server.ask("/translate", {"q": LINES[0], **asked})
+    document = server.request(f"/documents?{urlencode({'name': 'a.txt', **asked})}", LINES[0].encode())
+    text = server.request("/translate", {"q": LINES[0], **asked})
     assert (document.status, document.json) == (text.status, text.json)
 
 
 def test_a_document_keeps_its_markup_and_may_be_one_long_line(server: Server, translator: qkv.Translator) -> None:
     long = " ".join(LINES)
     for name, text in (("a.md", f"# The **red** cat.\n\n{LINES[0]}\n"), ("b.txt", long)):
-        begun = server.ask(f"/documents?name={name}&target=it", text.encode())
+        begun = server.request(f"/documents?name={name}&target=it", text.encode())
         place = f"/documents/{begun.json['id']}"
-        server.until(lambda place=place: server.ask(place).json["state"] != "running")
-        response = server.ask(f"{place}/file").data.decode()
+        server.until(lambda place=place: server.request(place).json["state"] != "running")
+        response = server.request(f"{place}/file").data.decode()
         if name == "b.txt":
             assert response == translator.translate(long).text
         else:
@@ -396,49 +400,49 @@ def test_a_document_keeps_its_markup_and_may_be_one_long_line(server: Server, tr
 
 
 def test_health_metrics_and_cards(server: Server) -> None:
-    assert server.ask("/health/live").json == {"status": "ok"}
-    health = server.ask("/health").json
+    assert server.request("/health/live").json == {"status": "ok"}
+    health = server.request("/health").json
     assert health["status"] == "ok"
     assert health["workers"] == 1
     before = server.metric("qkv_sentences_total")
     server.translate(LINES[:3])
     assert server.metric("qkv_sentences_total") == before + 3
-    tiny, book = server.ask("/models").json["models"]
+    tiny, book = server.request("/models").json["models"]
     assert (tiny["name"], tiny["source"], tiny["targets"], tiny["does"]) == ("tiny", "en", ["it"], "translate")
     assert tiny["parameters"] > 10_000
     assert book["does"] == "complete"
 
 
 def test_models_include_their_cards(server: Server, tiny: Path, writer: Path) -> None:
-    for found, run in zip(server.ask("/models").json["models"], (tiny, writer), strict=True):
-        assert found["card"] == (run / "card.md").read_text(encoding="utf-8")
-        assert found["card"].startswith("# ")
-        assert f"{found['parameters']:,} parameters" in found["card"]
+    for entry, run in zip(server.request("/models").json["models"], (tiny, writer), strict=True):
+        assert entry["card"] == (run / "card.md").read_text(encoding="utf-8")
+        assert entry["card"].startswith("# ")
+        assert f"{entry['parameters']:,} parameters" in entry["card"]
 
 
 def test_pages_have_a_strict_content_security_policy(server: Server) -> None:
-    response = server.ask("/page/explorer/views.js")
+    response = server.request("/page/explorer/views.js")
     assert response.status == 200
     assert "javascript" in response.headers["content-type"]
     for path in ("/page/explorer/views.js", "/health", "/nowhere"):
-        headers = server.ask(path).headers
+        headers = server.request(path).headers
         assert "default-src 'self'" in headers["content-security-policy"]
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
     for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/explorer/..%2f..%2frecord.py", "/page//etc/passwd"):
-        assert server.ask(path).status == 404
+        assert server.request(path).status == 404
 
 
 def test_scripts_of_other_sites_are_refused(server: Server) -> None:
     body = {"q": LINES[0], "source": "en", "target": "it"}
-    other = server.ask("/translate", body, headers={"Origin": "https://example.org"})
+    other = server.request("/translate", body, headers={"Origin": "https://example.org"})
     assert other.status == 403
     assert "access-control-allow-origin" not in other.headers
-    own = server.ask("/translate", body, headers={"Origin": server.url})
+    own = server.request("/translate", body, headers={"Origin": server.url})
     assert own.status == 200
     preflight = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
-    assert server.ask("/translate", method="OPTIONS", headers=preflight).status == 405
+    assert server.request("/translate", method="OPTIONS", headers=preflight).status == 405
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings inside schemathesis
@@ -462,8 +466,8 @@ def test_no_request_of_the_schema_causes_an_internal_error(server: Server) -> No
         seen.add(case.operation.label)
         assert answer.status_code < 500, (case.operation.label, answer.status_code, answer.text[:300])
 
-    for found in schema.get_all_operations():
-        quick(given(case=found.ok().as_strategy())(check))()
+    for operation in schema.get_all_operations():
+        quick(given(case=operation.ok().as_strategy())(check))()
     assert {"POST /translate", "POST /v1/completions", "POST /attention", "POST /documents"} <= seen
     assert server.translate(LINES[0])
 
@@ -474,7 +478,10 @@ def test_documented_options_and_routes_exist(server: Server, call: Any) -> None:
     options -= {"--require-hashes", "--no-deps", "--no-build-isolation"}  # of pip
     known = call("serve", "--help").out
     assert not [option for option in options if option not in known]
-    routes = {path.replace("{id}", "ID") for path in server.ask("/openapi.json").json["paths"]} | {"/", "/openapi.json"}
+    routes = {path.replace("{id}", "ID") for path in server.request("/openapi.json").json["paths"]} | {
+        "/",
+        "/openapi.json",
+    }
     named = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[a-z_0-9./]*[A-Z]*(?:/file)?)(?:\?name=…)?`", text))
     elsewhere = {path for path in named if path.startswith(("/runs", "/v1/")) and path not in routes}
     assert named - elsewhere <= routes
@@ -522,7 +529,7 @@ def test_documented_python_runs(server: Server, translator: qkv.Translator, caps
     ],
 )
 def test_an_error_names_the_remedy(server: Server, path: str, kind: Any, body: bytes | None, said: str) -> None:
-    assert said in server.ask(path, body, headers=kind).json["error"]
+    assert said in server.request(path, body, headers=kind).json["error"]
 
 
 def test_the_container_copies_existing_files() -> None:

@@ -200,7 +200,7 @@ def test_a_busy_process_gets_a_batch_only_if_no_other_is_idle(monkeypatch: pytes
         await asyncio.sleep(0.05)
         assert [size for _, size in sent] == [4, 4, 1]  # although both are busy
         over.set()
-        assert [len(found) for found in await asyncio.gather(*asked)] == [4, 4, 1]
+        assert [len(results) for results in await asyncio.gather(*asked)] == [4, 4, 1]
         assert scheduler.idle
         assert scheduler.busy == []
         await scheduler.close()

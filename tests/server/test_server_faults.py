@@ -20,7 +20,7 @@ import qkv
 from conftest import PATIENCE, sentences
 from qkv.server.auth import new_key
 from qkv.server.service import SLICE
-from serving import ENDLESS, FORM, JSON, Answer, Server, serving, train_writer
+from serving import ENDLESS, FORM, JSON, Answer, Server, serving, train_language_model
 
 LINES = [source for source, _ in sentences(300, seed=9)]
 PAIR = {"source": "en", "target": "it"}
@@ -29,24 +29,24 @@ PAIR = {"source": "en", "target": "it"}
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> dict[str, str]:
     lines = list(dict.fromkeys(LINES))
-    found = qkv.Translator(tiny, device="cpu").translate(lines)
-    return {line: each.text for line, each in zip(lines, found, strict=True)}
+    translations = qkv.Translator(tiny, device="cpu").translate(lines)
+    return {line: each.text for line, each in zip(lines, translations, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def _running(tiny: Path) -> Iterator[Server]:
     limits = ("--batch-tokens", 64, "--max-characters", 50_000)
-    with serving(f"tiny={tiny}", "--workers", 1, *limits) as found:
-        yield found
+    with serving(f"tiny={tiny}", "--workers", 1, *limits) as running:
+        yield running
 
 
 @pytest.fixture
 def server(_running: Server, expected: dict[str, str]) -> Iterator[Server]:
     """The server, checked to work after each test."""
     yield _running
-    _running.until(lambda: _running.ask("/health/ready").status == 200)
+    _running.until(lambda: _running.request("/health/ready").status == 200)
     assert _running.translate(LINES[:5]) == [expected[line] for line in LINES[:5]]
-    _running.until(lambda: _running.ask("/health").json["waiting"] == 0)
+    _running.until(lambda: _running.request("/health").json["waiting"] == 0)
 
 
 def text(answer: Answer) -> str:
@@ -57,10 +57,10 @@ def text(answer: Answer) -> str:
 
 
 def test_ten_megabytes_are_refused(server: Server) -> None:
-    response = server.ask("/translate", {"q": "a" * 10_000_000, **PAIR})
+    response = server.request("/translate", {"q": "a" * 10_000_000, **PAIR})
     assert response.status == 413
     assert "1,048,576 bytes" in text(response)
-    response = server.ask("/documents?name=a.txt", b"a" * 11_000_000)
+    response = server.request("/documents?name=a.txt", b"a" * 11_000_000)
     assert response.status == 413
 
 
@@ -74,7 +74,7 @@ def test_ten_megabytes_without_a_length_are_refused(server: Server) -> None:
 
 
 def test_a_sentence_of_100_000_characters_is_refused_with_the_limit(server: Server) -> None:
-    response = server.ask("/translate", {"q": "cat " * 25_000, **PAIR})
+    response = server.request("/translate", {"q": "cat " * 25_000, **PAIR})
     assert response.status == 413
     assert "at most 50,000" in text(response)
     assert response.json["pointer"] == "/q"
@@ -87,37 +87,37 @@ def test_a_sentence_as_long_as_allowed_is_translated(server: Server, tiny: Path)
 
 @pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
 def test_bytes_that_are_not_utf_8_are_refused(server: Server, path: str) -> None:
-    response = server.ask(path, b'{"q": "\xff\xfe", "source": "en"}', headers=JSON)
+    response = server.request(path, b'{"q": "\xff\xfe", "source": "en"}', headers=JSON)
     assert response.status == 422
     assert response.json["error"]
 
 
 def test_a_form_that_is_not_utf_8_is_refused(server: Server) -> None:
-    response = server.ask("/translate", b"q=%ff%fe&source=en&target=it", headers=FORM)
+    response = server.request("/translate", b"q=%ff%fe&source=en&target=it", headers=FORM)
     assert response.status == 422
 
 
 @pytest.mark.parametrize("path", ["/translate", "/score", "/v1/completions"])
 @pytest.mark.parametrize("opening", ["[", '{"q":'])
 def test_json_that_is_deep_is_refused(server: Server, path: str, opening: str) -> None:
-    response = server.ask(path, (opening * 100_000).encode(), headers=JSON)
+    response = server.request(path, (opening * 100_000).encode(), headers=JSON)
     assert response.status == 422
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"NaN", b'{"q": NaN}', b'{"q": "\\ud800", "target": "it"}'])
 def test_invalid_json_is_refused(server: Server, body: bytes) -> None:
-    assert server.ask("/translate", body, headers=JSON).status == 422
-    assert server.ask("/score", body, headers=JSON).status == 422
+    assert server.request("/translate", body, headers=JSON).status == 422
+    assert server.request("/score", body, headers=JSON).status == 422
 
 
 def test_zero_length(server: Server) -> None:
     assert server.translate("") == ""
     assert server.translate([]) == []
     assert server.translate(["", "\n\n", "  "]) == ["", "", ""]
-    assert server.ask("/detect", {"q": ""}).json == []
-    empty = server.ask("/documents?name=a.txt&target=it", b"")
-    assert server.ask(f"/documents/{empty.json['id']}", method="DELETE").status == 204
-    refused = server.ask("/attention", {"text": ""})
+    assert server.request("/detect", {"q": ""}).json == []
+    empty = server.request("/documents?name=a.txt&target=it", b"")
+    assert server.request(f"/documents/{empty.json['id']}", method="DELETE").status == 204
+    refused = server.request("/attention", {"text": ""})
     assert refused.status == 422
 
 
@@ -125,7 +125,7 @@ def test_control_characters(server: Server, tiny: Path) -> None:
     every = "".join(map(chr, range(0x20))) + "\x7f\x85\u2028\ufeff\u202e\U0010ffff\ufdd0"
     texts = [f"The{c}cat." for c in every]
     assert server.translate(texts) == [each.text for each in qkv.Translator(tiny, device="cpu").translate(texts)]
-    assert server.ask("/translate", {"q": every, **PAIR, "format": "html"}).status == 200
+    assert server.request("/translate", {"q": every, **PAIR, "format": "html"}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -138,24 +138,24 @@ def test_control_characters(server: Server, tiny: Path) -> None:
     ids=["too many", "one of them no text", "no text"],
 )
 def test_invalid_texts_are_reported(server: Server, q: object, status: int, pointer: str, said: str) -> None:
-    response = server.ask("/translate", {"q": q, **PAIR})
+    response = server.request("/translate", {"q": q, **PAIR})
     assert (response.status, response.json["pointer"]) == (status, pointer)
     assert said in text(response)
 
 
 def test_ten_thousand_alternatives(server: Server) -> None:
-    response = server.ask("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
+    response = server.request("/translate", {"q": "The cat.", **PAIR, "alternatives": 10_000})
     assert response.status == 422
     assert "at most 10" in text(response)
     assert response.json["pointer"] == "/alternatives"
-    huge = server.ask("/translate", b"q=a&source=en&target=it&alternatives=" + b"9" * 5000, headers=FORM)
+    huge = server.request("/translate", b"q=a&source=en&target=it&alternatives=" + b"9" * 5000, headers=FORM)
     assert huge.status == 422
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "n": 10_000}
-    assert server.ask("/v1/chat/completions", chat).status == 422
+    assert server.request("/v1/chat/completions", chat).status == 422
 
 
 def test_many_texts(server: Server) -> None:
-    assert server.ask("/translate", {"q": ["a"] * 1001, **PAIR}).status == 413
+    assert server.request("/translate", {"q": ["a"] * 1001, **PAIR}).status == 413
 
 
 def test_bytes_that_are_not_http(server: Server) -> None:
@@ -183,7 +183,7 @@ def test_a_disconnect_cancels_the_request(server: Server) -> None:
         with server.connect() as line:
             post(line, LINES * 3)
             server.until(lambda: server.accepted == len(LINES) * 3)
-        server.until(lambda: server.ask("/health").json["waiting"] == 0)
+        server.until(lambda: server.request("/health").json["waiting"] == 0)
         server.until(lambda: server.metric("qkv_cancelled_total") == before + 1)
     server.until(lambda: server.accepted == 0)
     assert server.metric("qkv_sentences_total") - done < len(LINES) * 3 / 2
@@ -226,7 +226,7 @@ def test_split_and_pipelined_requests_get_the_same_responses(server: Server) -> 
     assert len(set(alone)) == len(texts)
     assert [answers(request(text), 1, parts=4)[0] for text in texts[:2]] == alone[:2]
     assert answers(b"".join(map(request, texts)), len(texts)) == alone  # pipelined
-    assert 'route="/translate",status="413"' in server.ask("/metrics").data.decode()
+    assert 'route="/translate",status="413"' in server.request("/metrics").data.decode()
 
 
 def open_slow(server: Server, stack: ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -281,7 +281,7 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
     before = server.metric("qkv_worker_restarts_total")
 
     def client(number: int) -> Answer:
-        return server.ask("/translate", {"q": LINES[number * 10 : number * 10 + 60], **PAIR})
+        return server.request("/translate", {"q": LINES[number * 10 : number * 10 + 60], **PAIR})
 
     with ThreadPoolExecutor(20) as pool:
         (worker,) = server.workers
@@ -298,7 +298,7 @@ def test_a_killed_model_process_is_replaced(server: Server, expected: dict[str, 
             assert answer.status == 503
             assert int(answer.headers["retry-after"]) >= 1
     assert any(answer.status == 503 and "killed by SIGKILL" in text(answer) for answer in answers)
-    server.until(lambda: server.ask("/health/ready").status == 200)
+    server.until(lambda: server.request("/health/ready").status == 200)
     assert server.metric("qkv_worker_restarts_total") == before + 1
     assert server.workers != [worker]
 
@@ -309,29 +309,29 @@ def test_loading_and_stopping(tiny: Path, tmp_path: Path, expected: dict[str, st
     os.mkfifo(load)
     how = ("--workers", 1, "--batch-tokens", 32, "--drain", 600)
     with serving(f"tiny={tiny}", *how, ready=False, load_after=load) as server:
-        early = server.ask("/translate", {"q": "The cat.", **PAIR})
+        early = server.request("/translate", {"q": "The cat.", **PAIR})
         assert early.status == 503
         assert "loaded" in text(early)
         assert int(early.headers["retry-after"]) >= 1
-        assert server.ask("/health/live").status == 200
-        assert server.ask("/health/ready").status == 503
+        assert server.request("/health/live").status == 200
+        assert server.request("/health/ready").status == 503
         load.open("wb").close()
-        server.until(lambda: server.ask("/health/ready").status == 200)
+        server.until(lambda: server.request("/health/ready").status == 200)
         with ThreadPoolExecutor(1) as pool:
             with server.held():
-                document = server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
+                document = server.request("/documents?name=a.txt&target=it", "\n".join(LINES).encode()).json["id"]
                 large = pool.submit(server.translate, LINES)
                 server.until(lambda: server.accepted == SLICE + len(LINES))
                 os.kill(server.process.pid, signal.SIGTERM)
-                server.until(lambda: server.ask("/health").json["status"] == "draining")
+                server.until(lambda: server.request("/health").json["status"] == "draining")
                 said = r"stopping: waiting for \d requests? and 1 document, at most 600 s; Ctrl-C again ends at once"
                 assert re.fullmatch(said, server.log.read_text().splitlines()[-1])
-                late = server.ask("/translate", {"q": "The cat.", **PAIR})
+                late = server.request("/translate", {"q": "The cat.", **PAIR})
                 assert late.status == 503
                 assert "stopping" in text(late)
             assert large.result() == [expected[line] for line in LINES]
-        server.until(lambda: server.ask(f"/documents/{document}").json["state"] == "done")
-        file = server.ask(f"/documents/{document}/file").data.decode()
+        server.until(lambda: server.request(f"/documents/{document}").json["state"] == "done")
+        file = server.request(f"/documents/{document}/file").data.decode()
         assert file.split("\n") == [expected[line] for line in LINES]
         assert server.process.wait(PATIENCE) == 0
 
@@ -341,8 +341,8 @@ def test_unfinished_work_is_refused_when_the_server_ends(tiny: Path, drain: floa
     """After the drain time or a second signal every client gets 503, and the log has no traceback."""
     with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--drain", drain) as server:
         with server.held(), ThreadPoolExecutor(1) as pool:
-            server.ask("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
-            large = pool.submit(server.ask, "/translate", {"q": LINES * 2, **PAIR})
+            server.request("/documents?name=a.txt&target=it", "\n".join(LINES).encode())
+            large = pool.submit(server.request, "/translate", {"q": LINES * 2, **PAIR})
             server.until(lambda: server.accepted == SLICE + len(LINES) * 2)
             for _ in range(times):
                 os.kill(server.process.pid, signal.SIGINT)
@@ -358,7 +358,7 @@ def test_unfinished_work_is_refused_when_the_server_ends(tiny: Path, drain: floa
 
 
 def test_a_stream_ends_with_an_error_when_the_server_ends(tmp_path: Path) -> None:
-    run = train_writer(tmp_path)
+    run = train_language_model(tmp_path)
     with serving(f"book={run}", "--workers", 1, "--drain", 600, "--max-tokens", ENDLESS) as server:
         body = json.dumps({"model": "book", "prompt": "The", "max_tokens": ENDLESS, "stream": True}).encode()
         with server.connect() as line:
@@ -407,7 +407,7 @@ def test_a_full_queue_refuses_with_retry_after(tiny: Path) -> None:
     with serving(f"tiny={tiny}", *tight) as server:
 
         def client(number: int) -> Answer:
-            return server.ask("/translate", {"q": LINES[number * 7 : number * 7 + 7], **PAIR})
+            return server.request("/translate", {"q": LINES[number * 7 : number * 7 + 7], **PAIR})
 
         with ThreadPoolExecutor(1) as pool:
             with server.held():
@@ -418,16 +418,16 @@ def test_a_full_queue_refuses_with_retry_after(tiny: Path) -> None:
         assert {answer.status for answer in refused} == {429}
         assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
         assert server.metric("qkv_refused_total") == len(refused)
-        assert server.ask("/translate", {"q": LINES[:9], **PAIR}).status == 413  # larger than the queue
+        assert server.request("/translate", {"q": LINES[:9], **PAIR}).status == 413  # larger than the queue
         assert len(server.translate(LINES[:8])) == 8
 
 
 def test_a_request_above_the_time_limit_is_cancelled(tiny: Path) -> None:
     with serving(f"tiny={tiny}", "--workers", 1, "--batch-tokens", 1, "--timeout", 0.3) as server, server.held():
-        response = server.ask("/translate", {"q": LINES * 3, **PAIR})
+        response = server.request("/translate", {"q": LINES * 3, **PAIR})
         assert response.status == 504
         assert "0.3 s" in text(response)
-        server.until(lambda: server.ask("/health").json["waiting"] == 0)  # the queue drops it
+        server.until(lambda: server.request("/health").json["waiting"] == 0)  # the queue drops it
 
 
 def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:
@@ -440,9 +440,9 @@ def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:
     site = "https://example.org"
     with serving(f"tiny={tiny}", "--workers", 1, "--keys", tmp_path / "keys", "--allow-origin", site) as server:
         body: dict[str, Any] = {"q": "The cat.", **PAIR}
-        assert server.ask("/translate", body).status == 403
-        assert text(server.ask("/translate", body | {"api_key": "wrong"})) == "Invalid API key"
-        assert server.ask("/frontend/settings").json["keyRequired"] is True
+        assert server.request("/translate", body).status == 403
+        assert text(server.request("/translate", body | {"api_key": "wrong"})) == "Invalid API key"
+        assert server.request("/frontend/settings").json["keyRequired"] is True
         assert LibreTranslateAPI(server.url, mine).translate("The cat.", "en", "it")
         chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "The cat."}]}
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
@@ -451,15 +451,15 @@ def test_keys_rates_and_sites(tiny: Path, tmp_path: Path) -> None:
             with client.with_options(api_key=mine) as known:
                 assert known.chat.completions.create(**chat).choices[0].message.content
         for path, sent in (("/score", {"source": "a", "target": "b"}), ("/attention", {"text": "a"})):
-            assert server.ask(path, sent).status == 403
-        assert server.ask("/documents?name=a.txt", b"a").status == 403
-        statuses = [server.ask("/translate", body | {"api_key": slow}).status for _ in range(3)]
+            assert server.request(path, sent).status == 403
+        assert server.request("/documents?name=a.txt", b"a").status == 403
+        statuses = [server.request("/translate", body | {"api_key": slow}).status for _ in range(3)]
         assert statuses == [200, 200, 429]
-        last = server.ask("/translate", body, headers={"Authorization": f"Bearer {slow}"})
+        last = server.request("/translate", body, headers={"Authorization": f"Bearer {slow}"})
         assert 1 <= int(last.headers["retry-after"]) <= 31
         for origin, status in ((site, 200), ("https://example.com", 403)):
-            response = server.ask("/translate", body | {"api_key": mine}, headers={"Origin": origin})
+            response = server.request("/translate", body | {"api_key": mine}, headers={"Origin": origin})
             assert response.status == status
             assert response.headers.get("access-control-allow-origin") == (site if status == 200 else None)
-        log = server.log.read_text() + server.ask("/metrics").data.decode()
+        log = server.log.read_text() + server.request("/metrics").data.decode()
         assert not any(secret in log for secret in (mine, slow, "wrong"))

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import qkv
-from browsing import Open, expected_outcome, launched, needs_chromium, opening, outcome, shows, wait_for
+from browsing import Open, expect_text, expected_outcome, launched, needs_chromium, opening, outcome, wait_for
 from conftest import PATIENCE
 from qkv.documents import FORMATS, Document, read_document
 from qkv.explain import attention_maps
@@ -42,7 +42,7 @@ class Stub:
     def __init__(self, translator: qkv.Translator) -> None:
         self.translator = translator
         self.lock = threading.Lock()  # the model is not thread-safe
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.details: dict[str, Any] = {}
         self.refusals: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
         self.held: dict[str, threading.Event] = {}  # texts whose response waits for the event
@@ -72,23 +72,23 @@ class Stub:
             self.held[asked["q"]].wait(PATIENCE)
         with self.lock:
             lines = [self.translator.translate(q, n_best=asked["alternatives"] + 1) for q in asked["q"].split("\n")]
-        found = lines[0]
-        details = {"score": found.score, "logprob": found.logprob, "truncated": False, "looped": False}
-        details |= {"length_ratio": found.length_ratio} | self.details
-        others = [other.text for other in found.alternatives]
+        first = lines[0]
+        details = {"score": first.score, "logprob": first.logprob, "truncated": False, "looped": False}
+        details |= {"length_ratio": first.length_ratio} | self.details
+        others = [other.text for other in first.alternatives]
         text = "\n".join(line.text for line in lines)
         return {"translatedText": text, "alternatives": others, "details": details}
 
     def alternatives(self, asked: Any) -> Any:
         with self.lock:
-            found = self.translator.alternatives(asked["source"], asked["target"], asked["position"], asked["n"])
-        return {"words": [vars(word) for word in found]}
+            words = self.translator.alternatives(asked["source"], asked["target"], asked["position"], asked["n"])
+        return {"words": [vars(word) for word in words]}
 
     def attention(self, asked: Any) -> Any:
         with self.lock:
             changed = asked.get("without") or asked.get("force") or asked.get("drop")
-            found = self.translator.attention(asked["text"]).drawn()
-            return found | {"what_if": self.what_if(asked) if changed else None}
+            attention = self.translator.attention(asked["text"]).drawn()
+            return attention | {"what_if": self.what_if(asked) if changed else None}
 
     def what_if(self, asked: Any) -> Any:
         heads = [one if isinstance(one, str) else tuple(one) for one in asked.get("without", [])]
@@ -98,11 +98,11 @@ class Stub:
         ).to_dict()
 
     def upload(self, name: str, data: bytes) -> Any:
-        found = read_document(name, data)
+        document = read_document(name, data)
         with self.lock:
-            translated = [each.text for each in self.translator.translate(found.segments)]
-        self.documents[name] = found, translated
-        return {"id": name, "total": len(found.segments)}
+            translated = [each.text for each in self.translator.translate(document.segments)]
+        self.documents[name] = document, translated
+        return {"id": name, "total": len(document.segments)}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -119,9 +119,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/frontend/settings":
             self.answer(200, self.stub.settings())
         elif not self.refused(path):
-            self.answer(*self.found(path))
+            self.answer(*self.lookup(path))
 
-    def found(self, path: str) -> Answer:
+    def lookup(self, path: str) -> Answer:
         if path == "/models":
             return 200, {"models": self.stub.models}
         _, _, name, *rest = path.split("/")
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         path, query = urlsplit(self.path).path, parse_qs(urlsplit(self.path).query)
         body = self.rfile.read(int(self.headers["Content-Length"]))
         asked = body if path == "/documents" else json.loads(body)
-        self.stub.asked.append((path, asked))
+        self.stub.requests.append((path, asked))
         if self.refused(path):
             return
         try:
@@ -199,15 +199,15 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture(scope="module")
 def translator(tiny: Path) -> qkv.Translator:
-    found = qkv.load(tiny)
-    assert isinstance(found, qkv.Translator)
-    return found
+    loaded = qkv.load(tiny)
+    assert isinstance(loaded, qkv.Translator)
+    return loaded
 
 
 @pytest.fixture
@@ -226,8 +226,8 @@ def stub(translator: qkv.Translator) -> Iterator[Stub]:
 
 @pytest.fixture
 def opened(browser: Any, stub: Stub) -> Iterator[Open]:
-    with opening(browser, stub.url, lambda: not stub.key and "/models" not in stub.refusals) as found:
-        yield found
+    with opening(browser, stub.url, lambda: not stub.key and "/models" not in stub.refusals) as open_page:
+        yield open_page
 
 
 # ---- translate -------------------------------------------------------------------------------------------------------
@@ -241,10 +241,10 @@ def test_a_pause_in_typing_sends_the_text(opened: Open, stub: Stub) -> None:
     page.clock.pause_at(1000)
     page.keyboard.type("The cat sees the dog.")
     page.clock.run_for(200)
-    assert stub.asked == []
+    assert stub.requests == []
     page.clock.run_for(200)
-    shows(page, "#target-text", stub.translator.translate("The cat sees the dog.").text)
-    assert [question["q"] for _, question in stub.asked] == ["The cat sees the dog."]
+    expect_text(page, "#target-text", stub.translator.translate("The cat sees the dog.").text)
+    assert [question["q"] for _, question in stub.requests] == ["The cat sees the dog."]
     assert "21 of 500 characters" in page.locator("#source-count").inner_text()
     assert "score" in page.locator("#target-about").inner_text()
 
@@ -253,14 +253,14 @@ def test_an_old_response_never_replaces_a_newer_one(opened: Open, stub: Stub) ->
     held = stub.held["The big house."] = threading.Event()
 
     def asked() -> int:
-        return [question["q"] for _, question in stub.asked].count("The big house.")
+        return [question["q"] for _, question in stub.requests].count("The big house.")
 
     page = opened()
     page.fill("#source-text", "The big house.")
     wait_for(page, lambda: asked() == 1)
     page.fill("#source-text", "A good day.")
     wanted = stub.translator.translate("A good day.").text
-    shows(page, "#target-text", wanted)
+    expect_text(page, "#target-text", wanted)
     held.set()
     page.wait_for_timeout(500)  # long enough for the old response to arrive
     assert page.locator("#target-text").inner_text() == wanted
@@ -286,14 +286,14 @@ def test_warnings_are_shown(detail: dict[str, Any], said: str, opened: Open, stu
     stub.details = detail
     page = opened()
     page.fill("#source-text", "The cat.")
-    shows(page, "#flags", re.compile(said))
+    expect_text(page, "#flags", re.compile(said))
 
 
 def test_alternatives_of_the_text_and_of_a_word(opened: Open, stub: Stub) -> None:
     page = opened()
     page.fill("#source-text", "The cat sees the dog.")
     first = stub.translator.translate("The cat sees the dog.", n_best=5)
-    shows(page, "#target-text", first.text)
+    expect_text(page, "#target-text", first.text)
     page.click("#target-others")
     page.wait_for_selector(".choice")
     others = [other.text for other in first.alternatives]
@@ -303,8 +303,8 @@ def test_alternatives_of_the_text_and_of_a_word(opened: Open, stub: Stub) -> Non
     assert not page.locator("#others").is_visible()
     page.locator('[data-word="0 1"]').click()
     page.wait_for_selector(".choice")
-    found = stub.translator.alternatives("The cat sees the dog.", others[0], 1, 4)
-    assert page.locator(".choice strong").all_inner_texts() == [word.word for word in found if word.text != others[0]]
+    words = stub.translator.alternatives("The cat sees the dog.", others[0], 1, 4)
+    assert page.locator(".choice strong").all_inner_texts() == [word.word for word in words if word.text != others[0]]
     assert page.locator("#other-word").input_value() == "0 1"
     page.locator("#other-word").select_option(label="the whole text")  # the same by keyboard
     page.wait_for_selector(".choice:not(:has(strong))")
@@ -315,11 +315,11 @@ def test_another_word_changes_its_own_line_only(opened: Open, stub: Stub) -> Non
     lines = ["The cat sees the dog.", "", "One good day."]
     page.fill("#source-text", "\n".join(lines))
     translated = stub.translate({"q": "\n".join(lines), "alternatives": 0})["translatedText"].split("\n")
-    shows(page, "#target-text", "\n".join(translated))
+    expect_text(page, "#target-text", "\n".join(translated))
     page.locator('[data-word="2 1"]').click()
     page.wait_for_selector(".choice")
-    found = stub.translator.alternatives(lines[2], translated[2], 1, 4)
-    wanted = next(word.text for word in found if word.text != translated[2])
+    words = stub.translator.alternatives(lines[2], translated[2], 1, 4)
+    wanted = next(word.text for word in words if word.text != translated[2])
     page.locator(".choice").first.click()
     assert page.locator("#target-text").text_content() == "\n".join([*translated[:2], wanted])
 
@@ -327,9 +327,9 @@ def test_another_word_changes_its_own_line_only(opened: Open, stub: Stub) -> Non
 def test_copy(opened: Open, stub: Stub) -> None:
     page = opened(permissions=["clipboard-read", "clipboard-write"])
     page.fill("#source-text", "A good day.")
-    shows(page, "#target-text", stub.translator.translate("A good day.").text)
+    expect_text(page, "#target-text", stub.translator.translate("A good day.").text)
     page.click("#target-copy")
-    shows(page, "#target-copy", "Copied")
+    expect_text(page, "#target-copy", "Copied")
     assert page.evaluate("navigator.clipboard.readText()") == stub.translator.translate("A good day.").text
 
 
@@ -349,9 +349,9 @@ def test_errors_are_shown_in_words(status: int, said: str, shown: str, opened: O
     stub.refusals["/translate"] = [(status, said, {})]
     page = opened()
     page.fill("#source-text", "The cat.")
-    shows(page, "#translate-error", re.compile(re.escape(shown)))
+    expect_text(page, "#translate-error", re.compile(re.escape(shown)))
     page.fill("#source-text", "The dog.")
-    shows(page, "#target-text", stub.translator.translate("The dog.").text)
+    expect_text(page, "#target-text", stub.translator.translate("The dog.").text)
     assert page.locator("#translate-error").inner_text() == ""
 
 
@@ -360,14 +360,14 @@ def test_requests_to_a_busy_server_are_repeated(status: int, shown: str, opened:
     stub.refusals["/translate"] = [(status, "", {"Retry_After": "1"})]
     page = opened()
     page.fill("#source-text", "The cat.")
-    shows(page, "#translate-error", re.compile(f"{shown}.*in 1 s"))
-    shows(page, "#target-text", stub.translator.translate("The cat.").text)
+    expect_text(page, "#translate-error", re.compile(f"{shown}.*in 1 s"))
+    expect_text(page, "#target-text", stub.translator.translate("The cat.").text)
 
 
 def test_the_page_waits_for_a_loading_server(opened: Open, stub: Stub) -> None:
     stub.refusals["/models"] = [(503, "", {"Retry_After": "1"})]
     page = opened()
-    shows(page, "#status", re.compile("loading"))
+    expect_text(page, "#status", re.compile("loading"))
     page.wait_for_selector("#pair option", state="attached")
     assert page.locator("#status").inner_text() == ""
 
@@ -375,12 +375,12 @@ def test_the_page_waits_for_a_loading_server(opened: Open, stub: Stub) -> None:
 def test_a_required_key_is_kept_in_memory_only(opened: Open, stub: Stub) -> None:
     stub.key = KEY
     page = opened()
-    shows(page, "#status", re.compile("An API key is required. Enter a key"))
+    expect_text(page, "#status", re.compile("An API key is required. Enter a key"))
     page.fill("#key", KEY)
     page.press("#key", "Enter")
     page.wait_for_selector("#pair option", state="attached")
     page.fill("#source-text", "The cat.")
-    shows(page, "#target-text", stub.translator.translate("The cat.").text)
+    expect_text(page, "#target-text", stub.translator.translate("The cat.").text)
     assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
     assert KEY not in page.url
 
@@ -396,17 +396,17 @@ def test_documents_are_translated_and_downloaded(opened: Open, stub: Stub, tmp_p
         page.get_by_role("button", name="Download a.it.md").click()
     assert download.value.suggested_filename == "a.it.md"
     document = read_document("a.md", data)
-    wanted = document.build([found.text for found in stub.translator.translate(document.segments)])
+    wanted = document.build([result.text for result in stub.translator.translate(document.segments)])
     assert Path(download.value.path()).read_bytes() == wanted
     assert page.evaluate("(bar => bar.value / bar.max)(document.querySelector('progress'))") == 1
-    shows(page, "#jobs-said", "a.md is translated.")
+    expect_text(page, "#jobs-said", "a.md is translated.")
 
 
 def test_an_unreadable_document_shows_its_error(opened: Open, stub: Stub) -> None:
     page = opened("documents")
     stub.refusals["/documents"] = [(429, "", {"Retry_After": "1"})]  # repeated
     page.set_input_files("#files", files=[{"name": "a.xyz", "mimeType": "text/plain", "buffer": b"The cat."}])
-    shows(page, "#jobs .error", re.compile("^not a document that can be translated"))
+    expect_text(page, "#jobs .error", re.compile("^not a document that can be translated"))
 
 
 def test_documents_can_be_dropped(opened: Open) -> None:
@@ -428,19 +428,19 @@ def test_the_explorer_shows_the_current_sentence(opened: Open, stub: Stub) -> No
     page.fill("#source-text", "The cat sees the dog.")
     page.click("#tab-attention")
     page.wait_for_selector("#grid .head")
-    found = stub.translator.attention("The cat sees the dog.")
-    assert page.locator("#looked-into").inner_text() == found.translation
+    attention = stub.translator.attention("The cat sees the dog.")
+    assert page.locator("#looked-into").inner_text() == attention.translation
     page.locator('[data-head="decoder.0.cross.1"]').click()
     page.locator("#heat").focus()
     page.keyboard.press("ArrowDown")
-    weight = found.weights["decoder.0.cross"][1, 1, 0]
-    shows(page, "#readout", f"{found.written[1]} attends to {found.source[0]}: {weight:.4f}")
+    weight = attention.weights["decoder.0.cross"][1, 1, 0]
+    expect_text(page, "#readout", f"{attention.written[1]} attends to {attention.source[0]}: {weight:.4f}")
     page.locator("#on").click()
-    assert f"writes {found.written[1]}" in page.locator("#step-about").inner_text()
+    assert f"writes {attention.written[1]}" in page.locator("#step-about").inner_text()
     page.locator("#tree button.best").first.wait_for()
     page.fill("#look-text", "A good day.")
     page.press("#look-text", "Enter")
-    shows(page, "#looked-into", stub.translator.translate("A good day.").text)
+    expect_text(page, "#looked-into", stub.translator.translate("A good day.").text)
     assert page.locator('[data-head="decoder.0.cross.1"]').get_attribute("aria-pressed") == "true"  # as before
 
 
@@ -456,7 +456,7 @@ def test_what_if_shows_its_effect_on_the_translation(opened: Open, stub: Stub) -
     assert (outcome(page, 1), outcome(page, 2)) == (expected_outcome(wanted.before), expected_outcome(wanted.after))
     assert "off" in (page.locator('[data-head="decoder.0.cross.0"]').get_attribute("class") or "")
     page.click("#off-layer")
-    shows(page, "#changes-list", "without decoder.0.cross")
+    expect_text(page, "#changes-list", "without decoder.0.cross")
     page.wait_for_selector("#outcome table")
     assert outcome(page, 2) == expected_outcome(stub.translator.what_if(text, heads_off=["decoder.0.cross"]).after)
     page.click("#undo")
@@ -465,7 +465,7 @@ def test_what_if_shows_its_effect_on_the_translation(opened: Open, stub: Stub) -
     page.get_by_role("button", name="Drop cat").click()
     wanted = stub.translator.what_if(text, drop=[1])
     assert outcome(page, 2) == expected_outcome(wanted.after)
-    before, after = (set(re.findall(r"\w+", found.translation)) for found in (wanted.before, wanted.after))
+    before, after = (set(re.findall(r"\w+", outcome.translation)) for outcome in (wanted.before, wanted.after))
     lost = before - after
     assert lost
     assert lost <= set(page.locator("#outcome tbody tr:nth-child(1) mark").all_inner_texts())
@@ -477,21 +477,21 @@ def test_what_if_shows_its_effect_on_the_translation(opened: Open, stub: Stub) -
     other = next(each for each in steps[0]["candidates"] if each["token"] not in (steps[0]["chosen"], "</s>"))
     wanted = stub.translator.what_if(text, force=(0, other["id"]))
     assert outcome(page, 2) == expected_outcome(wanted.after)
-    assert stub.asked[-1][1]["force"] == [0, other["id"]]
+    assert stub.requests[-1][1]["force"] == [0, other["id"]]
     page.locator("#force-step").select_option("1")
     page.fill("#force-word", "cane")
     page.press("#force-word", "Enter")
-    shows(page, "#changes-list", "cane at step 2")
+    expect_text(page, "#changes-list", "cane at step 2")
     page.wait_for_selector("#outcome table")
     assert outcome(page, 2) == expected_outcome(stub.translator.what_if(text, force=(1, "cane")).after)
 
 
 def test_a_failed_explanation_shows_its_error(opened: Open) -> None:
     page = opened("attention")
-    shows(page, "#attention-said", re.compile("Write a sentence"))
+    expect_text(page, "#attention-said", re.compile("Write a sentence"))
     page.fill("#look-text", "The cat sees the dog. " * 20)
     page.press("#look-text", "Enter")
-    shows(page, "#attention-error", re.compile("this is for one sentence of 1 to 32 tokens"))
+    expect_text(page, "#attention-error", re.compile("this is for one sentence of 1 to 32 tokens"))
 
 
 # ---- complete --------------------------------------------------------------------------------------------------------
@@ -500,19 +500,19 @@ def test_a_failed_explanation_shows_its_error(opened: Open) -> None:
 def test_completions_stream_with_likely_alternatives(opened: Open) -> None:
     page = opened("complete")
     page.fill("#prompt", "The cat")
-    shows(page, "#next-about", "Most likely next tokens:")
+    expect_text(page, "#next-about", "Most likely next tokens:")
     assert page.locator("#next li").first.inner_text().split() == ["▁runs", "50", "%"]
     page.locator("#max-tokens").fill("10")
     page.click("#go-on")
-    shows(page, "#complete-said", "10 tokens: the limit.")
+    expect_text(page, "#complete-said", "10 tokens: the limit.")
     assert page.locator("#written").text_content() == "The cat" + "".join(WORDS)
     assert page.locator("#next li").count() == 10
     assert page.locator("#next .chosen").inner_text().split()[0] == "▁End"
     page.locator("#token-at").focus()
     page.keyboard.press("Home")
-    shows(page, "#next-about", "▁runs was chosen, with probability 50 %.")
+    expect_text(page, "#next-about", "▁runs was chosen, with probability 50 %.")
     page.locator('#written [data-at="1"]').hover()
-    shows(page, "#token-number", "2 of 10")
+    expect_text(page, "#token-number", "2 of 10")
 
 
 def test_a_completion_can_be_stopped(opened: Open, stub: Stub) -> None:
@@ -522,7 +522,7 @@ def test_a_completion_can_be_stopped(opened: Open, stub: Stub) -> None:
     page.click("#go-on")
     page.wait_for_selector('#written [data-at="2"]')
     page.click("#stop")
-    shows(page, "#complete-said", re.compile(r"Stopped after \d+ tokens."))
+    expect_text(page, "#complete-said", re.compile(r"Stopped after \d+ tokens."))
     written = page.locator("#written").text_content()
     page.wait_for_timeout(600)
     assert page.locator("#written").text_content() == written
@@ -534,12 +534,12 @@ def test_sampling_options_are_sent(opened: Open, stub: Stub) -> None:
     page.locator("#top-p").fill("0.5")
     page.locator("#max-tokens").fill("20")
     page.click("#go-on")
-    shows(page, "#complete-said", re.compile("20 tokens"))
-    sent = stub.asked[-1][1]
+    expect_text(page, "#complete-said", re.compile("20 tokens"))
+    sent = stub.requests[-1][1]
     assert (sent["temperature"], sent["top_p"], sent["max_tokens"], sent["stream"]) == (1.5, 0.5, 20, True)
     stub.refusals["/v1/completions"] = [(413, "20 tokens, and at most 5 are taken", {})]
     page.click("#go-on")
-    shows(page, "#complete-error", re.compile("20 tokens, and at most 5"))
+    expect_text(page, "#complete-error", re.compile("20 tokens, and at most 5"))
 
 
 # ---- everybody can use it --------------------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ def test_a_tab_without_its_model_shows_a_message(missing: str, opened: Open, stu
     page = opened(tabs[0])
     for tab in tabs:
         page.click(f"#tab-{tab}")
-        shows(page, f"#panel-{tab} .none", re.compile(f"No {missing} is loaded"))
+        expect_text(page, f"#panel-{tab} .none", re.compile(f"No {missing} is loaded"))
         assert not page.locator(f"#panel-{tab} .work").is_visible()
 
 
@@ -630,7 +630,7 @@ def test_models_are_requested_again_after_loading(opened: Open, stub: Stub) -> N
     page.wait_for_selector("#pair option", state="attached")
     stub.models[0]["parameters"] = size
     page.click("#tab-model")
-    shows(page, ".card >> nth=0", re.compile("12,345 parameters"))
+    expect_text(page, ".card >> nth=0", re.compile("12,345 parameters"))
 
 
 def test_the_page_loads_nothing_from_other_sites() -> None:

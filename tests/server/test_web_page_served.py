@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import qkv
-from browsing import Open, expected_outcome, launched, needs_chromium, opening, outcome, shows
+from browsing import Open, expect_text, expected_outcome, launched, needs_chromium, opening, outcome
 from qkv.server.auth import new_key
-from serving import Server, serving, train_writer
+from serving import Server, serving, train_language_model
 
 pytestmark = needs_chromium
 TEXT = "The cat sees the dog."
@@ -20,25 +20,25 @@ TEXT = "The cat sees the dog."
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_writer(tmp_path_factory.mktemp("writer"))
+    return train_language_model(tmp_path_factory.mktemp("writer"))
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Path, writer: Path) -> Iterator[Server]:
-    with serving(f"tiny={tiny}", f"book={writer}", "--workers", 1) as found:
-        yield found
+    with serving(f"tiny={tiny}", f"book={writer}", "--workers", 1) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture
 def opened(browser: Any, server: Server) -> Iterator[Open]:
-    with opening(browser, f"{server.url}/") as found:
-        yield found
+    with opening(browser, f"{server.url}/") as open_page:
+        yield open_page
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_translate(opened: Open, translator: qkv.Translator) -> None:
     page = opened()
     page.keyboard.type(TEXT)
     best = translator.translate(TEXT, n_best=5)
-    shows(page, "#target-text", best.text)
+    expect_text(page, "#target-text", best.text)
     assert f"score {best.score:.2f}".replace("-0.00", "0.00").replace("-", "−") in page.inner_text("#target-about")
     assert page.locator("#flags li").count() == 0
     page.click("#target-others")
@@ -61,7 +61,7 @@ def test_translate(opened: Open, translator: qkv.Translator) -> None:
     words = translator.alternatives(TEXT, best.text, 1, 4)
     assert page.locator(".choice strong").all_inner_texts() == [word.word for word in words if word.text != best.text]
     page.fill("#source-text", "cat dog " * 3000)
-    shows(page, "#translate-error", re.compile("more than the server takes at once. 24,000 characters"))
+    expect_text(page, "#translate-error", re.compile("more than the server takes at once. 24,000 characters"))
 
 
 def test_documents(opened: Open, translator: qkv.Translator) -> None:
@@ -75,20 +75,20 @@ def test_documents(opened: Open, translator: qkv.Translator) -> None:
     assert heading.count("**") == 2
     assert rest == f"\n{translator.translate(TEXT).text}\n\n    code\n"
     page.set_input_files("#files", files=[{"name": "a.xyz", "mimeType": "text/plain", "buffer": b"The cat."}])
-    shows(page, "#jobs .error", re.compile("^not a document that can be translated"))
+    expect_text(page, "#jobs .error", re.compile("^not a document that can be translated"))
 
 
 def test_attention_and_what_if(opened: Open, translator: qkv.Translator) -> None:
     page = opened()
     page.fill("#source-text", TEXT)
     page.click("#tab-attention")
-    found = translator.attention(TEXT)
-    shows(page, "#looked-into", found.translation)
+    attention = translator.attention(TEXT)
+    expect_text(page, "#looked-into", attention.translation)
     page.locator('[data-head="decoder.0.cross.1"]').click()
     page.locator("#heat").focus()
     page.keyboard.press("ArrowDown")
-    weight = found.weights["decoder.0.cross"][1, 1, 0]
-    shows(page, "#readout", f"{found.written[1]} attends to {found.source[0]}: {weight:.4f}")
+    weight = attention.weights["decoder.0.cross"][1, 1, 0]
+    expect_text(page, "#readout", f"{attention.written[1]} attends to {attention.source[0]}: {weight:.4f}")
 
     page.click("#off-head")
     wanted = translator.what_if(TEXT, heads_off=[("decoder.0.cross", 1)])
@@ -109,19 +109,19 @@ def test_attention_and_what_if(opened: Open, translator: qkv.Translator) -> None
 def test_complete(opened: Open, writer: Path) -> None:
     page = opened("complete")
     page.fill("#prompt", "The ")
-    shows(page, "#next-about", "Most likely next tokens:")
+    expect_text(page, "#next-about", "Most likely next tokens:")
     assert page.locator("#next li").count() == 10
     page.locator("#max-tokens").fill("20")
     page.locator("#temperature").fill("0")
     page.click("#go-on")
-    shows(page, "#complete-said", "20 tokens: the limit.")
+    expect_text(page, "#complete-said", "20 tokens: the limit.")
     (best,) = qkv.Completer(writer, device="cpu").complete("The ", max_tokens=20, temperature=0)
     assert page.locator("#written").text_content() == "The " + best.text
     page.locator("#max-tokens").fill("500")
     page.click("#go-on")
     page.wait_for_selector('#written [data-at="2"]')
     page.locator("#stop").evaluate("button => button.click()")  # no effect if the completion has ended
-    shows(page, "#complete-said", re.compile(r"(Stopped after \d+|500) tokens"))
+    expect_text(page, "#complete-said", re.compile(r"(Stopped after \d+|500) tokens"))
 
 
 def test_model(opened: Open, tiny: Path) -> None:
@@ -143,9 +143,9 @@ def test_a_key(browser: Any, tiny: Path, tmp_path: Path, translator: qkv.Transla
         opening(browser, f"{server.url}/", lambda: False) as opened,
     ):
         page = opened()
-        shows(page, "#status", re.compile("An API key is required. Enter a key"))
+        expect_text(page, "#status", re.compile("An API key is required. Enter a key"))
         page.fill("#key", key)
         page.press("#key", "Enter")
         page.wait_for_selector("#pair option", state="attached")
         page.fill("#source-text", TEXT)
-        shows(page, "#target-text", translator.translate(TEXT).text)
+        expect_text(page, "#target-text", translator.translate(TEXT).text)

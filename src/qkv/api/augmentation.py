@@ -24,15 +24,15 @@ from typing import Any, Unpack
 from qkv import __version__
 from qkv.api.file_translation import Chunk, Crew, Work, fingerprint, translate_file, translate_lines
 from qkv.api.pair_filters import FATES, Filters, Noise, Settled, beside, settle
-from qkv.api.results import Alternative, Translation
 from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
 from qkv.console import writer
+from qkv.core.corpus import is_stream
 from qkv.core.errors import UsageError
+from qkv.core.preparation import is_even
+from qkv.core.translate import Alternative, Translation
 from qkv.core.validation import bleu_tokenizer
-from qkv.data.corpus import PACKED, find, form_of, is_stream
-from qkv.data.lines import Lines
-from qkv.data.passes import Limits
+from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
 from qkv.engines.cpu.native_search import worker_count
@@ -157,7 +157,7 @@ class Augmenter:
             "unfinished": best.truncated,
             "looped": (found.looped and best.text == found.text) or find_loop(written, read) is not None,
             "copy": _letters(line) == _letters(best.text),
-            "ratio": Limits(0, self.filters.max_ratio).uneven(lengths),
+            "ratio": not is_even(lengths, ratio=self.filters.max_ratio),
         }
         fate = fate or next((name for name, holds in reasons.items() if holds and name not in self.filters.allow), "")
         # The model has also said, of every piece, that it ends here.
@@ -254,7 +254,7 @@ def augment(
     augmenter = Augmenter(
         translator, kind, noise or Noise(), filters, way_back, closest_by, 1 if seed is None else seed, how
     )
-    files = [Lines(name, on_bad) for name in names]
+    files = [LineReader(name, on_bad) for name in names]
     lines = settle(beside(files), lambda: sum(each.bad for each in files), "repeated" not in filters.allow)
     work = _work(augmenter, form, references is not None, progress)
     if _passes_on(output):
@@ -275,14 +275,14 @@ def _unheard(done: int) -> None:
 
 def _check_files(names: Sequence[str], output: str, crew: Crew) -> str:
     """How the output is laid out, if it and the files to read are what this can work with."""
-    if Path(output).suffix in PACKED:
+    if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: what is written is plain text: name it without {Path(output).suffix}")
-    if (form := form_of(output)) == "lines" and not _passes_on(output):
+    if (form := layout_of(output)) == "lines" and not _passes_on(output):
         raise UsageError(f"{output}: pairs are written as .tsv or .jsonl, as training reads them: name it so")
     for name in names:
-        if (given := form_of(name)) != "lines":
+        if (given := layout_of(name)) != "lines":
             raise UsageError(f"{name}: a .{given} file holds pairs: give a file with a sentence in each line")
-    streams = [name for name in names if is_stream(find(name, ""))]
+    streams = [name for name in names if is_stream(open_text(name, ""))]
     if streams.count("-") > 1:
         raise UsageError("standard input (-) can be only one file")
     if crew.world > 1 and (_passes_on(output) or streams):

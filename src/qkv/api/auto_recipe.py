@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from qkv.assembly import trainer_for, updates_for
+from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared, Store
 from qkv.explain.model_card import parameters, shape, unit
 from qkv.options import (
     AttentionModelConfig,
@@ -82,7 +82,7 @@ TOKENS = [
 
 def choose(
     config: Config,
-    prepared: Prepared,
+    prepared: PreparedText,
     minutes: float = 0.0,
     *,
     fixed: Collection[str] = (),
@@ -115,7 +115,7 @@ class Chooser:
     """Chooses a recipe around the options that the user has fixed, and keeps the reasons."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, minutes: float, fixed: Collection[str], ranks: int, trained: bool
+        self, config: Config, prepared: PreparedText, minutes: float, fixed: Collection[str], ranks: int, trained: bool
     ) -> None:
         self.config, self.prepared, self.fixed, self.ranks, self.trained = config, prepared, fixed, ranks, trained
         device = choose_device(config.train.device)
@@ -250,18 +250,18 @@ class Chooser:
         return max(longest, tokens_per_step(self.tokens, passes * self.tokens, self.device))
 
 
-def tokens_a_pass(store: Store) -> int:
+def tokens_a_pass(store: TokenStore) -> int:
     """Return the target tokens, </s> included, of one pass over all weighted corpora."""
     weights = np.asarray(store.weights)[store.corpus]
-    return max(1, round(float(weights @ (np.asarray(store.tgt_lengths) + 1.0))))
+    return max(1, round(float(weights @ (np.asarray(store.lengths("tgt")) + 1.0))))
 
 
-def updates_a_pass(config: Config, prepared: Prepared) -> int:
+def updates_a_pass(config: Config, prepared: PreparedText) -> int:
     """Return the updates in one pass: more than tokens / tokens_per_step, because of padding."""
     return len(updates_for(config, prepared).plan(0))
 
 
-def seconds_a_pass(config: Config, prepared: Prepared, ranks: int = 1) -> float:
+def seconds_a_pass(config: Config, prepared: PreparedText, ranks: int = 1) -> float:
     """Return the training time of one pass, measured on a few updates of a model that is then discarded.
 
     With several ranks, rank 0 measures its share of an update; communication is not counted.
@@ -295,7 +295,7 @@ def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
     return model
 
 
-def _sizes(config: Config, prepared: Prepared, tokens: int) -> tuple[list[Size], int]:
+def _sizes(config: Config, prepared: PreparedText, tokens: int) -> tuple[list[Size], int]:
     """Return the models to choose from, and the amount of text to choose by; other kinds keep their size."""
     if isinstance(config.model, TransformerConfig):
         return PAIRS, len(prepared.train)

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.api.loading import Loaded
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
-from qkv.data.store import Prepared
 from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.transformer import DecoderOnly
@@ -121,7 +121,7 @@ class Completer(Loaded[DecoderOnly]):
     @torch.inference_mode()
     def evaluate_held_out(self) -> TextLoss:
         """The same for the text that training held out, as validation measured it."""
-        prepared = Prepared.open(self.run.store)
+        prepared = PreparedText.open(self.run.store)
         raw = prepared.valid_text[1].read_text(encoding="utf-8")
         return self._foresee(np.asarray(prepared.valid.stream), raw)
 

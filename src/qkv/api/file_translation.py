@@ -29,9 +29,10 @@ import torch
 from qkv.api.output_journal import End, Entry, Journal, Part, journal_of, part_of
 from qkv.assembly import Run
 from qkv.console import say
+from qkv.core.corpus import is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.corpus import PACKED, find, is_stream, pieces
+from qkv.data.formats import COMPRESSED, open_text, read_any_file
 
 CHARACTERS = 1 << 20  # of text in a chunk, however few lines that is: memory is bounded by it
 POLL = 0.5  # seconds between two looks at the other processes
@@ -101,11 +102,11 @@ def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: T
 
 def count_lines(name: str) -> int | None:
     """How many lines a file has, if that is quickly found out."""
-    path = find(name, "")
-    if is_stream(path) or path.suffix in PACKED:
+    path = open_text(name, "")
+    if is_stream(path) or path.suffix in COMPRESSED:
         return None
     count, last = 0, b"\n"
-    for piece in pieces(path):
+    for piece in read_any_file(path):
         count, last = count + piece.count(b"\n"), piece[-1:]
     return count + (last != b"\n")
 

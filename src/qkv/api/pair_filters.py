@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qkv.api.file_translation import chunks
 from qkv.api.translator import CHUNK
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.lines import Lines
+from qkv.data.formats import LineReader
 
 # What becomes of a line, in the order in which it is asked; the first that holds is the one counted.
 FATES = {
@@ -121,7 +121,7 @@ def _readable(lines: Iterable[str], bad: Callable[[], int]) -> Iterator[str]:
         before = now
 
 
-def beside(files: Sequence[Lines]) -> Iterator[str]:
+def beside(files: Sequence[LineReader]) -> Iterator[str]:
     """The lines of one file, or of several line by line with a line break between them, which no line has."""
     for lines in zip_longest(*files):
         if None in lines:

@@ -13,12 +13,13 @@ from qkv.assembly import Run, trainer_for, updates_for
 from qkv.console import TrainingBar, bars, say
 from qkv.core import files
 from qkv.core.checkpoint import average_checkpoints
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device, describe
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.run import LogSink
 from qkv.core.trainer import fit as run_fit
-from qkv.data.languages import languages
-from qkv.data.store import Prepared, prepare
+from qkv.data.formats import infer_languages
+from qkv.data.text_preparation import prepare_text
 from qkv.explain.head_analysis import MeasuredTask
 from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
@@ -26,7 +27,7 @@ from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.
-Recipe = Callable[[Config, Prepared, int], tuple[Config, list[str]]]
+Recipe = Callable[[Config, PreparedText, int], tuple[Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
 SETTLED = (
@@ -82,7 +83,7 @@ def train(
     return opened
 
 
-def fit(run: Run, text: Prepared, world: World = ALONE) -> bool:
+def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
     """Train a run on its text, with a progress bar and TensorBoard; False if its training has ended before."""
     trainer = trainer_for(run.config, text, world)
     trainer.task = MeasuredTask(trainer.task)
@@ -146,7 +147,7 @@ def _leave(made: list[Path]) -> None:
             folder.rmdir()
 
 
-def _follow(folder: Path) -> tuple[Run, Prepared]:
+def _follow(folder: Path) -> tuple[Run, PreparedText]:
     """Open the run of rank 0 on another rank."""
     run = Run(folder)
     if not run.exists() or not run.store.is_dir():
@@ -154,7 +155,7 @@ def _follow(folder: Path) -> tuple[Run, Prepared]:
             f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
             f"the run folder and the prepared text must lie on a disk that all of them share"
         )
-    return run, Prepared.open(run.store)
+    return run, PreparedText.open(run.store)
 
 
 def _begin(
@@ -165,7 +166,7 @@ def _begin(
     command: str,
     ranks: int = 1,
     start: Run | None = None,
-) -> tuple[Run, Prepared]:
+) -> tuple[Run, PreparedText]:
     """Start a new run; `run.json` marks it as complete once the text is prepared and the config is final."""
     if Run(folder).exists():
         raise UsageError(
@@ -176,7 +177,7 @@ def _begin(
             f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
         )
     config = config.assign(settings) if start is None else _as_in(start, config, settings)
-    config = dataclasses.replace(config, data=languages(config.data))
+    config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
     prepared = _prepare(folder, config, start)
@@ -192,7 +193,7 @@ def _begin(
     return run, prepared
 
 
-def several_sentences(prepared: Prepared) -> float:
+def several_sentences(prepared: PreparedText) -> float:
     """The share of source lines that have more than one sentence, in a sample of the training pairs."""
     src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
     rows = [prepared.train.src(i * len(prepared.train) // count).tolist() for i in range(count)]
@@ -214,7 +215,7 @@ def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
     return changed
 
 
-def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
+def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
     """Open a run to resume, with the text as it was prepared when the run began."""
     run = Run.open(folder)
     changed = run.config.assign(settings)
@@ -226,7 +227,9 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, Prepared]:
         )
     choose_device(changed.train.device)
     stored = (run.store / "manifest.json").exists()
-    prepared = Prepared.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    prepared = (
+        PreparedText.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
+    )
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
         raise QkvError(
             f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
@@ -248,19 +251,18 @@ def _check_text(config: Config) -> None:
         raise UsageError(f"model.kind = {kind} learns from plain text: give it with --text, as text in data.train")
 
 
-def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared:
+def _prepare(folder: Path, config: Config, start: Run | None = None) -> PreparedText:
     """Prepare the text; the vocabulary is learned from it, or comes from the run `start`."""
-    stream = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
+    running_text = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
-            return prepare(
+            return prepare_text(
                 config.data,
                 config.tokenizer,
                 Run(folder).store,
                 tokenizers=None if start is None else start.tokenizers,
                 progress=report,
-                seed=config.train.seed,
-                stream=stream,
+                running_text=running_text,
             )
     except KeyboardInterrupt:
         raise Interrupted(
@@ -268,7 +270,7 @@ def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared
         ) from None
 
 
-def _headline(config: Config, prepared: Prepared, world: World) -> str:
+def _headline(config: Config, prepared: PreparedText, world: World) -> str:
     """Describe model, text and device in one line."""
     together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (

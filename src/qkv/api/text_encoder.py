@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.api.loading import Loaded
+from qkv.core.batches import pad
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.translate import by_length
-from qkv.data.loader import pad
-from qkv.data.plain import hide
+from qkv.data.lm_data import mask_tokens
 from qkv.models.transformer import EncoderOnly
 
 GAP = "<mask>"
@@ -109,7 +109,9 @@ class Filler(Loaded[EncoderOnly]):
         loss, right, tokens = 0.0, 0, 0
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             random = [np.random.default_rng((int(i), 5)) for i in indices]
-            batch = hide([rows[i] for i in indices], self.tokenizer, self.model.spec.masked, random).to(self.device)
+            batch = mask_tokens([rows[i] for i in indices], self.tokenizer, self.model.spec.masked, random).to(
+                self.device
+            )
             wanted = batch.labels != self.tokenizer.pad
             log_probs = self.model.project(self.model.hidden(*batch.inputs)[wanted]).float().log_softmax(-1)
             labels = batch.labels[wanted]

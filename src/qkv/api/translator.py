@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from functools import cached_property, partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
-from qkv.api.results import Alternative, OtherWord, Scored, Translation
+from qkv.api.results import OtherWord, Scored
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
-from qkv.core.translate import score_all
-from qkv.data.store import Prepared
+from qkv.core.translate import Translation, score_all, translate_lines
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
@@ -157,42 +158,44 @@ class Translator(Explained):
         if request.shortlist and self.runner.narrow is None:
             self._use(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
-        by_sentence = split and self.run.by_sentence
-        # A prefix and required phrases are for the text, and which of its sentences they are for is not known.
-        parts = [
-            self._pieces(line, len(tags), sentences=by_sentence and not (begun[number] or wanted[number]))
-            for number, line in enumerate(texts)
-        ]
-        for number, pieces in enumerate(parts):
-            if len(pieces) > 1 and (begun[number] or wanted[number]):
+
+        def cut(text: str, number: int) -> tuple[Sequence[str], Callable[[list[str]], str]]:
+            # Which of the sentences a prefix or required phrases are for is not known.
+            own = bool(begun[number] or wanted[number])
+            pieces = self._pieces(text, len(tags), sentences=split and self.run.by_sentence and not own)
+            if len(pieces) > 1 and own:
                 raise UsageError(
                     f"text {first + number + 1} is translated in {len(pieces)} pieces, and nobody knows which of them "
                     f"the prefix or must_include is for: split it into sentences"
                 )
-        line_of = [number for number, pieces in enumerate(parts) for _ in pieces]
-        place_of = [place for pieces in parts for place in range(len(pieces))]
-        work = SearchInput(
-            sources=[tags + self.tokenizers.src.encode(piece) for pieces in parts for piece in pieces],
-            prefixes=[self.tokenizers.tgt.encode(begun[n].rstrip()) for n in line_of],
-            required=[request.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
-            numbers=[((first + n) << 20) + place for n, place in zip(line_of, place_of, strict=True)],
-        )
-        self._check_positions(max([request.options.max_length or 0, *map(len, work.prefixes)]))
-        missing = [len(pieces) for pieces in parts]
-        progress(missing.count(0))
+            return pieces.pieces, partial(self._join, pieces)
 
-        def finished(indices: Sequence[int]) -> None:
-            for i in indices:
-                missing[line_of[i]] -= 1
-            progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
+        looped: set[int] = set()  # texts
 
-        found, looped = self._search(work, request, finished)
-        ends = list(accumulate(map(len, parts), initial=0))
-        own = [slice(start, end) for start, end in pairwise(ends)]  # the sentences of each text
-        translations = [
-            self._translation(pieces, found[of], read=sum(map(len, work.sources[of])), looped=any(looped[of]))
-            for pieces, of in zip(parts, own, strict=True)
-        ]
+        def search(sources: list[list[int]], line_of: list[int]) -> list[list[Hypothesis]]:
+            places = [place for _, own in groupby(line_of) for place, _ in enumerate(own)]  # of a piece in its text
+            work = SearchInput(
+                sources,
+                prefixes=[self.tokenizers.tgt.encode(begun[n].rstrip()) for n in line_of],
+                required=[request.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
+                numbers=[((first + n) << 20) + place for n, place in zip(line_of, places, strict=True)],
+            )
+            self._check_positions(max([request.options.max_length or 0, *map(len, work.prefixes)]))
+            missing = Counter(line_of)
+            progress(len(texts) - len(missing))
+
+            def finished(indices: Sequence[int]) -> None:
+                missing.subtract(line_of[i] for i in indices)
+                progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
+
+            found, again = self._search(work, request, finished)
+            looped.update(n for n, is_looped in zip(line_of, again, strict=True) if is_looped)
+            return found
+
+        room = self.config.data.max_length
+        translations = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
+        for number in looped:
+            translations[number] = dataclasses.replace(translations[number], looped=True)
         for number, translation in enumerate(translations, first + 1):
             self._check(translation, request, f"text {number}")
         return translations
@@ -292,7 +295,7 @@ class Translator(Explained):
         folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
         """
         learned = Shortlist.learn(
-            Prepared.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
+            PreparedText.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
         self._use(learned)
         try:
@@ -363,34 +366,9 @@ class Translator(Explained):
         room = self.config.data.max_length - prefix
         return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
 
-    def _translation(
-        self, pieces: Pieces, found: list[list[Hypothesis]], *, read: int = 0, looped: bool = False
-    ) -> Translation:
-        """Put the hypotheses of all pieces together, rank by rank; `read` is how many tokens the input had."""
-        if not found:
-            return Translation("", 0.0, 0.0, [], [], pieces=0, finish_reason="blank")
-        ranks = [self._join(pieces, rank) for rank in zip(*found, strict=False)]
-        best, alternatives = ranks[0], ranks[1:]
-        written = [token for hypotheses in found for token in hypotheses[0].tokens]
-        return Translation(
-            text=best.text,
-            score=best.score,
-            logprob=best.logprob,
-            tokens=self.tokenizers.tgt.tokens(written),
-            alternatives=alternatives,
-            truncated=best.truncated,
-            pieces=len(found),
-            finish_reason="length" if best.truncated else "stop",
-            length_ratio=len(written) / max(1, read),
-            looped=looped,
-        )
-
-    def _join(self, pieces: Pieces, hypotheses: tuple[Hypothesis, ...]) -> Alternative:
-        texts = [self.tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in hypotheses]
-        glue = " "
-        if without_spaces(self.config.data.tgt_lang):  # one space between sentences is the source's way of writing
-            glue = ""
-            pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
-        text = pieces.join(texts, glue).strip()
-        score, logprob = sum(h.score for h in hypotheses), sum(h.logprob for h in hypotheses)
-        return Alternative(text, score, logprob, any(h.truncated for h in hypotheses))
+    def _join(self, pieces: Pieces, texts: list[str]) -> str:
+        """Put the translations of pieces together with the white space of the source."""
+        if not without_spaces(self.config.data.tgt_lang):
+            return pieces.join(texts, " ")
+        # One space between sentences belongs to the way the source is written.
+        return Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators)).join(texts)

@@ -94,8 +94,8 @@ def _out_of_memory(error: BaseException) -> bool:
     return named or isinstance(error, MemoryError)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"qkv {__version__}")
         raise typer.Exit
 
@@ -103,7 +103,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
 ) -> None:

@@ -122,7 +122,7 @@ def held_out(run: Path, source: str | None, reference: str | None) -> tuple[list
 
 def read_nonempty(name: str) -> list[str]:
     """Return the lines of a file; refuse an empty one, on which no metric is defined."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     lines = read_lines(name)
     if not lines:

@@ -102,7 +102,7 @@ def align(
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.core import files
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import KEPT, agreement, keep_head, rank_heads
 
     if find and (gold or output != "-"):
@@ -137,7 +137,7 @@ def align(
 
 def _read_pharaoh(path: str) -> list[Alignment]:
     """Read the alignments of a Pharaoh file."""
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import Alignment
 
     alignments = []

@@ -98,9 +98,9 @@ def serve(
     limits = RequestLimits(timeout=timeout, receive_timeout=patience, drain=drain, **maxima)
     folders = {name: model.path for name, model in models.items()}
     options = SchedulerOptions(folders, device, dtype, workers, batch_tokens, batching_delay=wait_ms / 1000)
-    known = read_keys(keys) if keys else {}
+    api_keys = read_keys(keys) if keys else {}
     listening = open_socket(host, port, reuse_port=reuse_port)
-    serve_models(models, options, limits, listening, keys=known, rate=rate, origins=allow_origin or [])
+    serve_models(models, options, limits, listening, keys=api_keys, rate=rate, origins=allow_origin or [])
 
 
 def _make_key(name: str) -> None:

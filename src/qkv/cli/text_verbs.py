@@ -132,7 +132,7 @@ def score(
     """
     from qkv.api import Translator
     from qkv.console import counter
-    from qkv.data.lines import read_lines
+    from qkv.data.formats import read_lines
 
     translator = Translator(run, weights=weights, device=device)
     sources, targets = read_lines(source), read_lines(target)

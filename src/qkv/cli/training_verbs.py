@@ -17,7 +17,7 @@ from qkv.core.errors import UsageError
 if TYPE_CHECKING:
     from qkv.api.pair_filters import Noise
     from qkv.assembly import Run
-    from qkv.data.store import Prepared
+    from qkv.core.dataset import PreparedText
     from qkv.options import Config
 
 
@@ -84,7 +84,7 @@ def train(
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
 
-    def recipe(config: Config, prepared: Prepared, ranks: int) -> tuple[Config, list[str]]:
+    def recipe(config: Config, prepared: PreparedText, ranks: int) -> tuple[Config, list[str]]:
         return auto_recipe.choose(config, prepared, minutes, fixed=fixed, ranks=ranks, trained=source is not None)
 
     run_training(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())

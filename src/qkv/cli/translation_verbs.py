@@ -18,7 +18,7 @@ from qkv.core.errors import UsageError
 if TYPE_CHECKING:
     from qkv.api import Translation, Translator
     from qkv.api.file_translation import Chunk, Crew, Work
-    from qkv.data.lines import Lines
+    from qkv.data.formats import LineReader
 
 BYTES_PER_TOKEN = 4  # approximate, in European languages
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
@@ -143,23 +143,23 @@ def _is_stream(output: str) -> bool:
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
 
 
-def _open_lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> Lines:
+def _open_lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.data.corpus import PACKED, find, form_of, is_stream
-    from qkv.data.lines import Lines
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
-    if Path(output).suffix in PACKED:
+    if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
-    if (form := form_of(file)) != "lines":
+    if (form := layout_of(file)) != "lines":
         raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
-    if crew.world > 1 and (_is_stream(output) or is_stream(find(file, ""))):
+    if crew.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
-    return Lines(file, on_bad)
+    return LineReader(file, on_bad)
 
 
-def _translate_stream(lines: Lines, output: str, work: Work) -> Mapping[str, int]:
+def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
     """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
     from qkv.api import CHUNK
     from qkv.api.file_translation import translate_lines

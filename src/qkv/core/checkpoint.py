@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core import files
+from qkv.core.batches import Position
 from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError
 from qkv.core.run import Run, by_step, load_weights, step_of
-from qkv.data.loader import Position
 
 
 @dataclass

@@ -57,6 +57,7 @@ class DataConfig:
     max_ratio: float = option(5.0, "largest ratio of token counts between the two sides; 0: no limit", low=0.0)
     dedupe: bool = option(True, "drop repeated sentence pairs")
     on_bad: str = option("error", "what to do with a line that is not UTF-8", choices=("error", "skip"))
+    seed: int = option(1, "decides the held-out pairs and the sample the vocabulary is learned from", low=0, high=10**9)
 
 
 @dataclass(frozen=True)

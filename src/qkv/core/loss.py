@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qkv.data.loader import Batch
+    from qkv.core.batches import Batch
     from qkv.models.base import Model
 
 ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU; a GPU takes twice as many

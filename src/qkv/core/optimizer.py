@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from qkv.core.batches import UpdateStream
     from qkv.core.config import TrainConfig
-    from qkv.data.loader import Updates
 
 WSD_DECAY = 0.3  # schedule = "wsd": share of the steps at the end, during which the rate falls to zero
 
@@ -67,7 +67,7 @@ class Schedule(Protocol):
 class ConfigSchedule:
     """The schedule of a config: `train.schedule` until train.steps or train.epochs, whichever comes first."""
 
-    def __init__(self, options: TrainConfig, d_model: int, updates: Updates) -> None:
+    def __init__(self, options: TrainConfig, d_model: int, updates: UpdateStream) -> None:
         self.options, self.d_model, self.updates = options, d_model, updates
         self._last_steps: dict[int, int] = {}  # by micro_tokens: a resumed run counts in the plan of its state
 

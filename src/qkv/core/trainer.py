@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core import files
+from qkv.core.batches import Batch, Update, UpdateStream
 from qkv.core.checkpoint import (
     Clock,
     Progress,
@@ -30,13 +31,12 @@ from qkv.core.checkpoint import (
     start_from,
 )
 from qkv.core.config import Config, TrainConfig
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.errors import Interrupted, QkvError, stop_signals
 from qkv.core.optimizer import Plan, Schedule
 from qkv.core.run import JsonlLog, LogSink, Run, load_weights
 from qkv.core.validation import Task
-from qkv.data.loader import Batch, Step, Updates
-from qkv.data.store import Prepared
 from qkv.models.base import Model
 
 MAX_SKIPPED = 10  # updates in a row without a finite loss before training gives up
@@ -71,13 +71,13 @@ class TrainStep(Protocol):
     device: torch.device
     max_in_flight: int  # updates that may be started before the outcome of the first one is read
 
-    def start(self, update: Step, number: int, rate: float) -> Callable[[], Outcome]:
+    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
         """Start update `number`, counted from 1; the returned function waits for its outcome."""
 
     def probe(self) -> None:
         """Try the largest micro-batch before the first update, so that a lack of memory shows at once."""
 
-    def padded(self, update: Step) -> list[Batch]:
+    def padded(self, update: Update) -> list[Batch]:
         """Return the update as padded batches, to be written to a file."""
 
     def evaluated_model(self) -> AbstractContextManager[Any]:
@@ -112,7 +112,7 @@ class PlainTrainStep:
         self.device = next(model.parameters()).device
         self.precision = choose_precision(options.precision, self.device)
 
-    def start(self, update: Step, number: int, rate: float) -> Callable[[], Outcome]:
+    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
         """Change the weights, unless the loss is not finite; the outcome is the same on every rank.
 
         The loss is a sum over tokens, divided once by the token count of the whole update, so neither micro-batches nor
@@ -141,11 +141,11 @@ class PlainTrainStep:
         """Return the seed of everything random in update `number` on this rank."""
         return self.options.seed * 1_000_003 + number + self.world.rank * RANK_SEED
 
-    def gradients(self, update: Step) -> Tensor:
+    def gradients(self, update: Update) -> Tensor:
         """Add the gradient of this rank's micro-batches to `parameter.grad`; return loss, −log p and tokens (3,)."""
         self.model.train()
         sums = torch.zeros(2, device=self.device)
-        for batch in update.micros:
+        for batch in update.micro_batches:
             sums += self.forward_backward(batch)
         return torch.cat([sums, sums.new_tensor([update.tokens])])
 
@@ -177,8 +177,8 @@ class PlainTrainStep:
 
     def probe(self) -> None: ...
 
-    def padded(self, update: Step) -> list[Batch]:
-        return update.micros
+    def padded(self, update: Update) -> list[Batch]:
+        return update.micro_batches
 
     @contextmanager
     def evaluated_model(self) -> Iterator[Model]:
@@ -203,10 +203,10 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        text: Prepared,
+        text: PreparedText,
         step: TrainStep,
         task: Task,
-        updates: Updates,
+        updates: UpdateStream,
         *,
         schedule: Schedule,
         world: World = ALONE,
@@ -240,7 +240,7 @@ class Trainer:
     def done(self) -> bool:
         return self.progress.step >= self.plan().last_step or 0 < self.config.train.patience <= self.progress.worse
 
-    def start(self, update: Step) -> Callable[[], Outcome]:
+    def start(self, update: Update) -> Callable[[], Outcome]:
         """Start the next update; the returned function waits for its outcome and counts it. Call them in order."""
         progress, plan = self.progress, self.plan()
         progress.step += 1
@@ -257,7 +257,7 @@ class Trainer:
 
         return count
 
-    def step(self, update: Step) -> Outcome:
+    def step(self, update: Update) -> Outcome:
         """Make one update and wait for its outcome."""
         return self.start(update)()
 
@@ -304,7 +304,7 @@ class Loop:
 
     def __init__(self, run: Run, trainer: Trainer, sinks: Sequence[LogSink]) -> None:
         self.run, self.trainer, self.sinks = run, trainer, sinks
-        self.in_flight: deque[tuple[int, Step, Callable[[], Outcome]]] = deque()
+        self.in_flight: deque[tuple[int, Update, Callable[[], Outcome]]] = deque()
 
     def log(self, kind: str, **values: Any) -> None:
         for sink in self.sinks:
@@ -377,7 +377,7 @@ class Loop:
                 )
         return outcome
 
-    def write_batch(self, path: Path, update: Step, number: int) -> None:
+    def write_batch(self, path: Path, update: Update, number: int) -> None:
         src, tgt = self.trainer.text.tokenizers.src, self.trainer.text.tokenizers.tgt
         rows = [
             {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}

@@ -1,29 +1,121 @@
-"""Many sentences through the search, in batches of like length, and the scores of given targets."""
+"""Lines in, lines out: many sentences through the search in batches by length, and the scores of given targets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.search import (
-    Hypothesis,
-    Ids,
-    SearchOptions,
-    SpecialTokens,
-    StartSearch,
-    search,
-    start_search,
-)
+from qkv.core import batches
+from qkv.core.batches import Batch, collate, pad
+from qkv.core.errors import UsageError
+from qkv.core.search import Hypothesis, Ids, SearchOptions, SpecialTokens, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data import batches
-from qkv.data.loader import Batch, collate, pad
 from qkv.models.state import StepModel
 
 Indices = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another translation of the same text."""
+
+    text: str
+    score: float
+    logprob: float
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translation and its scores; `score` is `logprob` under the length penalty.
+
+    For an input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
+    """
+
+    text: str
+    score: float
+    logprob: float
+    tokens: list[str]
+    alternatives: list[Alternative]
+    truncated: bool = False  # the longest length allowed was reached before the model ended
+    pieces: int = 1  # how many sentences or parts of long ones were translated; 0 for blank text
+    finish_reason: str = "stop"  # stop: the model ended; length: the limit did; blank: there was nothing to translate
+    length_ratio: float = 0.0  # tokens of the output for each of the input
+    looped: bool = False  # the first output repeated itself; the search was repeated, and this is the better output
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Split = Callable[
+    [str, int], tuple[Sequence[str], Callable[[list[str]], str]]
+]  # line, number → pieces, how to join them
+
+
+def translate_lines(
+    lines: Sequence[str],
+    tokenizers: TokenizerPair,
+    search: Callable[[list[list[int]], list[int]], list[list[Hypothesis]]],
+    *,
+    max_length: int,
+    tag: Ids = (),
+    split: Split | None = None,
+) -> list[Translation]:
+    """Translate lines; `search` gets the ids of all pieces and the line of each, and returns their n best hypotheses.
+
+    Lines without text stay empty. A line of more than `max_length` tokens is cut by `split`, or refused; `tag` is put
+    before each source.
+    """
+    sources: list[list[int]] = []
+    line_of: list[int] = []
+    joins = []
+    for number, line in enumerate(lines):
+        pieces, join = split(line, number) if split else ([line.strip()] if line.strip() else [], "".join)
+        joins.append(join)
+        sources += [[*tag, *tokenizers.src.encode(piece)] for piece in pieces]
+        line_of += [number] * len(pieces)
+        if not split and pieces and len(sources[-1]) > max_length:
+            raise UsageError(f"line {number + 1}: {len(sources[-1])} tokens, at most {max_length}: split the line")
+    found: list[list[list[Hypothesis]]] = [[] for _ in lines]
+    read = [0] * len(lines)
+    for number, ids, hypotheses in zip(line_of, sources, search(sources, line_of), strict=True):
+        found[number].append(hypotheses)
+        read[number] += len(ids)
+    return [_translation(*line, tokenizers) for line in zip(found, joins, read, strict=True)]
+
+
+def _translation(
+    pieces: list[list[Hypothesis]], join: Callable[[list[str]], str], read: int, tokenizers: TokenizerPair
+) -> Translation:
+    """Put the hypotheses of all pieces of a line together, rank by rank."""
+    if not pieces:
+        return Translation("", 0.0, 0.0, [], [], pieces=0, finish_reason="blank")
+    ranks = []
+    for rank in zip(*pieces, strict=False):
+        text = join([tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in rank]).strip()
+        score, logprob = sum(h.score for h in rank), sum(h.logprob for h in rank)
+        ranks.append(Alternative(text, score, logprob, any(h.truncated for h in rank)))
+    best, written = ranks[0], [token for hypotheses in pieces for token in hypotheses[0].tokens]
+    return Translation(
+        **vars(best),
+        tokens=tokenizers.tgt.tokens(written),
+        alternatives=ranks[1:],
+        pieces=len(pieces),
+        finish_reason="length" if best.truncated else "stop",
+        length_ratio=len(written) / max(1, read),
+    )
+
+
+# ---- many sentences --------------------------------------------------------------------------------------------------
 
 
 class DecodingEngine(Protocol):
@@ -104,6 +196,9 @@ def by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     order = np.argsort(-widths, kind="stable").astype(np.int64)
     for batch in batches.cut(order, widths, widths, tokens):
         yield batch.tolist()
+
+
+# ---- forced decoding -------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from qkv.core.errors import QkvError
-from qkv.data import batches
 
 if TYPE_CHECKING:
     import torch
 
+    from qkv.core.batches import Batch, UpdateStream
     from qkv.core.config import Config
+    from qkv.core.dataset import PreparedText
     from qkv.core.device import World
     from qkv.core.search import StartSearch
-    from qkv.data.loader import Batch, Updates
-    from qkv.data.store import Prepared
     from qkv.models.base import Model, TranslationModel
 
 TOKENS = 4096  # of validation text computed at once
@@ -67,9 +66,9 @@ class Validation:
 class Task(Protocol):
     """What a kind of model reads, and what it is measured by."""
 
-    def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates: ...
-    def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation: ...
-    def sample(self, text: Prepared, config: Config, rows: int, tokens: int) -> Batch:
+    def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream: ...
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation: ...
+    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
         """Return the first validation rows as one batch: at most `rows` and `tokens`, but at least one row."""
 
 
@@ -82,19 +81,19 @@ class TranslationTask:
     def __init__(self, start: StartSearch | None = None, **options: Any) -> None:
         self.start, self.options = start, options
 
-    def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates:
-        from qkv.data.loader import Pairs
+    def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
+        from qkv.core.batches import PairBatches
 
-        return Pairs(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
+        return PairBatches(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
 
-    def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         return validate(model, text, config, device, self.start)
 
-    def sample(self, text: Prepared, config: Config, rows: int, tokens: int) -> Batch:
-        from qkv.data.loader import collate
+    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
+        from qkv.core.batches import collate
 
         store = text.valid
-        widths = [np.asarray(lengths[:rows]) + 1 for lengths in (store.src_lengths, store.tgt_lengths)]
+        widths = [np.asarray(lengths[:rows]) + 1 for lengths in (store.lengths("src"), store.lengths("tgt"))]
         count = rows_within(np.max(widths, axis=0), tokens)
         sources, targets = ([side(i) for i in range(count)] for side in (store.src, store.tgt))
         return collate(sources, targets, text.tokenizers)
@@ -120,19 +119,19 @@ def rows_within(widths: np.ndarray[Any, Any], tokens: int) -> int:
 
 
 def validate(
-    model: TranslationModel, text: Prepared, config: Config, device: torch.device, start: StartSearch | None = None
+    model: TranslationModel, text: PreparedText, config: Config, device: torch.device, start: StartSearch | None = None
 ) -> Validation:
     """Measure the model on the held-out pairs; dropout is off meanwhile."""
     import torch
 
-    from qkv.data.loader import collate
+    from qkv.core.batches import collate, cut
 
     training, store = model.training, text.valid
     model.eval()
     with torch.inference_mode():
-        src, tgt = (np.asarray(lengths) + 1 for lengths in (store.src_lengths, store.tgt_lengths))
+        src, tgt = (np.asarray(lengths) + 1 for lengths in (store.lengths("src"), store.lengths("tgt")))
         order = np.lexsort((src, tgt)).astype(np.int64)
-        cuts = batches.cut(order, src, tgt, max(TOKENS, int(src.max()), int(tgt.max())))
+        cuts = cut(order, src, tgt, max(TOKENS, int(src.max()), int(tgt.max())))
         held_out = (
             collate([store.src(i) for i in rows], [store.tgt(i) for i in rows], text.tokenizers) for rows in cuts
         )
@@ -157,7 +156,7 @@ def total_loss(model: Model, batches: Iterable[Batch], pad: int, device: torch.d
 
 
 def greedy_bleu(
-    model: TranslationModel, text: Prepared, config: Config, device: torch.device, start: StartSearch | None = None
+    model: TranslationModel, text: PreparedText, config: Config, device: torch.device, start: StartSearch | None = None
 ) -> tuple[float, str]:
     """Return BLEU of greedy translations of the held-out sources, and the first of them."""
     from qkv.core.search import SearchOptions, start_search

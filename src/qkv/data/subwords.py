@@ -19,6 +19,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import (
     BYTE,
@@ -218,3 +219,19 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+def pair_dropout(tokenizers: TokenizerPair, probability: float, max_length: int = 0) -> Callable[..., list[Rows]]:
+    """Return the function with which `PairBatches` segments both sides of a batch again."""
+    src = BpeDropout(tokenizers.src, probability, max_length)
+    both = (src, src if tokenizers.shared else BpeDropout(tokenizers.tgt, probability, max_length))
+
+    def cut(rows: list[Rows], indices: NDArray[np.int64], seed: tuple[int, ...]) -> list[Rows]:
+        # A sentence has its own random numbers, so it is segmented alike in every batch and on every rank.
+        numbers = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64).tolist()
+        return [
+            Rows(*dropout.segment(*side, row_seeds(indices, number)))
+            for dropout, side, number in zip(both, rows, numbers, strict=True)
+        ]
+
+    return cut

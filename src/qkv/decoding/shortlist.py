@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core import files
+from qkv.core.batches import pad
+from qkv.core.dataset import TokenStore
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, Ids, SearchOptions
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import batches_by_length, search_all
-from qkv.data.loader import pad
-from qkv.data.store import Store
 from qkv.models.base import Model
 from qkv.models.state import StepModel
 
@@ -71,7 +71,7 @@ class Shortlist:
     @classmethod
     def learn(
         cls,
-        store: Store,
+        store: TokenStore,
         tokenizers: TokenizerPair,
         *,
         likeliest: int = LIKELIEST,
@@ -98,7 +98,7 @@ class Shortlist:
 Pair = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def _pairs(store: Store, eos: int, links: int) -> Iterator[Pair]:
+def _pairs(store: TokenStore, eos: int, links: int) -> Iterator[Pair]:
     """Training pairs in a random order that is always the same, until they have so many links; </s> ends a source."""
     for i in np.random.default_rng(0).permutation(len(store)).tolist():
         source, target = np.append(store.src(i).astype(np.int64), eos), store.tgt(i).astype(np.int64)

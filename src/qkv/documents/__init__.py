@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import PurePath
 
 from qkv.core.errors import UsageError
-from qkv.data.links import Link
+from qkv.data.alignments import Link
 from qkv.documents import html_text, markdown
 from qkv.documents.docx import WordFile
 from qkv.documents.segments import Segment, TextFormat, Token, split_lines, split_segments

@@ -136,38 +136,35 @@ class HtmlPart:
         return TAG.search(self.text) is not None
 
     def split_sentences(self) -> list[HtmlPart]:
-        """The run cut where a sentence ends outside of all tags, so that tags go to the words of their sentence."""
+        """Split the run at sentence ends outside of all tags, so that tags stay with the words of their sentence."""
         if self.kept or not self.has_tags:
             return [self]
-        found: list[HtmlPart] = []
+        parts: list[HtmlPart] = []
         tags = [*TAG.finditer(self.text)]
         plain = TAG.sub("", self.text)
-        begin = gone = depth = place = 0  # of the text, the tags before here, how many are open, which is next
-        cut = split(plain, lambda piece: True, sentences=True)
-        stop = len(cut.separators[0])
-        for piece, gap in zip(cut, cut.separators[1:], strict=True):
-            stop += len(piece)
-            while place < len(tags) and tags[place].start() - gone <= stop:
-                tag = tags[place]
-                if tag.start() - gone == stop and not tag["close"]:
+        sentences = split(plain, lambda piece: True, sentences=True)
+        begin = 0  # of the current part, in the text with tags
+        next_tag = tag_characters = open_tags = 0  # number of the next tag; length of the earlier ones; nesting depth
+        end = len(sentences.separators[0])  # of the current sentence, in the text without tags
+        for sentence, gap in zip(sentences, sentences.separators[1:], strict=True):
+            end += len(sentence)
+            while next_tag < len(tags) and tags[next_tag].start() - tag_characters <= end:
+                tag = tags[next_tag]
+                if tag.start() - tag_characters == end and not tag["close"]:
                     break  # it belongs to the next sentence
-                alone = tag["empty"] or tag["name"].lower() in UNPAIRED
-                depth += 0 if alone else -1 if tag["close"] else 1
-                gone, place = gone + len(tag[0]), place + 1
-            resume = stop + len(gap)
-            inside = place < len(tags) and tags[place].start() - gone < resume  # a tag among the white space
-            if depth == 0 and gap and not inside and resume < len(plain):
-                found += [_text_part(self.text[begin : stop + gone]), HtmlPart(gap, kept=True)]
-                begin = resume + gone
-            stop = resume
-        if not found:
+                unpaired = tag["empty"] or tag["name"].lower() in UNPAIRED
+                open_tags += 0 if unpaired else -1 if tag["close"] else 1
+                tag_characters, next_tag = tag_characters + len(tag[0]), next_tag + 1
+            following = end + len(gap)
+            tag_in_gap = next_tag < len(tags) and tags[next_tag].start() - tag_characters < following
+            if open_tags == 0 and gap and not tag_in_gap and following < len(plain):
+                parts += [_text_part(self.text[begin : end + tag_characters]), HtmlPart(gap, kept=True)]
+                begin = following + tag_characters
+            end = following
+        if not parts:
             return [self]
-        return [
-            HtmlPart(self.before, kept=True),
-            *found,
-            _text_part(self.text[begin:]),
-            HtmlPart(self.after, kept=True),
-        ]
+        before, after = HtmlPart(self.before, kept=True), HtmlPart(self.after, kept=True)
+        return [before, *parts, _text_part(self.text[begin:]), after]
 
     @property
     def is_balanced(self) -> bool:

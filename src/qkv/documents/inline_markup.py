@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from qkv.core.errors import UsageError
-from qkv.data.links import Link, word_spans
+from qkv.data.alignments import Link, word_spans
 
 TAG = re.compile(r"<(?P<close>/?)(?P<name>[A-Za-z][\w:.-]*)(?:\s[^<>]*?)?(?P<empty>/?)>")
 # HTML's void elements that occur in running text. Others (link, source …) are left out: in XML they may have content.
@@ -110,7 +110,8 @@ def _target_elements(links: list[Link], places: list[Element], words: int, root:
     linked: list[list[Element]] = [[] for _ in range(words)]
     for i, j in links:
         if i >= len(places) or j >= words:
-            raise UsageError(f"link {i}-{j}: the source has {len(places)} words and the translation {words}")
+            sizes = f"the source has {len(places)} words and the translation {words}"
+            raise UsageError(f"link {i}-{j}: {sizes}: give the alignment of these texts")
         linked[j].append(places[i])
     counts = [Counter(elements) for elements in linked]
     owners = [max(count, key=lambda element: (len(element.path), count[element]), default=None) for count in counts]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qkv.core.errors import UsageError
-from qkv.data.links import Link, word_spans
+from qkv.data.alignments import Link, word_spans
 from qkv.documents.inline_markup import place_markup, strip_markup
 
 WHITE_SPACE = " \t\r\n\f"

@@ -1,7 +1,7 @@
 """Flag faulty translations: loops, hallucinations, copies, wrong lengths; find the worst sentences.
 
 A pure function of the texts, all in NFC. Sentences with a blank source or reference are not judged; every rate is a
-share of the judged sentences, and `Diagnosis.definitions` defines each flag. Words are those of `qkv.data.links`, with
+share of the judged sentences, and `Diagnosis.definitions` defines each flag. Words are those of `data.alignments`, with
 punctuation marks as words; in scripts without spaces each character is a word. Lengths are in characters.
 
 A hallucination is an output unrelated to its source. That needs a human judge; the measure here is an estimate from the
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from qkv.core.errors import QkvError
 from qkv.core.validation import corpus_bleu
-from qkv.data import links
+from qkv.data import alignments
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
@@ -243,7 +243,7 @@ def word_spans(text: str) -> list[tuple[int, int]]:
     """Return (begin, end) of each word and punctuation mark; in scripts without spaces, of each character."""
     return [
         span
-        for begin, end in links.word_spans(text)
+        for begin, end in alignments.word_spans(text)
         for span in (pairwise(range(begin, end + 1)) if SPACELESS.search(text, begin, end) else [(begin, end)])
     ]
 

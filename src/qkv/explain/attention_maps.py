@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.core import files
+from qkv.core.batches import collate
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.loader import collate
 from qkv.explain import figure_files
 from qkv.explain.head_analysis import LEGEND, MEASURES, HeadMeasures, measure_head, rare_tokens
 from qkv.models.attention import record

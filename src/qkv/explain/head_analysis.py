@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.batches import Batch, collate
 from qkv.core.config import Config
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import by_length
 from qkv.core.validation import Task, Validation
-from qkv.data.loader import Batch, collate
-from qkv.data.store import Prepared
 from qkv.explain import figure_files
 from qkv.models.attention import heads_of, record, without
 from qkv.models.base import Model
@@ -300,7 +300,7 @@ class MeasuredTask:
     def __init__(self, task: Task) -> None:
         self.task, self.updates, self.sample = task, task.updates, task.sample
 
-    def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Validate as the task does, then measure the entropy on the first rows of the validation text."""
         result = self.task.validate(model, text, config, device)
         training = model.training

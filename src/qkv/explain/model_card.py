@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from qkv.assembly import Run
+from qkv.core.dataset import PreparedText
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.store import Prepared
 from qkv.models.base import parameter_count
 from qkv.models.build import build
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 
 
-def card(run: Run, prepared: Prepared) -> str:
+def card(run: Run, prepared: PreparedText) -> str:
     """Return the card as Markdown, generated from the files of the run folder."""
     config, scores, made = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from qkv.assembly import Run
 from qkv.core import files
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.translate import by_length
-from qkv.data import links
-from qkv.data.links import Link, tokens_of_words
-from qkv.data.loader import collate
+from qkv.data import alignments
+from qkv.data.alignments import Link, tokens_of_words
 from qkv.models.attention import record
 from qkv.models.state import StepModel
 from qkv.options import TransformerConfig
@@ -46,12 +46,12 @@ class Alignment(frozenset[Link]):
     def parse(cls, text: str) -> Alignment:
         """From Pharaoh text: `0-0 1-2`."""
         try:
-            return cls(links.parse(text))
+            return cls(alignments.parse_pharaoh(text))
         except ValueError as error:
             raise UsageError(f'"{error}" is no link: an alignment is written source-target, e.g. 0-0 1-2') from None
 
     def __str__(self) -> str:
-        return links.dumps(self)
+        return alignments.to_pharaoh(self)
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _force(
     src, tgt = tokenizers.src, tokenizers.tgt
     prefix = [src.tag(tag)] if tag else []
     numbers = [
-        n for n, pair in enumerate(zip(sources, targets, strict=True)) if all(links.words(s, rule) for s in pair)
+        n for n, pair in enumerate(zip(sources, targets, strict=True)) if all(alignments.words(s, rule) for s in pair)
     ]
     rows = [prefix + src.encode(sources[n]) for n in numbers]
     written = [tgt.encode(targets[n]) for n in numbers]

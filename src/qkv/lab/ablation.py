@@ -14,8 +14,8 @@ from typing import Any
 
 from qkv.api import auto_recipe
 from qkv.assembly import trainer_for
+from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.data.store import Prepared
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, TranslationConfig, option_path
@@ -99,7 +99,7 @@ def _apply_change(base: Config, change: str) -> Config:
     return base.assign(settings)
 
 
-def _check_same_validation(texts: dict[str, Prepared]) -> None:
+def _check_same_validation(texts: dict[str, PreparedText]) -> None:
     """Refuse changes that alter the validation text, on which BLEU is measured."""
     validation = {name: [path.read_bytes() for path in text.valid_text] for name, text in texts.items()}
     for name, sentences in validation.items():
@@ -110,12 +110,12 @@ def _check_same_validation(texts: dict[str, Prepared]) -> None:
             )
 
 
-def _updates(config: Config, prepared: Prepared) -> int:
+def _updates(config: Config, prepared: PreparedText) -> int:
     """Return the number of updates; a recipe in epochs needs a trainer to count them."""
     return trainer_for(config, prepared).plan().last_step if config.train.epochs else config.train.steps
 
 
-def _equalise_time(variants: dict[str, Config], texts: dict[str, Prepared], folder: Path) -> dict[str, Config]:
+def _equalise_time(variants: dict[str, Config], texts: dict[str, PreparedText], folder: Path) -> dict[str, Config]:
     """Return every variant with the number of updates, and the schedule, that fit the time of the unchanged recipe."""
     seconds = {
         name: trials.cached_seconds(Trial(name, variant, texts[name]), folder, seconds_per_update)
@@ -124,7 +124,7 @@ def _equalise_time(variants: dict[str, Config], texts: dict[str, Prepared], fold
     return {name: _scale_schedule(variant, seconds[BASELINE] / seconds[name]) for name, variant in variants.items()}
 
 
-def seconds_per_update(config: Config, prepared: Prepared) -> float:
+def seconds_per_update(config: Config, prepared: PreparedText) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
@@ -135,7 +135,7 @@ def _scale_schedule(config: Config, share: float) -> Config:
 
 
 def _train(
-    variants: dict[str, Config], texts: dict[str, Prepared], folder: Path, seeds: int, jobs: int
+    variants: dict[str, Config], texts: dict[str, PreparedText], folder: Path, seeds: int, jobs: int
 ) -> dict[str, list[Result]]:
     """Return the results of all seeds of every variant."""
     planned = [

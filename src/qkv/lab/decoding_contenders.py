@@ -19,11 +19,11 @@ from torch import nn
 from qkv import presets
 from qkv.assembly import Run, open_run, start_search_for
 from qkv.core import files
+from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.translate import search_all
-from qkv.data.loader import pad
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
@@ -100,34 +100,34 @@ def settings(device: torch.device, threads: int = 0) -> list[Setting]:
 
 def _on_cpu(threads: int) -> list[Setting]:
     one = f"{threads} thread{'s' * (threads > 1)}"
-    found = [Setting(OURS, f"fp32, {one}", _plain, exact=True)]
+    available = [Setting(OURS, f"fp32, {one}", _plain, exact=True)]
     for dtype in ("fp32", "bf16", "int8"):
-        found.append(Setting(OURS, f"packed {dtype}, {one}", partial(_packed, dtype=dtype), exact=dtype == "fp32"))
+        available.append(Setting(OURS, f"packed {dtype}, {one}", partial(_packed, dtype=dtype), exact=dtype == "fp32"))
         if threads > 1:
             several = partial(_in_processes, dtype=dtype, processes=threads)
-            found.append(Setting(OURS, f"packed {dtype}, {threads} processes", several, exact=dtype == "fp32"))
+            available.append(Setting(OURS, f"packed {dtype}, {threads} processes", several, exact=dtype == "fp32"))
     for dtype in ("float32", "int8"):
         for replicas in sorted({1, threads}):
             how = f"{dtype}, {replicas} × {threads // replicas}"
             opened = partial(_ctranslate2, dtype=dtype, replicas=replicas, threads=threads // replicas)
-            found.append(Setting(CTRANSLATE2, how, opened, exact=dtype == "float32"))
-    found.append(Setting(TRANSFORMERS, f"fp32, {one}", _transformers, exact=True))
-    found.append(Setting(TORCH, f"fp32, no cache, {one}", _without_cache, exact=True, most=64))
-    return found
+            available.append(Setting(CTRANSLATE2, how, opened, exact=dtype == "float32"))
+    available.append(Setting(TRANSFORMERS, f"fp32, {one}", _transformers, exact=True))
+    available.append(Setting(TORCH, f"fp32, no cache, {one}", _without_cache, exact=True, most=64))
+    return available
 
 
 def _on_gpu() -> list[Setting]:
-    found = []
+    available = []
     for name, numbers in FLOATS.items():
-        found.append(Setting(OURS, name, partial(_plain, dtype=numbers), exact=name == "fp32"))
-        found.append(Setting(OURS, f"{name}, captured", partial(_captured, dtype=numbers), exact=name == "fp32"))
+        available.append(Setting(OURS, name, partial(_plain, dtype=numbers), exact=name == "fp32"))
+        available.append(Setting(OURS, f"{name}, captured", partial(_captured, dtype=numbers), exact=name == "fp32"))
     for dtype in ("float32", "bfloat16", "int8_bfloat16"):
         opened = partial(_ctranslate2, dtype=dtype, replicas=1, threads=1)
-        found.append(Setting(CTRANSLATE2, dtype, opened, exact=dtype == "float32"))
+        available.append(Setting(CTRANSLATE2, dtype, opened, exact=dtype == "float32"))
     for name, numbers in FLOATS.items():
-        found.append(Setting(TRANSFORMERS, name, partial(_transformers, dtype=numbers), exact=name == "fp32"))
-    found.append(Setting(TORCH, "fp32, no cache", _without_cache, exact=True, most=64))
-    return found
+        available.append(Setting(TRANSFORMERS, name, partial(_transformers, dtype=numbers), exact=name == "fp32"))
+    available.append(Setting(TORCH, "fp32, no cache", _without_cache, exact=True, most=64))
+    return available
 
 
 # ---- qkv -------------------------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ def _batches(sources: Sources, size: int) -> Iterator[list[int]]:
     return (order[start : start + size] for start in range(0, len(order), size))
 
 
-def _outputs(found: list[list[Hypothesis]]) -> Outputs:
-    return [[[*hypothesis.tokens, EOS] for hypothesis in hypotheses] for hypotheses in found]
+def _outputs(results: list[list[Hypothesis]]) -> Outputs:
+    return [[[*hypothesis.tokens, EOS] for hypothesis in hypotheses] for hypotheses in results]
 
 
 # ---- other engines ---------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int
     ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        found = translator.translate_batch(
+        results = translator.translate_batch(
             [[names[token] for token in (*source, EOS)] for source in sources],
             max_batch_size=task.batch,
             beam_size=task.beam,
@@ -240,7 +240,7 @@ def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int
             max_decoding_length=max(map(len, sources)) + task.extra,
             return_end_token=True,
         )
-        return [[[ids[name] for name in tokens] for tokens in each.hypotheses] for each in found]
+        return [[[ids[name] for name in tokens] for tokens in each.hypotheses] for each in results]
 
     return decode
 
@@ -251,8 +251,8 @@ def _transformers(subject: DecodingSetup, dtype: torch.dtype = torch.float32) ->
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
         outputs: Outputs = [[] for _ in sources]
         for batch in _batches(sources, task.batch):
-            found = generate([sources[i] for i in batch], task)
-            for i, hypotheses in zip(batch, found, strict=True):
+            generated = generate([sources[i] for i in batch], task)
+            for i, hypotheses in zip(batch, generated, strict=True):
                 outputs[i] = hypotheses
         return outputs
 

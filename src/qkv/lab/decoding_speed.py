@@ -23,7 +23,7 @@ from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import EOS
-from qkv.data.lines import Lines
+from qkv.data.formats import LineReader
 from qkv.lab import decoding_contenders, training_speed
 from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
@@ -155,7 +155,7 @@ def measure_decoding(
 
 
 def _read_text(run: Run, src: str) -> Text:
-    lines = [line for line in Lines(src) if line]
+    lines = [line for line in LineReader(src) if line]
     if not lines:
         raise UsageError(f"{src}: the file contains no text")
     sources = [run.tokenizers.src.encode(line) for line in lines]
@@ -180,13 +180,13 @@ def _open(
     subject: DecodingSetup, only: Sequence[str]
 ) -> tuple[dict[Setting, decoding_contenders.DecodeFunction], dict[str, str]]:
     """Open the selected settings; return them, and the reasons why others cannot run."""
-    known = decoding_contenders.settings(subject.device)
-    wanted = [each for each in known if not only or any(word in each.name for word in only)]
-    if not wanted:
-        names = "; ".join(each.name for each in known)
+    available = decoding_contenders.settings(subject.device)
+    selected = [each for each in available if not only or any(word in each.name for word in only)]
+    if not selected:
+        names = "; ".join(each.name for each in available)
         raise UsageError(f"--only {' '.join(only)}: no setting has such a name; choose among {names}")
     decoders, missing = {}, {}
-    for setting in wanted:
+    for setting in selected:
         try:
             decoders[setting] = setting.open(subject)
         except UsageError as reason:
@@ -232,17 +232,17 @@ def _compare(rows: Sequence[Measurement], reference: decoding_contenders.DecodeF
     Where all outputs end at the same length, engines rank them with or without the score of </s>, so all hypotheses of
     the beam are compared, in any order.
     """
-    known: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    expected: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for row in rows:
         task = replace(row.task, n_best=row.task.beam if fixed else 1)
-        missing = [source for source in row.sources if tuple(source) not in known]
+        missing = [source for source in row.sources if tuple(source) not in expected]
         if missing:
             batch = replace(task, batch=64)
-            known |= zip(map(tuple, missing), map(_token_sets, reference(missing, batch)), strict=True)
+            expected |= zip(map(tuple, missing), map(_token_sets, reference(missing, batch)), strict=True)
         outputs = map(_token_sets, row.decode(row.sources, task))
         if task != row.task:
             row.decode(row.sources, row.task)  # warm-up with the timed options
-        equal = [output == known[tuple(source)] for source, output in zip(row.sources, outputs, strict=True)]
+        equal = [output == expected[tuple(source)] for source, output in zip(row.sources, outputs, strict=True)]
         row.same = sum(equal) / len(equal)
         if row.setting.exact and row.same < SAME:
             raise QkvError(

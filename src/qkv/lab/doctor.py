@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from qkv import __version__
+from qkv.core.batches import collate
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
 from qkv.core.translate import score_all, search_all
-from qkv.data.loader import collate
 from qkv.data.subwords import learn
 from qkv.models.build import build
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
@@ -68,10 +68,10 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
 
     model.eval()
     sources = [row.tolist() for row in rows]
-    found = [h[0] for h in search_all(model, sources, SearchOptions(beam=2), tokenizers, device=device)]
-    copied = [tokenizers.tgt.decode(h.tokens) for h in found]
+    hypotheses = [h[0] for h in search_all(model, sources, SearchOptions(beam=2), tokenizers, device=device)]
+    copied = [tokenizers.tgt.decode(h.tokens) for h in hypotheses]
     results.append(("it decodes what it learned", copied == text, f"{sum(map(str.__eq__, copied, text))} lines"))
-    forced = score_all(model, sources, [h.tokens for h in found], tokenizers, device=device)
-    gap = max(abs(sum(row) - h.logprob) for row, h in zip(forced, found, strict=True))
+    forced = score_all(model, sources, [h.tokens for h in hypotheses], tokenizers, device=device)
+    gap = max(abs(sum(row) - h.logprob) for row, h in zip(forced, hypotheses, strict=True))
     results.append(("forced decoding gives the same scores", gap < 1e-3, f"largest difference {gap:.1e}"))
     return results

@@ -247,13 +247,13 @@ def path_length(kind: LayerType, n: int, span: int = 0, *, causal: bool, inside:
     if causal:
         goal = goal.tril()
     # A stack of layers starts from the input itself; a recurrence starts from states without input.
-    known = torch.zeros(length, length) if kind.recurrent else torch.eye(length)  # (output, input)
+    connected = torch.zeros(length, length) if kind.recurrent else torch.eye(length)  # (output, input)
     for applications in range(10 * n + 1):
-        if torch.equal(known[inner, inner] > 0, goal):
+        if torch.equal(connected[inner, inner] > 0, goal):
             return applications
         shape = LayerShape(SMALL, span, causal, layer=applications, dtype=torch.float64)
         of_input, of_last = dependence(kind, shape, length)
-        known = (of_input + of_last @ known).clamp(max=1)
+        connected = (of_input + of_last @ connected).clamp(max=1)
     raise QkvError(f"{kind.name}: no number of applications joins {n} positions with a span of {span}: widen it")
 
 

@@ -20,7 +20,7 @@ from qkv.core import files
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import UsageError
 
-STANDARD_ERRORS = 2.0  # two means differ significantly if they are this many standard errors apart
+STANDARD_ERRORS = 2.0  # two means differ significantly if they are this repeated standard errors apart
 
 
 def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
@@ -33,11 +33,11 @@ def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
 
 def pooled_deviation(groups: Iterable[Sequence[float]]) -> float:
     """Return the standard deviation between seeds, pooled over all rows; NaN if every row has one seed."""
-    many = [group for group in groups if len(group) > 1]
-    if not many:
+    repeated = [group for group in groups if len(group) > 1]
+    if not repeated:
         return math.nan
-    squares = sum((len(group) - 1) * statistics.variance(group) for group in many)
-    return math.sqrt(squares / sum(len(group) - 1 for group in many))
+    squares = sum((len(group) - 1) * statistics.variance(group) for group in repeated)
+    return math.sqrt(squares / sum(len(group) - 1 for group in repeated))
 
 
 @dataclass(frozen=True)

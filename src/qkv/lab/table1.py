@@ -141,8 +141,8 @@ def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
         "machine": f"{platform.processor() or platform.machine()}, {describe(device)}",
         "torch": torch.__version__,
         "precision": str(base.dtype).removeprefix("torch."),
-        "complexity": {name: _complexity(LAYER_TYPES[name], some) for name, some in points.items()},
-        "restricted": {"r": WINDOW, "d": d} | {where: _window(some) for where, some in window.items()},
+        "complexity": {name: _complexity(LAYER_TYPES[name], group) for name, group in points.items()},
+        "restricted": {"r": WINDOW, "d": d} | {where: _window(group) for where, group in window.items()},
         "sequential": {name: _sequential(kind) for name, kind in LAYER_TYPES.items()},
         "path": {name: _path(kind) for name, kind in LAYER_TYPES.items()},
     }
@@ -228,7 +228,7 @@ def _complexity(kind: LayerType, points: list[Point]) -> dict[str, Any]:
             dict(zip(symbols, size, strict=True)) | {"operations": operations, "seconds": p.seconds, "batch": p.batch}
             for size, operations, p in zip(sizes, counted, points, strict=True)
         ],
-        **{name: dict(zip(symbols, fit_exponents(sizes, some), strict=True)) for name, some in values.items()},
+        **{name: dict(zip(symbols, fit_exponents(sizes, each), strict=True)) for name, each in values.items()},
     }
 
 
@@ -360,10 +360,10 @@ def _print_window(console: Console, row: dict[str, Any]) -> None:
     title = f"Restricted self-attention, r = {row['r']}, d = {row['d']}"
     table = Table("in the", "n", *map(_number, ("time", "memory", "bytes a position")), title=title)
     for where in ("encoder", "decoder"):
-        some = row[where]
-        n, each = some["n"], [size / n for size, n in zip(some["bytes"], some["n"], strict=True)]
+        side = row[where]
+        n, each = side["n"], [size / n for size, n in zip(side["bytes"], side["n"], strict=True)]
         sizes = f"{each[0]:,.0f} – {each[-1]:,.0f}"
-        table.add_row(where, f"{n[0]:,} – {n[-1]:,}", f"n^{some['time']:.2f}", f"n^{some['memory']:.2f}", sizes)
+        table.add_row(where, f"{n[0]:,} – {n[-1]:,}", f"n^{side['time']:.2f}", f"n^{side['memory']:.2f}", sizes)
     console.print(table)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from qkv.api import auto_recipe
 from qkv.console import say
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.store import Prepared
 from qkv.explain.model_card import parameters, shape
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
@@ -103,7 +103,7 @@ def measure(
 # ---- equal parameters ------------------------------------------------------------------------------------------------
 
 
-def matched_models(base: Config, prepared: Prepared, norm: str = "post") -> dict[str, ModelConfig]:
+def matched_models(base: Config, prepared: PreparedText, norm: str = "post") -> dict[str, ModelConfig]:
     """Return the Transformer for a text of this size, and an RNN and a ConvS2S with as many parameters.
 
     The RNN is Bahdanau's with input feeding, which scores higher on small texts than two layers of LSTM.
@@ -151,7 +151,7 @@ class EqualCostTraining:
     def __init__(
         self,
         base: Config,
-        prepared: Prepared,
+        prepared: PreparedText,
         folder: Path,
         models: Mapping[str, ModelConfig],
         *,

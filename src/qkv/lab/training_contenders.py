@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.assembly import optimizer_for
+from qkv.core.batches import Batch
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
-from qkv.data.ragged import Flat, Ragged, lay
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
+from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.interop import to_huggingface
 from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig
@@ -153,21 +154,21 @@ class FusedQkv(Contender):
         self.graphs = CudaGraphs(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
-    def collate(self, batch: Batch) -> Ragged:
+    def collate(self, batch: Batch) -> PackedBatch:
         real = batch.labels != PAD
         lengths = [side.numpy() - 1 for side in (batch.lengths, real.sum(1))]  # without </s>
         rows = [
             np.concatenate([row[:length] for row, length in zip(ids.numpy(), own, strict=True)])
             for ids, own in zip((batch.source, batch.labels), lengths, strict=True)
         ]
-        return lay(*map(Flat, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
+        return pack(*map(Rows, rows, lengths), bos=BOS, eos=EOS, pad=PAD, step=STEP)
 
     def logits(self, batch: Batch) -> Tensor:
         with eval_mode(self.model):
             logits: Tensor = self.model(*batch.inputs)
         return logits
 
-    def step(self, batch: Ragged) -> int:
+    def step(self, batch: PackedBatch) -> int:
         self.steps += 1
         self.graphs.add_gradient(batch, self.steps)
         self.graphs.update(rate=RATE)

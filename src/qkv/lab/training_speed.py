@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from qkv.console import say
+from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.data.loader import Batch
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
 from qkv.models.base import parameter_count
@@ -151,12 +151,12 @@ def measure_training(
 
 
 def _select_contenders(device: torch.device, only: Sequence[str]) -> list[Contender]:
-    known = contenders(device)
-    wanted = [each for each in known if not only or any(word in each.name for word in only)]
-    if not wanted:
-        names = "; ".join(each.name for each in known)
+    available = contenders(device)
+    selected = [each for each in available if not only or any(word in each.name for word in only)]
+    if not selected:
+        names = "; ".join(each.name for each in available)
         raise UsageError(f"--only {' '.join(only)}: no contender has such a name; choose among {names}")
-    return wanted
+    return selected
 
 
 def _version(package: str) -> str:

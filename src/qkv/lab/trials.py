@@ -34,13 +34,14 @@ from qkv.api.run_training import fit
 from qkv.assembly import Run, updates_for
 from qkv.console import bars, say
 from qkv.core import files
+from qkv.core.batches import Position
+from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device, describe
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.validation import corpus_bleu
-from qkv.data.lines import read_lines
-from qkv.data.loader import Position
-from qkv.data.store import Prepared, prepare
+from qkv.data import text_preparation
+from qkv.data.formats import read_lines
 from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.build import build
 from qkv.models.rnn import Layer
@@ -63,7 +64,7 @@ class Trial:
 
     name: str
     config: Config
-    text: Prepared
+    text: PreparedText
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_lengt
     return Config(data=data)
 
 
-def describe_text(config: Config, prepared: Prepared) -> str:
+def describe_text(config: Config, prepared: PreparedText) -> str:
     """Describe the text in a phrase: pairs, files, vocabulary."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
     return (
@@ -145,11 +146,11 @@ def describe_text(config: Config, prepared: Prepared) -> str:
     )
 
 
-def prepare_text(config: Config, folder: Path) -> Prepared:
+def prepare_text(config: Config, folder: Path) -> PreparedText:
     """Prepare the tokenised text, which trials of all seeds in the folder share."""
     data = dataclasses.replace(config.data, store=str(folder / "store"))
     with bars() as report:
-        return prepare(data, config.tokenizer, folder, progress=report, seed=1)
+        return text_preparation.prepare_text(data, config.tokenizer, folder, progress=report)
 
 
 def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
@@ -191,22 +192,22 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
     With `jobs` > 1 each trial runs in its own process, `jobs` at a time. A failed trial is reported, and repeated by
     the next call.
     """
-    known = read_results(folder)
+    results = read_results(folder)
     keys = [key_of(trial) for trial in trials]
     waiting = [
         (trial, key)
         for trial, key in zip(trials, keys, strict=True)
-        if key not in known or known[key].error or (test and known[key].test != list(test))
+        if key not in results or results[key].error or (test and results[key].test != list(test))
     ]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} already done")
     runs = (_open(trial, key, folder) for trial, key in waiting)
     started = time.monotonic()
-    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as results:
-        for number, result in enumerate(results, 1):
-            known[result.key] = result
+    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as finished:
+        for number, result in enumerate(finished, 1):
+            results[result.key] = result
             _append(folder / RESULTS, result)
             say(f"{number}/{len(waiting)}  {result}; {_time_left(started, number, len(waiting) - number)}")
-    return [known[key] for key in keys]
+    return [results[key] for key in keys]
 
 
 def _time_left(started: float, done: int, left: int) -> str:
@@ -243,19 +244,19 @@ def key_of(trial: Trial) -> str:
     return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
-def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepared], float]) -> float:
+def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, PreparedText], float]) -> float:
     """Return `seconds(config, text)` of a trial on this device, measured once per folder.
 
     The folder stores the value: a new measurement would differ, and an interrupted table would change its updates.
     """
     path = folder / TIMINGS
-    known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    timings: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     place = describe(choose_device(trial.config.train.device))  # "auto" may be another device on another machine
     key = f"{trial.name} on {place}, {key_of(trial)}"
-    if key not in known:
-        known[key] = seconds(trial.config, trial.text)
-        files.write_text(path, json.dumps(known, indent=1) + "\n")
-    return known[key]
+    if key not in timings:
+        timings[key] = seconds(trial.config, trial.text)
+        files.write_text(path, json.dumps(timings, indent=1) + "\n")
+    return timings[key]
 
 
 OpenTrial = tuple[str, str, Run]  # name, key, run folder
@@ -343,7 +344,7 @@ def _attempt(name: str, key: str, run: Run, test: FilePair | None) -> Result:
 
 
 def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
-    spec, prepared = run.config.train, Prepared.open(run.store)
+    spec, prepared = run.config.train, PreparedText.open(run.store)
     if run.scores.get("finished") != spec.steps:
         with run.lock():
             fit(run, prepared)
@@ -382,7 +383,7 @@ def _validation_curve(log: Path) -> tuple[Point, ...]:
     return tuple(Point(entry["step"], entry["tokens"], entry["training_seconds"], entry["loss"]) for entry in valid)
 
 
-def flops_per_token(config: Config, prepared: Prepared) -> float:
+def flops_per_token(config: Config, prepared: PreparedText) -> float:
     """Count the FLOPs of forward and backward pass per target token on a few real batches.
 
     Only matrix products count; a multiplication and an addition are two operations. The count runs on the CPU with
@@ -402,7 +403,7 @@ def flops_per_token(config: Config, prepared: Prepared) -> float:
         sdpa_kernel(SDPBackend.MATH),
     ):
         for update in islice(steps, COUNTED_UPDATES):
-            for batch in update.micros:
+            for batch in update.micro_batches:
                 hidden = model.hidden(*batch.inputs)
                 loss, _ = label_smoothed_loss(
                     hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad

@@ -41,7 +41,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the key file cannot be read: {error}") from None
+        raise UsageError(f"{path}: the key file cannot be read: {error}: check --keys") from None
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(lines, 1):
         text = line.split("#")[0].strip()

@@ -275,7 +275,7 @@ def parse_json(data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise Refusal(422, f"the body is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from None
     except RecursionError:
-        raise Refusal(422, "the body is nested too deeply") from None
+        raise Refusal(422, "the body is nested too deeply: send flatter JSON") from None
     except ValueError as error:
         raise Refusal(422, f"the body is not JSON: {str(error)[:200]}") from None
 

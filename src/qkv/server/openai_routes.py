@@ -285,7 +285,7 @@ async def chat(request: Request, body: Chat) -> Response:
     content = body.messages[-1].content
     if isinstance(content, list):
         if any(part.type != "text" for part in content):
-            raise Refusal(422, "messages: only text can be translated", pointer="/messages")
+            raise Refusal(422, "messages: only text can be translated: send parts of type text", pointer="/messages")
         content = "".join(part.text for part in content)
     text, n = content or "", body.n or 1
     service.check_size([text], "/messages")

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
-from qkv.data.links import word_spans
+from qkv.data.alignments import word_spans
 from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
+from qkv.segmentation.sentences import Pieces
 from qkv.server.auth import ApiKey, RateLimiter, find_key
 from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
@@ -140,29 +141,10 @@ class Service:
             options["tag"] = tag
         if options.get("sample"):
             options["batch_id"] = secrets.token_hex(8)  # a draw depends on its batch: share it with no other request
-        if sum(map(len, texts)) > LONG:
-            split_texts = await asyncio.to_thread(lambda: [model.split(text) for text in texts])
-        else:
-            split_texts = [model.split(text) for text in texts]
-        sentences = [piece for pieces, _ in split_texts for piece in pieces]
-        costs = [cost for _, lengths in split_texts for cost in lengths]
-        group = ("translate", model.name, _options_json(tuple(options.items())))
-        if wait_for_room:
-            translated: list[dict[str, Any]] = []
-            for begin in range(0, len(sentences), SLICE):
-                some = slice(begin, begin + SLICE)
-                translated += await self.scheduler.submit(
-                    client, group, sentences[some], costs[some], wait_for_room=True
-                )
-        else:
-            translated = await self.scheduler.submit(client, group, sentences, costs)
-        remaining = iter(translated)
-        spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True
         results = []
-        for pieces, _ in split_texts:
-            parts = [next(remaining) for _ in pieces]
+        for pieces, parts in await self._run_sentences("translate", client, model, texts, options, wait_for_room):
             ranks = zip(*(part["texts"] for part in parts), strict=False)
-            joined = [model.join(pieces, list(rank), spaces) for rank in ranks]
+            joined = [self._join(model, pieces, rank) for rank in ranks]
             results.append(TranslationResult.combine(joined or [""], parts))
         return results
 
@@ -171,24 +153,46 @@ class Service:
     ) -> list[tuple[str, list[tuple[int, int]] | None]]:
         """Return each translation with its links from source words to target words; waits for room in the queue."""
         options = {"tag": model.tag(target)} if model.tags else {}
-        split_texts = [model.split(text) for text in texts]
-        sentences = [piece for pieces, _ in split_texts for piece in pieces]
-        costs = [cost for _, lengths in split_texts for cost in lengths]
-        group = ("translate_aligned", model.name, json.dumps(options))
-        aligned: list[dict[str, Any]] = []
-        for begin in range(0, len(sentences), SLICE):
-            some = slice(begin, begin + SLICE)
-            aligned += await self.scheduler.submit(client, group, sentences[some], costs[some], wait_for_room=True)
-        remaining = iter(aligned)
-        spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True
         results = []
-        for text, (pieces, _) in zip(texts, split_texts, strict=True):
-            parts = [next(remaining) for _ in pieces]
+        split_texts = await self._run_sentences("translate_aligned", client, model, texts, options, True)
+        for text, (pieces, parts) in zip(texts, split_texts, strict=True):
             translations = [part["texts"][0] for part in parts]
-            joined = model.join(pieces, translations, spaces)
+            joined = self._join(model, pieces, translations)
             links = join_alignments(text, joined, list(pieces), translations, [part["links"] for part in parts])
             results.append((joined, links))
         return results
+
+    async def _run_sentences(
+        self,
+        kind: str,
+        client: Hashable,
+        model: ServedModel,
+        texts: Sequence[str],
+        options: Mapping[str, Any],
+        wait_for_room: bool,
+    ) -> list[tuple[Pieces, list[dict[str, Any]]]]:
+        """Split texts into sentences, and return the sentences of each text with their results."""
+        if sum(map(len, texts)) > LONG:
+            split_texts = await asyncio.to_thread(lambda: [model.split(text) for text in texts])
+        else:
+            split_texts = [model.split(text) for text in texts]
+        sentences = [sentence for pieces, _ in split_texts for sentence in pieces]
+        costs = [cost for _, lengths in split_texts for cost in lengths]
+        group = (kind, model.name, _options_json(tuple(options.items())))
+        if wait_for_room:
+            results: list[dict[str, Any]] = []
+            for begin in range(0, len(sentences), SLICE):
+                some = slice(begin, begin + SLICE)
+                results += await self.scheduler.submit(client, group, sentences[some], costs[some], wait_for_room=True)
+        else:
+            results = await self.scheduler.submit(client, group, sentences, costs)
+        remaining = iter(results)
+        return [(pieces, [next(remaining) for _ in pieces]) for pieces, _ in split_texts]
+
+    def _join(self, model: ServedModel, pieces: Pieces, translations: Sequence[str]) -> str:
+        """Join the translations of a text's sentences, with spaces if the target language has them."""
+        spaces = self.scheduler.model_cards[model.name]["spaces"] if translations else True
+        return model.join(pieces, list(translations), spaces)
 
     async def translate_html(
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
@@ -228,7 +232,9 @@ class Service:
         """Split HTML; a run is split at its tags too if they are unbalanced or the run is too long for the model."""
         parts: list[HtmlPart] = []
         runs = split_html(text)
-        for part in [part for run in runs for part in (run.split_sentences() if model.by_sentence else [run])]:
+        if model.by_sentence:
+            runs = [sentence for run in runs for sentence in run.split_sentences()]
+        for part in runs:
             if (
                 part.kept
                 or not part.has_tags

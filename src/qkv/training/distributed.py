@@ -6,6 +6,7 @@ as long as it takes. Tensors are summed by gloo on a CPU and by NCCL on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import itertools
 import os
@@ -25,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from qkv.core.batches import Batch, Update, UpdateStream
 from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.run import load_weights
 from qkv.core.trainer import PlainTrainStep
-from qkv.data.loader import Batch, Step, Updates
 from qkv.models.base import Model
 from qkv.training import memory_limits
 
@@ -214,16 +215,16 @@ def _limited_patience() -> Iterator[None]:
 class ShardedTrainStep(PlainTrainStep):
     """Plain training step on sharded weights; their gradients arrive summed over the ranks."""
 
-    def __init__(self, *arguments: Any, updates: Updates, build: Callable[[], Model], **options: Any) -> None:
+    def __init__(self, *arguments: Any, updates: UpdateStream, build: Callable[[], Model], **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.updates, self.build = updates, build
 
-    def gradients(self, update: Step) -> Tensor:
+    def gradients(self, update: Update) -> Tensor:
         """Add the gradients; every rank takes part in every pass, so ranks with fewer micro-batches add empty ones."""
-        micros = update.micros
+        micros = update.micro_batches
         if missing := self.world.largest(len(micros)) - len(micros):
             micros = micros + [memory_limits.idle(micros[0] if micros else self._one_row)] * missing
-        return super().gradients(update._replace(micros=micros))
+        return super().gradients(dataclasses.replace(update, micro_batches=micros))
 
     @cached_property
     def _one_row(self) -> Batch:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from qkv.core import batches
+from qkv.core.batches import Batch, UpdateStream
 from qkv.core.config import Config
+from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import TOKENS, Validation, rows_within, total_loss, update_options
-from qkv.data import batches
-from qkv.data.loader import Batch, Updates
-from qkv.data.plain import Blocks, Sentences, block_batch, hide, text_blocks
-from qkv.data.store import Prepared
+from qkv.data.lm_data import BlockBatches, MaskedBatches, block_batch, mask_tokens, text_blocks
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.options import EncoderOnlyConfig
@@ -46,11 +46,11 @@ class TextValidation(Validation):
 class LanguageModelTask:
     """Running text in blocks of the model's context; the model predicts each token from the tokens before it."""
 
-    def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates:
-        return Blocks(text.train, length=config.data.max_length, **update_options(config, device, world))
+    def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
+        return BlockBatches(text.train, length=config.data.max_length, **update_options(config, device, world))
 
     @torch.inference_mode()
-    def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the loss on the held-out text, and let the model write some text."""
         training, tgt = model.training, text.tokenizers.tgt
         model.eval()
@@ -64,7 +64,7 @@ class LanguageModelTask:
         model.train(training)
         return TextValidation(total / tokens, None, sample, text=TextLoss(total, tokens, len(raw), len(raw.encode())))
 
-    def sample(self, text: Prepared, config: Config, rows: int, tokens: int) -> Batch:
+    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
         length = min(config.data.max_length, tokens // 4)
         ids = np.asarray(text.valid.stream[:tokens])
         return block_batch(text_blocks(ids, text.tokenizers.tgt, length)[:rows])
@@ -81,16 +81,16 @@ def running_text(ids: Any, config: Config, tokenizer: Tokenizer) -> Iterator[Bat
 class MaskedLanguageModelTask:
     """Lines of plain text with hidden tokens; the model fills them in."""
 
-    def updates(self, text: Prepared, config: Config, device: torch.device, world: World) -> Updates:
+    def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         masked = _masked(config)
-        return Sentences(text.train, text.tokenizers, masked=masked, **update_options(config, device, world))
+        return MaskedBatches(text.train, text.tokenizers, masked=masked, **update_options(config, device, world))
 
     @torch.inference_mode()
-    def validate(self, model: Any, text: Prepared, config: Config, device: torch.device) -> Validation:
+    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the loss on the held-out lines; the same tokens are hidden at every validation."""
         training = model.training
         model.eval()
-        widths = np.asarray(text.valid.tgt_lengths) + 1
+        widths = np.asarray(text.valid.lengths("tgt")) + 1
         order = np.argsort(widths, kind="stable").astype(np.int64)
         cuts = batches.cut(order, widths, widths, max(TOKENS, int(widths.max())))
         held_out = (self._batch(text, config, rows) for rows in cuts)
@@ -98,14 +98,14 @@ class MaskedLanguageModelTask:
         model.train(training)
         return Validation(total / tokens, None, "")
 
-    def sample(self, text: Prepared, config: Config, rows: int, tokens: int) -> Batch:
-        count = rows_within(np.asarray(text.valid.tgt_lengths[:rows]) + 1, tokens)
+    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
+        count = rows_within(np.asarray(text.valid.lengths("tgt")[:rows]) + 1, tokens)
         return self._batch(text, config, np.arange(count))
 
-    def _batch(self, text: Prepared, config: Config, indices: batches.Indices) -> Batch:
+    def _batch(self, text: PreparedText, config: Config, indices: batches.Indices) -> Batch:
         random = [np.random.default_rng((int(i), 5)) for i in indices]
         rows = [text.valid.tgt(i).astype(np.int64) for i in indices]
-        return hide(rows, text.tokenizers.tgt, _masked(config), random)
+        return mask_tokens(rows, text.tokenizers.tgt, _masked(config), random)
 
 
 def _masked(config: Config) -> float:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkv.console import say
+from qkv.core import batches
+from qkv.core.batches import Batch, PairBatches, Position, Update, UpdateStream
 from qkv.core.errors import QkvError
 from qkv.core.tokenizer import PAD
 from qkv.core.trainer import PlainTrainStep
-from qkv.data import batches
-from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 
 # ---- micro-batches that do not fit -----------------------------------------------------------------------------------
 
@@ -24,15 +24,15 @@ from qkv.data.loader import Batch, Pairs, Position, Step, Updates
 class MemoryLimitedStep(PlainTrainStep):
     """Plain training step that cuts micro-batches which do not fit into memory; the gradient stays the same."""
 
-    def __init__(self, *arguments: Any, updates: Updates, **options: Any) -> None:
+    def __init__(self, *arguments: Any, updates: UpdateStream, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.updates = updates
         self.limit = MicroBatchLimit(self.device)
 
-    def gradients(self, update: Step) -> Tensor:
+    def gradients(self, update: Update) -> Tensor:
         """Add the gradient of this rank's micro-batches; start again, in smaller parts, when one does not fit."""
         while True:
-            sums, too_large = self._gradients_until_out_of_memory(update.micros)
+            sums, too_large = self._gradients_until_out_of_memory(update.micro_batches)
             if too_large is None:
                 return torch.cat([sums, sums.new_tensor([update.tokens])])
             self.limit.shrink(too_large)
@@ -60,16 +60,16 @@ class MemoryLimitedStep(PlainTrainStep):
     def try_largest(self) -> None:
         states = 0 if self.optimizer.state else 2
         allocated = [torch.empty_like(parameter) for parameter in self.model.parameters() for _ in range(states)]
-        self.gradients(Step([largest_batch(self.updates).to(self.device)], Position(0, 0)))
+        self.gradients(Update([largest_batch(self.updates).to(self.device)], Position(0, 0)))
         self.zero_gradients()
         del allocated
 
 
-def largest_batch(updates: Updates) -> Batch:
+def largest_batch(updates: UpdateStream) -> Batch:
     """Return this rank's share of the micro-batch that takes the most memory, of the first pass over the text."""
 
     def padded(micro: batches.Indices) -> tuple[int, int]:
-        if not isinstance(updates, Pairs):
+        if not isinstance(updates, PairBatches):
             return len(micro), 0
         width = int(max(updates.src_widths[micro].max(), updates.tgt_widths[micro].max()))
         return len(micro) * width, width
@@ -115,7 +115,7 @@ def size(batch: Batch) -> int:
 
 def take(batch: Batch, first: int, stop: int) -> Batch:
     """Return some rows of a batch."""
-    links = batch.links
+    links = batch.alignment
     if links is not None:
         links = links[(links[:, 0] >= first) & (links[:, 0] < stop)] - links.new_tensor([first, 0, 0])
     labels = batch.labels[first:stop]
@@ -125,7 +125,7 @@ def take(batch: Batch, first: int, stop: int) -> Batch:
 def idle(batch: Batch) -> Batch:
     """Return one row of a batch with nothing to predict: a pass without a gradient."""
     row = take(batch, 0, 1)
-    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.links is None else row.links[:0])
+    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.alignment is None else row.alignment[:0])
 
 
 # ---- activations computed twice --------------------------------------------------------------------------------------

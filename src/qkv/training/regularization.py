@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qkv.core.batches import Batch
 from qkv.core.loss import ROWS, label_smoothed_loss, log_probs, smoothed_cross_entropy
-from qkv.data.loader import Batch
 from qkv.models.attention import MultiHeadAttention, attention_scores
 from qkv.models.base import Model
 from qkv.models.transformer import Transformer
@@ -85,7 +85,7 @@ def guided_layer(layers: int) -> int:
 def guided_loss(log_weights: Tensor, links: Tensor) -> Tensor:
     """Return −Σ p·log a over all aligned target tokens, p = 1/n for each of the n source tokens of a token.
 
-    `log_weights` (batch, target, source) belong to the queries that predict the tokens; `links` are those of a Batch.
+    `log_weights` (batch, target, source) belong to the queries that predict the tokens; `links` is a Batch's alignment.
     """
     row, source, target = links.unbind(1)
     count = log_weights.new_zeros(log_weights.shape[:2])  # (batch, target)
@@ -105,13 +105,13 @@ class GuidedAlignment:
 
     def __call__(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return loss and −log p, summed over the batch; `hidden` keeps whole rows of queries and keys."""
-        assert batch.links is not None
+        assert batch.alignment is not None
         with self.recording() as seen:
             hidden = model.hidden(*batch.inputs)  # (batch, target, d_model)
         loss, nll = label_smoothed_loss(
             hidden, model.output.weight, batch.labels, smoothing=self.smoothing, pad=self.pad
         )
-        return loss + self.weight * guided_loss(self.log_weights(*seen), batch.links), nll
+        return loss + self.weight * guided_loss(self.log_weights(*seen), batch.alignment), nll
 
     @contextmanager
     def recording(self) -> Iterator[list[Any]]:

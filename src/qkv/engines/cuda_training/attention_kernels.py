@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.data.ragged import TILES
 from qkv.engines.cuda_decoding.inference_kernels import tl, triton
 from qkv.engines.cuda_training import long_attention_kernels
 from qkv.engines.cuda_training.elementwise_kernels import QKV, DropoutHash, Heads, Rows, arguments, constants, drop
+from qkv.engines.cuda_training.packed_batch import TILES
 
 if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import LN_2, _keep, read, scores, write

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from qkv.console import say
+from qkv.core.batches import Batch, Update, collate
+from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
 from qkv.core.validation import update_options
-from qkv.data.loader import Batch, Pairs, Step, collate
-from qkv.data.ragged import LONGEST, TILES, Ragged
-from qkv.data.store import Prepared
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
+from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.models.transformer import Transformer
 from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap
@@ -57,19 +57,20 @@ def supports(config: Config, device: torch.device, world: World = ALONE) -> str 
     return None
 
 
-def packed_updates(config: Config, text: Prepared, device: torch.device, world: World = ALONE) -> Pairs:
+def packed_updates(
+    config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
+) -> PackedPairs:
     """Return a stream of updates with sentences packed without padding; too long ones are padded."""
     options, longest = config.train, LONGEST
     if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
         # Rows that BPE-dropout makes longer are refused with a message on the plain path.
         longest = min(longest, config.model.max_positions)
-    return Pairs(
+    return PackedPairs(
         text.train,
         text.tokenizers,
-        dropout=config.tokenizer.dropout,
-        aligned=options.guided_alignment > 0,
-        ragged_tokens=-(-options.tokens_per_step // world.size),
-        ragged_longest=longest,
+        **hooks,
+        packed_tokens=-(-options.tokens_per_step // world.size),
+        longest=longest,
         **update_options(config, device, world)
         | {"micro_tokens": options.micro_tokens or -(-options.tokens_per_step // LENGTH_GROUPS)},
     )
@@ -80,7 +81,7 @@ class CudaTrainStep(MemoryLimitedStep):
 
     max_in_flight = 16
     model: Transformer
-    updates: Pairs
+    updates: PackedPairs
     average: Ema | None
     options: TrainConfig
 
@@ -108,13 +109,13 @@ class CudaTrainStep(MemoryLimitedStep):
     def probe(self) -> None:
         """Nothing is tried beforehand: an update that does not fit is computed in parts when it comes."""
 
-    def start(self, update: Step, number: int, rate: float) -> Callable[[], Outcome]:
+    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
         graphs = self.graphs(update.after.epoch - (update.after.update == 0))
         seed = self.seed(number)
         self.model.train()
         torch.manual_seed(seed)  # for the rows on the plain path
-        if update.micros:  # first: if they do not fit, zero_gradients starts the update again
-            graphs.totals += self.gradients(Step(update.micros, update.after))
+        if update.micro_batches:  # first: if they do not fit, zero_gradients starts the update again
+            graphs.totals += self.gradients(Update(update.micro_batches, update.after))
         if not self._add_packed(update, seed):
             graphs.totals += self.gradients(self._in_smaller_parts(update))
         self.world.sum([graphs.weights.grads, graphs.totals])
@@ -128,10 +129,10 @@ class CudaTrainStep(MemoryLimitedStep):
 
         return outcome
 
-    def _add_packed(self, update: Step, seed: int) -> bool:
+    def _add_packed(self, update: Update, seed: int) -> bool:
         """Add the gradients of the packed batches; return False if they do not fit into memory."""
         try:
-            for number, batch in enumerate(update.ragged):
+            for number, batch in enumerate(_packed(update)):
                 self.graphs().add_gradient(batch, seed + number * PASS_SEED)
         except torch.OutOfMemoryError:
             return False
@@ -143,24 +144,28 @@ class CudaTrainStep(MemoryLimitedStep):
         graphs.weights.grads.zero_()
         graphs.totals.zero_()
 
-    def _in_smaller_parts(self, update: Step) -> Step:
+    def _in_smaller_parts(self, update: Update) -> Update:
         """Return the same update as padded micro-batches; from now on packed batches are half as large."""
-        fewer = max(1, max(max(batch.sizes) for batch in update.ragged) // 2)
-        if fewer < self.updates.ragged_tokens:  # else the update was packed before the last time out of memory
-            self.updates.ragged_tokens = fewer
+        fewer = max(1, max(max(batch.sizes) for batch in _packed(update)) // 2)
+        if fewer < self.updates.packed_tokens:  # else the update was packed before the last time out of memory
+            self.updates.packed_tokens = fewer
             say(f"out of memory: from now on {fewer:,} tokens a side are computed at once")
         self.zero_gradients()
         self.graphs().forget()
-        return Step([batch.to(self.device) for batch in self.padded(update)], update.after)
+        return Update([batch.to(self.device) for batch in self.padded(update)], update.after)
 
-    def padded(self, update: Step) -> list[Batch]:
+    def padded(self, update: Update) -> list[Batch]:
         tokenizers = self.updates.tokenizers
-        rows = [row for batch in update.ragged for row in batch.rows(tokenizers.tgt.pad)]
+        rows = [row for batch in _packed(update) for row in batch.rows(tokenizers.tgt.pad)]
         groups = (rows[first : first + PADDED_TOGETHER] for first in range(0, len(rows), PADDED_TOGETHER))
         unpacked = [
             collate([s[:-1] for s, _, _ in group], [t[1:] for _, t, _ in group], tokenizers) for group in groups
         ]
-        return [*update.micros, *unpacked]
+        return [*update.micro_batches, *unpacked]
+
+
+def _packed(update: Update) -> tuple[PackedBatch, ...]:
+    return update.packed if isinstance(update, PackedUpdate) else ()
 
 
 # ---- CUDA graphs of a step -------------------------------------------------------------------------------------------
@@ -223,7 +228,7 @@ class CudaGraphs:
             optimizer.step()
 
     @torch.no_grad()
-    def add_gradient(self, batch: Ragged, seed: int) -> None:
+    def add_gradient(self, batch: PackedBatch, seed: int) -> None:
         """Run one pass; add its gradient, loss and tokens to the update."""
         self.passes.seed.copy_(_halves(seed), non_blocking=True)
         self.totals[2] += batch.tokens
@@ -239,7 +244,7 @@ class CudaGraphs:
         self.totals[:2] += self.passes.run(
             batch, tuple(self.max_rows)
         )  # compiles new kernels; the graph is for the next batch
-        held = Ragged(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
+        held = PackedBatch(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def work() -> None:
             self.totals[:2] += self.passes.run(held, tuple(self.max_rows))
@@ -298,7 +303,7 @@ class CudaGraphs:
         if self.pool is not None:
             torch.cuda.empty_cache()
 
-    def _make_room(self, batch: Ragged) -> None:
+    def _make_room(self, batch: PackedBatch) -> None:
         """Capture graphs for the most rows met so far, and a quarter more."""
         for tile, count in enumerate(batch.counts):
             if count > self.max_rows[tile]:

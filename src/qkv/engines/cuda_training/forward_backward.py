@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.data.ragged import LONGEST, PADDING, Ragged
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
@@ -32,6 +31,7 @@ from qkv.engines.cuda_training.elementwise_kernels import (
     turn,
 )
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
+from qkv.engines.cuda_training.packed_batch import LONGEST, PADDING, PackedBatch
 from qkv.engines.cuda_training.vocabulary_kernels import (
     Tokens,
     agreeing_loss_and_gradients,
@@ -155,7 +155,7 @@ class ForwardBackward:
         self.sites = {module: site for site, module in enumerate(model.modules())}
         self.first_site = 0
 
-    def run(self, batch: Ragged, most: tuple[int, ...] = ()) -> Tensor:
+    def run(self, batch: PackedBatch, most: tuple[int, ...] = ()) -> Tensor:
         """One pass: the loss and −log p, (2,), each summed over the tokens; its gradients are added to the others.
 
         `most` is how many rows of each tile there is to be room for, if not those of this batch. With R-Drop there are
@@ -167,7 +167,9 @@ class ForwardBackward:
             back(gradient)
         return sums
 
-    def _forward(self, batch: Ragged, most: tuple[int, ...], number: int) -> tuple[Tensor, Callable[[Tensor], None]]:
+    def _forward(
+        self, batch: PackedBatch, most: tuple[int, ...], number: int
+    ) -> tuple[Tensor, Callable[[Tensor], None]]:
         """What the decoder made of each target token, and the way back from there to all weights."""
         model, source, target = self.model, batch.source, batch.target
         self.first_site = number * len(self.sites)
@@ -176,9 +178,9 @@ class ForwardBackward:
         target_rows = Rows(target.starts, target.starts, batch.first, most)
         encoder: list[Step] = []
         for layer in model.encoder:
-            encoder.append((layer.residuals[0], self._self_attention(layer.attention, source_rows, source.places)))
+            encoder.append((layer.residuals[0], self._self_attention(layer.attention, source_rows, source.positions)))
             encoder.append((layer.residuals[1], self._feed_forward(layer.feed_forward)))
-        x, back_to_source = self._embed(model.source, source.ids, source.places)
+        x, back_to_source = self._embed(model.source, source.ids, source.positions)
         memory, back_through_encoder = self._stack(x, encoder, model.encoder_norm)
         remembered = _Memory(memory)
         decoder: list[Step] = []
@@ -186,11 +188,11 @@ class ForwardBackward:
             cross = block.cross_attention
             assert isinstance(cross, MultiHeadAttention)
             decoder.append(
-                (block.residuals[0], self._self_attention(block.attention, target_rows, target.places, causal=True))
+                (block.residuals[0], self._self_attention(block.attention, target_rows, target.positions, causal=True))
             )
             decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, remembered)))
             decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
-        x, back_to_target = self._embed(model.target, target.ids, target.places)
+        x, back_to_target = self._embed(model.target, target.ids, target.positions)
         hidden, back_through_decoder = self._stack(x, decoder, model.decoder_norm)
 
         def back(gradient: Tensor) -> None:

@@ -1,6 +1,6 @@
 // The page: tabs, API key, and start of each tab once the models are loaded.
 
-import { onKeyWanted, useKey } from "./ask.js";
+import { onKeyRequired, useKey } from "./api.js";
 import * as attention from "./attention.js";
 import * as complete from "./complete.js";
 import * as documents from "./documents.js";
@@ -26,7 +26,7 @@ function show(tab, focus = false) {
   if (began) opened[name]?.open();
 }
 
-const asked = () => tabs.find(tab => `#${tab.id.replace("tab-", "")}` === location.hash);
+const tabOfUrl = () => tabs.find(tab => `#${tab.id.replace("tab-", "")}` === location.hash);
 
 for (const tab of tabs) tab.addEventListener("click", () => show(tab));
 document.querySelector("[role=tablist]").addEventListener("keydown", event => {
@@ -36,11 +36,11 @@ document.querySelector("[role=tablist]").addEventListener("keydown", event => {
   event.preventDefault();
   show(tabs[to], true);
 });
-addEventListener("hashchange", () => asked() && show(asked()));
+addEventListener("hashchange", () => tabOfUrl() && show(tabOfUrl()));
 
 // ---- the key --------------------------------------------------------------------------------------------------------
 
-onKeyWanted(() => { find("key-form").hidden = false; });
+onKeyRequired(() => { find("key-form").hidden = false; });
 find("key-form").addEventListener("submit", event => {
   event.preventDefault();
   useKey(find("key").value);
@@ -76,9 +76,9 @@ async function begin() {
   fillPairs(find("pair"), find("document-pair"), find("look-pair"));
   if (pairs) { translate.begin(); documents.begin(); attention.begin(); }
   if (completers) complete.begin();
-  const wanted = asked() ?? tabs[pairs || !completers ? 0 : 3];
-  show(wanted);
-  if (wanted === tabs[0] && pairs) find("source-text").focus();
+  const firstTab = tabOfUrl() ?? tabs[pairs || !completers ? 0 : 3];
+  show(firstTab);
+  if (firstTab === tabs[0] && pairs) find("source-text").focus();
 }
 
 begin();

@@ -1,15 +1,15 @@
 // The attention explorer for one sentence.
 
-import { ask, Latest } from "./ask.js";
+import { LatestRequest, requestJson } from "./api.js";
 import { onPair, pairOf } from "./models.js";
 import { text } from "./translate.js";
 import { WhatIf } from "./whatif.js";
 
-const latest = new Latest();
+const latest = new LatestRequest();
 let explorer = null, shown = "", typed = false;
-const question = () => ({ text: find("look-text").value.trim(), model: pairOf(find("look-pair")).model });
-const asked = () => JSON.stringify(question());
-const whatIf = new WhatIf(question);
+const requestBody = () => ({ text: find("look-text").value.trim(), model: pairOf(find("look-pair")).model });
+const requestKey = () => JSON.stringify(requestBody());
+const whatIf = new WhatIf(requestBody);
 
 export function begin() {
   find("look").addEventListener("submit", event => { event.preventDefault(); typed = true; look(); });
@@ -21,21 +21,21 @@ export function begin() {
 export function open() {
   const current = text().trim().split("\n")[0];
   if (current && !(typed && find("look-text").value.trim())) find("look-text").value = current;
-  if (find("look-text").value.trim() && asked() !== shown) look();
+  if (find("look-text").value.trim() && requestKey() !== shown) look();
   else if (!find("look-text").value.trim()) find("attention-said").textContent = "Write a sentence to see the model's attention while it translates.";
   else explorer?.redraw();  // the width may have changed
 }
 
 async function look() {
   if (!find("look-text").value.trim()) return;
-  const now = asked();
+  const key = requestKey();
   find("attention-said").textContent = "Loading …";
   find("attention-error").textContent = "";
   try {
-    const answer = await latest.run(signal => ask("/attention", { json: question(), signal }));
-    if (!answer) return;
-    shown = now;
-    draw(answer);
+    const response = await latest.run(signal => requestJson("/attention", { json: requestBody(), signal }));
+    if (!response) return;
+    shown = key;
+    draw(response);
     find("attention-said").textContent = "";
   } catch (error) {
     find("attention-said").textContent = "";

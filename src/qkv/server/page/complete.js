@@ -1,10 +1,10 @@
 // Complete a text with a language model, streamed, with the most likely tokens at each position.
 
-import { ask, events, Latest, send } from "./ask.js";
+import { events, LatestRequest, requestJson, send } from "./api.js";
 import { served } from "./models.js";
 
 const LIKELY = 10, PAUSE = 400;
-const latest = new Latest();
+const latest = new LatestRequest();
 let tokens = [], timer = 0, following = true;  // each token: { text, token, top, probability }
 
 const shownToken = text => text.replaceAll(" ", "▁").replaceAll("\n", "⏎") || "∅";
@@ -13,9 +13,9 @@ export function begin() {
   find("language-model").replaceChildren(...served.completers.map(({ name }) => new Option(name)));
   find("language-model").disabled = served.completers.length < 2;
   for (const id of ["temperature", "top-p", "max-tokens"]) {
-    const told = () => { document.querySelector(`output[for=${id}]`).textContent = find(id).value; };
-    find(id).addEventListener("input", told);
-    told();
+    const showValue = () => { document.querySelector(`output[for=${id}]`).textContent = find(id).value; };
+    find(id).addEventListener("input", showValue);
+    showValue();
   }
   find("complete-form").addEventListener("submit", event => { event.preventDefault(); goOn(); });
   find("stop").addEventListener("click", () => { latest.stop(); find("prompt").focus(); });
@@ -32,7 +32,7 @@ export const open = () => { if (served.completers.length && !tokens.length && !r
 
 const running = () => !find("stop").disabled;
 
-const question = () => ({ model: find("language-model").value, prompt: find("prompt").value, logprobs: LIKELY });
+const requestBody = () => ({ model: find("language-model").value, prompt: find("prompt").value, logprobs: LIKELY });
 
 function clear() {
   tokens = [];
@@ -45,10 +45,10 @@ function clear() {
 // Show the most likely next tokens for the prompt.
 async function peek() {
   try {
-    const answer = await latest.run(signal => ask("/v1/completions", { json: { ...question(), max_tokens: 1, temperature: 0 }, signal }));
-    if (!answer) return;
+    const response = await latest.run(signal => requestJson("/v1/completions", { json: { ...requestBody(), max_tokens: 1, temperature: 0 }, signal }));
+    if (!response) return;
     clear();
-    const [top] = answer.choices[0].logprobs.top_logprobs;
+    const [top] = response.choices[0].logprobs.top_logprobs;
     find("next-about").textContent = find("prompt").value ? "Most likely next tokens:" : "Most likely first tokens:";
     bars(top, null);
   } catch (error) {
@@ -62,13 +62,13 @@ async function goOn() {
   following = true;
   find("stop").disabled = false;
   find("complete-said").textContent = "Writing …";
-  const knobs = { max_tokens: +find("max-tokens").value, temperature: +find("temperature").value, top_p: +find("top-p").value };
+  const sampling = { max_tokens: +find("max-tokens").value, temperature: +find("temperature").value, top_p: +find("top-p").value };
   let ended = null, mine = true;
   try {
     ended = await latest.run(async signal => {
       let reason = "stop";
       signal.addEventListener("abort", () => { find("stop").disabled = true; });
-      for await (const event of events(await send("/v1/completions", { json: { ...question(), ...knobs, stream: true }, signal }))) {
+      for await (const event of events(await send("/v1/completions", { json: { ...requestBody(), ...sampling, stream: true }, signal }))) {
         if (event.error) throw new Error(event.error.message ?? event.error);
         if (signal.aborted) break;
         for (const choice of event.choices ?? []) { add(choice); reason = choice.finish_reason ?? reason; }
@@ -86,9 +86,9 @@ async function goOn() {
 
 function add({ text = "", logprobs }) {
   const written = find("written"), low = written.scrollTop + written.clientHeight >= written.scrollHeight - 30;
-  const found = (logprobs?.tokens ?? []).map((token, i) => ({ token, probability: Math.exp(logprobs.token_logprobs[i]), top: logprobs.top_logprobs?.[i] ?? {} }));
-  tokens.push(...found);
-  const at = Math.max(0, tokens.length - 1), sure = found.at(-1)?.probability;
+  const added = (logprobs?.tokens ?? []).map((token, i) => ({ token, probability: Math.exp(logprobs.token_logprobs[i]), top: logprobs.top_logprobs?.[i] ?? {} }));
+  tokens.push(...added);
+  const at = Math.max(0, tokens.length - 1), sure = added.at(-1)?.probability;
   if (text) written.append(element("span", { "data-at": at, style: sure === undefined ? "" : `--doubt: ${(1 - Math.sqrt(sure)).toFixed(2)}` }, text));
   if (low) written.scrollTop = written.scrollHeight;
   if (!tokens.length) return;

@@ -1,6 +1,6 @@
 // Documents: uploaded by button or drop, polled while they are translated, then downloaded.
 
-import { ask, send } from "./ask.js";
+import { requestJson, send } from "./api.js";
 import { pairOf, served } from "./models.js";
 
 const EVERY = 500;  // milliseconds between two requests for the progress of a document
@@ -28,7 +28,7 @@ async function translate(file) {
   try {
     const { model, source, target } = pairOf(find("document-pair"));
     const { id, total } = await patiently(async () =>
-      ask(`/documents?${new URLSearchParams({ name: file.name, source, target, model })}`, { body: await file.arrayBuffer() }), about);
+      requestJson(`/documents?${new URLSearchParams({ name: file.name, source, target, model })}`, { body: await file.arrayBuffer() }), about);
     bar.max = Math.max(1, total);
     await watch(id, bar, about);
     end.append(download(id, translated(file.name, target)));
@@ -56,11 +56,11 @@ async function patiently(work, about) {
 
 async function watch(id, bar, about) {
   for (;;) {
-    const found = await patiently(() => ask(`/documents/${encodeURIComponent(id)}`), about);
-    if (found.state === "failed") throw new Error(found.error || "The translation failed.");
-    bar.value = found.state === "done" ? bar.max : found.done;
-    about.textContent = found.state === "done" ? `${found.total} sentences, done` : `${found.done} of ${found.total} sentences`;
-    if (found.state === "done") return;
+    const job = await patiently(() => requestJson(`/documents/${encodeURIComponent(id)}`), about);
+    if (job.state === "failed") throw new Error(job.error || "The translation failed.");
+    bar.value = job.state === "done" ? bar.max : job.done;
+    about.textContent = job.state === "done" ? `${job.total} sentences, done` : `${job.done} of ${job.total} sentences`;
+    if (job.state === "done") return;
     await pause();
   }
 }

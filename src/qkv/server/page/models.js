@@ -1,6 +1,6 @@
 // The served models: language pairs, language models and limits.
 
-import { ask } from "./ask.js";
+import { requestJson } from "./api.js";
 
 const names = new Intl.DisplayNames(["en"], { type: "language", fallback: "code" });
 
@@ -15,8 +15,7 @@ export function languageName(code) {
 export const served = { models: [], pairs: [], completers: [], settings: {} };
 
 export async function load() {
-  const [settings, found] = await Promise.all([ask("/frontend/settings").catch(() => ({})), ask("/models")]);
-  const { models } = found;
+  const [settings, { models }] = await Promise.all([requestJson("/frontend/settings").catch(() => ({})), requestJson("/models")]);
   Object.assign(served, {
     settings, models,
     completers: models.filter(model => !translates(model)),

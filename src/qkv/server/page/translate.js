@@ -1,11 +1,11 @@
 // Translate while typing: a pause sends a request, newer text aborts the previous one.
 
-import { ask, Latest } from "./ask.js";
+import { LatestRequest, requestJson } from "./api.js";
 import { languageName, onPair, pairOf, served } from "./models.js";
 
 const PAUSE = 300;  // milliseconds
 const OTHERS = 4;  // number of alternatives
-const latest = new Latest(), othersLatest = new Latest();
+const latest = new LatestRequest(), latestOthers = new LatestRequest();
 let timer = 0, shown = null;  // the request of the displayed translation
 
 export function begin() {
@@ -13,7 +13,7 @@ export function begin() {
   find("source-clear").addEventListener("click", () => { find("source-text").value = ""; count(); now(); find("source-text").focus(); });
   find("target-copy").addEventListener("click", copy);
   find("target-others").addEventListener("click", () => find("others").hidden ? openOthers(WHOLE) : closeOthers());
-  find("other-word").addEventListener("change", askOthers);
+  find("other-word").addEventListener("change", loadOthers);
   find("target-text").addEventListener("click", event => { if (event.target.dataset.word && !String(getSelection())) openOthers(event.target.dataset.word); });
   onPair(() => { name(); now(); });
   name();
@@ -43,7 +43,7 @@ function soon(pause = PAUSE) {
   timer = setTimeout(now, pause);
 }
 
-function question(alternatives = 0) {
+function requestBody(alternatives = 0) {
   const { model, source, target } = pairOf(find("pair"));
   return { q: text(), source, target, format: "text", alternatives, model };
 }
@@ -56,13 +56,13 @@ export async function now() {
     return display("", null);
   }
   find("target-sheet").setAttribute("aria-busy", "true");
-  const asked = question();
+  const body = requestBody();
   try {
-    const answer = await latest.run(signal => ask("/translate", { json: asked, signal }));
-    if (!answer) return;  // a newer request is in progress
-    shown = asked;
+    const response = await latest.run(signal => requestJson("/translate", { json: body, signal }));
+    if (!response) return;  // a newer request is in progress
+    shown = body;
     find("translate-error").textContent = "";
-    display(answer.translatedText, answer.details);
+    display(response.translatedText, response.details);
   } catch (error) {
     find("translate-error").textContent = error.message;
     if (error.status === 429 || error.status === 503) soon(1000 * (error.wait || 2));
@@ -127,7 +127,7 @@ function put(translated) {
 }
 
 function closeOthers() {
-  othersLatest.stop();
+  latestOthers.stop();
   find("others").hidden = true;
   find("target-others").setAttribute("aria-expanded", "false");
 }
@@ -136,40 +136,40 @@ function openOthers(at) {
   find("target-others").setAttribute("aria-expanded", "true");
   find("others").hidden = false;
   find("other-word").value = at;
-  askOthers();
+  loadOthers();
 }
 
-async function askOthers() {
+async function loadOthers() {
   const at = find("other-word").value, list = find("others").querySelector("ol");
   find("others-hint").textContent = "Loading …";
   list.replaceChildren();
   try {
-    const found = await othersLatest.run(signal => at === WHOLE ? wholes(signal) : words(at, signal));
-    if (!found) return;
-    find("others-hint").textContent = found.length ? "Choose one to replace the translation." : "The model has no other suggestion.";
-    list.replaceChildren(...found.map(other => element("li", {}, choice(other))));
+    const others = await latestOthers.run(signal => at === WHOLE ? wholeAlternatives(signal) : wordAlternatives(at, signal));
+    if (!others) return;
+    find("others-hint").textContent = others.length ? "Choose one to replace the translation." : "The model has no other suggestion.";
+    list.replaceChildren(...others.map(other => element("li", {}, choice(other))));
   } catch (error) {
     find("others-hint").textContent = error.message;
   }
 }
 
-async function wholes(signal) {
-  const { alternatives = [] } = await ask("/translate", { json: { ...shown, alternatives: OTHERS }, signal });
+async function wholeAlternatives(signal) {
+  const { alternatives = [] } = await requestJson("/translate", { json: { ...shown, alternatives: OTHERS }, signal });
   return [...new Set(alternatives)].filter(text => text !== find("target-text").textContent).map(text => ({ text }));
 }
 
 // Other words at a position, each with the best continuation of its line; the other lines stay.
-async function words(place, signal) {
+async function wordAlternatives(place, signal) {
   const [row, position] = place.split(" ").map(Number), lines = find("target-text").textContent.split("\n"), sources = shown.q.split("\n");
   if (lines.length !== sources.length) throw new Error("The lines of the text and of its translation do not correspond here.");
   const json = { source: sources[row], target: lines[row], position, n: OTHERS, model: shown.model };
-  const found = (await ask("/alternatives", { json, signal })).words.filter(({ text }) => text !== lines[row]);
-  return found.map(other => ({ ...other, line: other.text, text: lines.with(row, other.text).join("\n") }));
+  const others = (await requestJson("/alternatives", { json, signal })).words.filter(({ text }) => text !== lines[row]);
+  return others.map(other => ({ ...other, line: other.text, text: lines.with(row, other.text).join("\n") }));
 }
 
 function choice({ text, word, probability, line }) {
-  const told = word === undefined ? [text] : [element("strong", {}, word), element("span", { class: "hint" }, ` ${percent(probability)} `), line];
-  const button = element("button", { type: "button", class: "choice", lang: find("target-text").lang }, ...told);
+  const label = word === undefined ? [text] : [element("strong", {}, word), element("span", { class: "hint" }, ` ${percent(probability)} `), line];
+  const button = element("button", { type: "button", class: "choice", lang: find("target-text").lang }, ...label);
   button.addEventListener("click", () => {
     put(text);
     find("target-about").textContent = "chosen by you";

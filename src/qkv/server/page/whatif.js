@@ -1,17 +1,17 @@
 // What-if: switch heads off, force a word, drop source words; the result is shown beside the original translation.
 
-import { ask, Latest } from "./ask.js";
+import { LatestRequest, requestJson } from "./api.js";
 
 const number = value => value.toFixed(2).replace(/^-0\.00$/, "0.00").replace("-", "−");
 const change = (after, before) => `${after - before >= 0 ? "+" : ""}${number(after - before)}`;
 const MARK = /^<2.*>$|^<\/?s>$/;
 
 export class WhatIf {
-  // `question` returns the request of the explorer; the changes are added to it.
-  constructor(question) {
-    this.question = question;
+  // `requestBody` returns the request of the explorer; the changes are added to it.
+  constructor(requestBody) {
+    this.requestBody = requestBody;
     this.explorer = null;
-    this.latest = new Latest();
+    this.latest = new LatestRequest();
     find("off-head").addEventListener("click", () => this.switchHeads(this.chosen));
     find("off-layer").addEventListener("click", () => this.switchHeads(this.layer()));
     find("undo").addEventListener("click", () => { this.clear(); this.changed(); });
@@ -111,30 +111,30 @@ export class WhatIf {
   async changed() {
     this.explorer.markOff(this.off);
     this.name();
-    const made = this.list();
-    find("changes").hidden = !made.length;
-    find("changes-list").replaceChildren(...made.map(one => element("span", { class: "badge" }, one)));
+    const changes = this.list();
+    find("changes").hidden = !changes.length;
+    find("changes-list").replaceChildren(...changes.map(one => element("span", { class: "badge" }, one)));
     find("what-if-error").textContent = "";
-    if (!made.length) {
+    if (!changes.length) {
       this.latest.stop();
       find("outcome").hidden = true;
       return;
     }
     find("outcome").hidden = false;
     find("outcome").replaceChildren(element("p", { class: "hint" }, "Loading …"));
-    const json = { ...this.question(), without: this.without(), drop: [...this.dropped] };
+    const json = { ...this.requestBody(), without: this.without(), drop: [...this.dropped] };
     if (this.forced) json.force = [this.forced.step, this.forced.id ?? this.forced.token];
     try {
-      const answer = await this.latest.run(signal => ask("/attention", { json, signal }));
-      if (answer?.what_if) this.show(answer.what_if);
+      const response = await this.latest.run(signal => requestJson("/attention", { json, signal }));
+      if (response?.what_if) this.show(response.what_if);
     } catch (error) {
       find("outcome").hidden = true;
       find("what-if-error").textContent = error.message;
     }
   }
 
-  show(found) {
-    const { before, after, likelier } = found;
+  show(effect) {
+    const { before, after, likelier } = effect;
     const row = (name, { score, logprob }, text, deltas) => element("tr", {}, element("th", { scope: "row" }, name), element("td", { class: "said" }, ...text),
       ...[score, logprob].map((value, i) => element("td", {}, number(value), deltas ? element("small", {}, ` ${deltas[i]}`) : "")));
     const head = element("tr", {}, element("td"), ...["Translation", "Score", "Log-probability"].map(name => element("th", { scope: "col" }, name)));
@@ -142,12 +142,12 @@ export class WhatIf {
     const table = element("table", {}, element("thead", {}, head), element("tbody", {},
       row("original", before, marked(after.translation, before.translation)),
       row("changed", after, marked(before.translation, after.translation), deltas)));
-    const told = [before.translation === after.translation ? "The translation stays the same." : "The translation changes."];
+    const summary = [before.translation === after.translation ? "The translation stays the same." : "The translation changes."];
     if (Math.abs(likelier) > 0.005) {
-      told.push(` The original became ${number(Math.abs(likelier))} nats ${likelier > 0 ? "likelier" : "less likely"}.`);
+      summary.push(` The original became ${number(Math.abs(likelier))} nats ${likelier > 0 ? "likelier" : "less likely"}.`);
     }
     find("outcome").hidden = false;
-    find("outcome").replaceChildren(element("div", { class: "scroll" }, table), element("p", { class: "hint" }, ...told));
+    find("outcome").replaceChildren(element("div", { class: "scroll" }, table), element("p", { class: "hint" }, ...summary));
   }
 }
 

@@ -1,29 +1,29 @@
 // Requests to the server, and its errors in words.
 
 let key = "";  // in memory only
-const refused = new EventTarget();  // fires "key" when the server requires a key
+const keyEvents = new EventTarget();  // fires "key" when the server requires a key
 
-export const useKey = given => { key = given.trim(); };
-export const onKeyWanted = listener => refused.addEventListener("key", listener);
+export const useKey = text => { key = text.trim(); };
+export const onKeyRequired = listener => keyEvents.addEventListener("key", listener);
 
 export class Refusal extends Error {
-  constructor(status, said, wait) {
-    super(words(status, said, wait));
+  constructor(status, reason, wait) {
+    super(describe(status, reason, wait));
     Object.assign(this, { status, wait });
   }
 }
 
-function words(status, said, wait) {
+function describe(status, reason, wait) {
   const later = wait ? `Try again in ${wait} s.` : "Try again in a moment.";
-  const full = text => text ? `${text.replace(/\.$/, "")}. ` : "";
+  const sentence = text => text ? `${text.replace(/\.$/, "")}. ` : "";
   switch (status) {
-    case 0: return "The server does not answer. Is it still running?";
-    case 401: case 403: return `${full(said)}Enter a key at the top of the page.`;
-    case 413: return `This is more than the server takes at once. ${full(said)}`.trim();
-    case 429: return `The server is busy. ${full(said)}${later}`;
-    case 503: return `The server is loading or about to stop. ${full(said)}${later}`;
-    case 504: return `The server did not finish in time. ${full(said)}`.trim();
-    default: return said || `The server failed (${status}).`;
+    case 0: return "The server does not respond. Is it still running?";
+    case 401: case 403: return `${sentence(reason)}Enter a key at the top of the page.`;
+    case 413: return `This is more than the server takes at once. ${sentence(reason)}`.trim();
+    case 429: return `The server is busy. ${sentence(reason)}${later}`;
+    case 503: return `The server is loading or about to stop. ${sentence(reason)}${later}`;
+    case 504: return `The server did not finish in time. ${sentence(reason)}`.trim();
+    default: return reason || `The server failed (${status}).`;
   }
 }
 
@@ -33,23 +33,23 @@ export async function send(path, { method = "GET", json, body, signal } = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   if (json) headers["Content-Type"] = "application/json";
   else if (body) headers["Content-Type"] = "application/octet-stream";
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { method: json || body ? "POST" : method, headers, body: json ? JSON.stringify(json) : body, signal });
+    response = await fetch(path, { method: json || body ? "POST" : method, headers, body: json ? JSON.stringify(json) : body, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal(0, "", 0);
   }
-  if (answer.ok) return answer;
-  const { error = "" } = await answer.json().catch(() => ({}));
-  if (answer.status === 401 || answer.status === 403) refused.dispatchEvent(new Event("key"));
-  throw new Refusal(answer.status, error.message ?? String(error), +answer.headers.get("Retry-After") || 0);
+  if (response.ok) return response;
+  const { error = "" } = await response.json().catch(() => ({}));
+  if (response.status === 401 || response.status === 403) keyEvents.dispatchEvent(new Event("key"));
+  throw new Refusal(response.status, error.message ?? String(error), +response.headers.get("Retry-After") || 0);
 }
 
-export const ask = async (path, options) => (await send(path, options)).json();
+export const requestJson = async (path, options) => (await send(path, options)).json();
 
 // One request at a time: a newer one aborts the older, whose result becomes null.
-export class Latest {
+export class LatestRequest {
   constructor() { this.call = null; }
 
   stop() { this.call?.abort(); }
@@ -69,8 +69,8 @@ export class Latest {
 }
 
 // Yield the data of server-sent events as they arrive.
-export async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {

@@ -1,0 +1,383 @@
+"""Batches: which sentences form which update, and their tensors (paper, section 5.1: about 25,000 tokens a side).
+
+The plan of an epoch is a pure function of lengths, token budgets, seed, epoch, rank and world size. Sentences of
+similar length form a micro-batch, the unit of one forward pass; randomly drawn micro-batches form an update. An update
+is planned for all devices together, so `tokens_per_step` means the same on one device as on eight; each rank takes its
+share of the rows of every micro-batch. Lengths here are widths as the model sees them, `<s>` or `</s>` included.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qkv.core.dataset import Rows, TokenStore
+from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
+
+Indices = NDArray[np.int64]
+Lengths = NDArray[np.integer]
+PlannedUpdate = list[Indices]  # the micro-batches of one optimizer step
+
+MAX_PADDING = 0.05  # share of padding that micro-batches of the chosen size stay below
+MIN_TOKENS = 512  # of a micro-batch: smaller ones cost more time than their padding would
+UPDATES_AHEAD = 4  # made before they are needed
+PLANS_CACHED = 2
+
+
+# ---- the plan of an epoch --------------------------------------------------------------------------------------------
+
+
+def visits(corpus: NDArray[np.integer], weights: Sequence[float], *, seed: int, epoch: int) -> Indices:
+    """Return the sentences of an epoch, shuffled: a corpus of weight 2.5 twice, and a random half of it once more."""
+    random = np.random.default_rng((seed, epoch, 1))
+    chosen = []
+    for number, weight in enumerate(weights):
+        members = np.flatnonzero(corpus == number)
+        whole, part = int(weight), weight - int(weight)
+        extra = random.permutation(members)[: round(part * len(members))]
+        chosen += [members] * whole + [extra]
+    return random.permutation(np.concatenate(chosen)).astype(np.int64)
+
+
+def plan_epoch(
+    indices: Indices, src: Lengths, tgt: Lengths, *, tokens: int, micro_tokens: int, seed: int, epoch: int
+) -> list[PlannedUpdate]:
+    """Plan the updates of an epoch: micro-batches of up to `micro_tokens` padded tokens a side, `tokens` an update.
+
+    `src` and `tgt` are the widths of all sentences of the store, `indices` those to visit, in random order.
+    """
+    micros = micro_batches(indices, src, tgt, min(micro_tokens, tokens))
+    updates: list[PlannedUpdate] = []
+    room = 0
+    for i in np.random.default_rng((seed, epoch, 2)).permutation(len(micros)):
+        size = len(micros[i]) * int(max(src[micros[i]].max(), tgt[micros[i]].max()))
+        if size > room:
+            updates.append([])
+            room = tokens
+        updates[-1].append(micros[i])
+        room -= size
+    return updates
+
+
+def micro_batches(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> list[Indices]:
+    """Group sentences of similar length on both sides into micro-batches.
+
+    Sorted by source alone, the targets of a batch differ, and the reverse. So sentences are sorted by source into
+    bands, and inside each band by target, ascending and descending in turn so that the borders fit. With n batches,
+    about √n bands of √n batches leave the same spread on both sides. The sort is stable: ties keep their random order.
+    """
+    src_of, tgt_of = src[indices], tgt[indices]
+    by_src = np.argsort(src_of, kind="stable")
+    batches = max(1.0, float(np.maximum(src_of, tgt_of).sum()) / tokens)
+    bands = max(1, round(batches**0.5))
+    ends = np.linspace(0, float(src_of.sum()), bands + 1)[1:-1]  # bands of equal token counts
+    band_of = np.searchsorted(ends, np.cumsum(src_of[by_src]), side="left")
+    target = tgt_of[by_src].astype(np.int64)
+    order = by_src[np.lexsort((np.where(band_of % 2 == 0, target, -target), band_of))]
+    return cut(indices[order], src, tgt, tokens)
+
+
+def cut(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> list[Indices]:
+    """Cut a sequence of sentences into batches, in order, with rows × widest row ≤ tokens on both sides.
+
+    A sentence wider than that is a batch of its own.
+    """
+    widths = np.maximum(src[indices], tgt[indices]).astype(np.int64)
+    batches, start = [], 0
+    while start < len(indices):
+        # A batch that begins here has at most as many rows as its first row's width allows.
+        window = widths[start : start + max(1, tokens // int(widths[start]))]
+        padded = np.maximum.accumulate(window) * np.arange(1, len(window) + 1)
+        rows = max(1, int(np.searchsorted(padded, tokens, side="right")))
+        batches.append(indices[start : start + rows])
+        start += rows
+    return batches
+
+
+def share(update: PlannedUpdate, rank: int, world: int) -> PlannedUpdate:
+    """Return one rank's part of an update: every `world`-th row of each micro-batch, so that lengths are similar.
+
+    Each micro-batch begins with another rank, or the first would always get the rows that remain.
+    """
+    parts = [micro[(rank - number) % world :: world] for number, micro in enumerate(update)]
+    return [part for part in parts if len(part)]
+
+
+def pad_share(micros: Sequence[Indices], src: Lengths, tgt: Lengths) -> float:
+    """Return the share of padding among the tokens of micro-batches, over both sides."""
+    real = padded = 0
+    for micro in micros:
+        for lengths in (src[micro], tgt[micro]):
+            real += int(lengths.sum())
+            padded += int(lengths.max()) * len(micro)
+    return 1 - real / max(1, padded)
+
+
+def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
+    """Return the largest micro-batch, tokens / 2ᵏ, with under 5 % padding: a small corpus needs smaller ones.
+
+    None is smaller than the longest sentence, nor than `MIN_TOKENS`.
+    """
+    indices = np.random.default_rng(0).permutation(len(src))[:sample]
+    micro_tokens = tokens
+    while micro_tokens >= 2 * max(MIN_TOKENS, int(src.max()), int(tgt.max())):
+        if pad_share(micro_batches(indices, src, tgt, micro_tokens), src, tgt) < MAX_PADDING:
+            break
+        micro_tokens //= 2
+    return micro_tokens
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Text as a model sees it: its input, and the label at each position.
+
+    For sentence pairs the input is a source that ends in </s>, its lengths, and a target that begins with <s>; labels
+    end in </s>.
+    """
+
+    inputs: tuple[Tensor, ...]  # the arguments of the model's `hidden`
+    labels: Tensor  # (batch, length); <pad> where nothing is to be predicted
+    tokens: int  # labels that are not <pad>
+    alignment: Tensor | None = None  # (links, 3): row, position in the source, position in the labels
+
+    @property
+    def source(self) -> Tensor:
+        """(batch, source)"""
+        return self.inputs[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(batch,): real source tokens in each row"""
+        return self.inputs[1]
+
+    @property
+    def target(self) -> Tensor:
+        """(batch, target)"""
+        return self.inputs[2]
+
+    def to(self, device: torch.device) -> Batch:
+        alignment = None if self.alignment is None else move(self.alignment, device)
+        inputs = tuple(move(tensor, device) for tensor in self.inputs)
+        return Batch(inputs, move(self.labels, device), self.tokens, alignment)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from pinned memory the copy overlaps with the arithmetic of a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def pad(rows: Sequence[NDArray[Any]], value: int, *, first: int | None = None, last: int | None = None) -> Tensor:
+    """Return rows of ids as one matrix (batch, width), each with an optional first and last id, padded on the right."""
+    extra = (first is not None) + (last is not None)
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    matrix = np.full((len(rows), int(lengths.max(initial=0)) + extra), value, np.int64)
+    start = 0 if first is None else 1
+    for i, row in enumerate(rows):
+        matrix[i, start : start + len(row)] = row
+    if first is not None:
+        matrix[:, 0] = first
+    if last is not None:
+        matrix[np.arange(len(rows)), lengths + start] = last
+    return torch.from_numpy(matrix)
+
+
+def collate(sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]], tokenizers: TokenizerPair) -> Batch:
+    """Return ids without <s> and </s> as a Batch."""
+    src, tgt = tokenizers.src, tokenizers.tgt
+    return Batch(
+        inputs=(
+            pad(sources, src.pad, last=src.eos),
+            torch.tensor([len(row) + 1 for row in sources]),
+            pad(targets, tgt.pad, first=tgt.bos),
+        ),
+        labels=pad(targets, tgt.pad, last=tgt.eos),
+        tokens=sum(len(row) + 1 for row in targets),
+    )
+
+
+# ---- the stream of updates -------------------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """How far the data has been read: everything before update number `update` of epoch `epoch`."""
+
+    epoch: int
+    update: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step: this rank's micro-batches, and the position after it."""
+
+    micro_batches: list[Batch]
+    after: Position
+
+    @property
+    def tokens(self) -> int:
+        """Labels of this rank's share."""
+        return sum(batch.tokens for batch in self.micro_batches)
+
+
+class UpdateStream(ABC):
+    """The endless stream of updates over a store, from any position on; the same for the same arguments.
+
+    Subclasses say what an epoch consists of. Plans are cached in the store, so that all streams over it share them.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        tokens: int,
+        micro_tokens: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self.store, self.tokens, self.micro_tokens = store, tokens, micro_tokens or tokens
+        self.seed, self.rank, self.world = seed, rank, world
+        self.device = device or torch.device("cpu")
+        self.plan_key: tuple[Any, ...] = (type(self).__name__,)  # with all else that a plan depends on
+
+    @abstractmethod
+    def make_plan(self, epoch: int) -> list[PlannedUpdate]:
+        """Plan the updates of an epoch, each a list of micro-batches."""
+
+    @abstractmethod
+    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+        """Return the tensors of a micro-batch; all randomness in it follows from the seed."""
+
+    @abstractmethod
+    def describe(self, epoch: int) -> str:
+        """Describe the plan of an epoch in one line."""
+
+    def plan(self, epoch: int) -> list[PlannedUpdate]:
+        """Return the plan of an epoch, computed once."""
+        key = (*self.plan_key, self.tokens, self.micro_tokens, self.seed, epoch)
+        plan: list[PlannedUpdate] | None = self.store.plans.get(key)
+        if plan is None:
+            plan = self.make_plan(epoch)
+            for other in list(self.store.plans)[: 1 - PLANS_CACHED or None]:
+                self.store.plans.pop(other, None)  # the prefetching thread may do the same
+            self.store.plans[key] = plan
+        return plan
+
+    def starting(self, position: Position) -> Generator[Update, None, None]:
+        """Yield all updates from a position on, made by a thread that is a few of them ahead."""
+        return prefetch(self._updates(position), UPDATES_AHEAD)
+
+    def _updates(self, position: Position) -> Iterator[Update]:
+        epoch, first = position
+        while True:
+            plan = self.plan(epoch)
+            for number in range(first, len(plan)):
+                mine = share(plan[number], self.rank, self.world)
+                after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
+                yield self.make(mine, (self.seed, epoch, number), after)
+            epoch, first = epoch + 1, 0
+
+    def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> Update:
+        """Return the tensors of one rank's share of an update."""
+        return Update([self.batch(micro, seed).to(self.device) for micro in planned], after)
+
+
+class PairBatches(UpdateStream):
+    """Sentence pairs, batched with others of similar length.
+
+    `cut` returns a function that segments the ids of both sides again (BPE-dropout); `align` adds the alignment.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        tokenizers: TokenizerPair,
+        *,
+        cut: Callable[[TokenizerPair], Callable[[list[Rows], Indices, tuple[int, ...]], list[Rows]]] | None = None,
+        align: Callable[[TokenStore, Indices], Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(store, **options)
+        self.tokenizers, self.align = tokenizers, align
+        self.cut = cut(tokenizers) if cut else None
+        self.src_widths, self.tgt_widths = self.widths()
+        if not options.get("micro_tokens"):
+            if self.tokens not in store.micro_tokens:
+                store.micro_tokens[self.tokens] = choose_micro_tokens(self.src_widths, self.tgt_widths, self.tokens)
+            self.micro_tokens = store.micro_tokens[self.tokens]
+
+    def widths(self) -> tuple[Lengths, Lengths]:
+        """Return the tokens of every row on both sides, <s> or </s> included."""
+        return np.asarray(self.store.lengths("src")) + 1, np.asarray(self.store.lengths("tgt")) + 1
+
+    def make_plan(self, epoch: int) -> list[PlannedUpdate]:
+        indices = visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
+        if not len(indices):
+            raise UsageError(f"epoch {epoch} visits no sentence: raise a weight in data.train")
+        sizes = {"tokens": self.tokens, "micro_tokens": self.micro_tokens}
+        return plan_epoch(indices, self.src_widths, self.tgt_widths, seed=self.seed, epoch=epoch, **sizes)
+
+    def describe(self, epoch: int) -> str:
+        plan = self.plan(epoch)
+        padding = pad_share([micro for update in plan for micro in update], self.src_widths, self.tgt_widths)
+        return (
+            f"a pass over the text is {len(plan):,} updates of up to {self.tokens:,} tokens a side, "
+            f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
+        )
+
+    def sides(self, micro: Indices, seed: tuple[int, ...]) -> list[Rows]:
+        """Return the ids of sources and targets."""
+        rows = [self.store.rows(side, micro) for side in ("src", "tgt")]
+        return self.cut(rows, micro, seed) if self.cut else rows
+
+    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+        sources, targets = (np.split(ids, np.cumsum(lengths))[:-1] for ids, lengths in self.sides(micro, seed))
+        batch = collate(sources, targets, self.tokenizers)
+        return replace(batch, alignment=self.align(self.store, micro)) if self.align else batch
+
+
+def prefetch(updates: Iterator[Update], depth: int) -> Generator[Update, None, None]:
+    """Run an endless iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
+    items: queue.Queue[Update | BaseException] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Update | BaseException) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for update in updates:
+                put(update)
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()  # a thread inside torch while the interpreter ends would abort the process

@@ -1,0 +1,303 @@
+"""Text files as blocks of lines, plain or compressed: the first stage of the path.
+
+A line ends at a newline byte and nowhere else; a carriage return before it and a byte order mark at the start of a file
+are removed. Files are decompressed once, then divided into blocks that any process can read by itself.
+"""
+
+from __future__ import annotations
+
+import bz2
+import difflib
+import gzip
+import hashlib
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.core.config import CorpusConfig, DataConfig
+from qkv.core.errors import QkvError, UsageError
+
+if TYPE_CHECKING:
+    from qkv.core.tokenizer import TokenizerPair
+
+BLOCK_BYTES = 1 << 20  # a block is closed when both sides together have so many
+READ_BYTES = 1 << 20
+COMPRESSED = (".gz", ".xz", ".bz2")
+BOM = b"\xef\xbb\xbf"
+
+Texts = tuple[str, ...]  # source and target, or one line of text without a source
+Reader = Callable[[Path], Iterator[bytes]]  # the decompressed content of a file, in parts
+Progress = Callable[[str, int, int | None], None]  # (stage, how much is done, of how much)
+ParallelMap = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]  # results in the tasks' order
+
+
+def serial_map(function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """Apply a function to all tasks in this process."""
+    return (function(*task) for task in tasks)
+
+
+@dataclass(frozen=True)
+class LineFormat:
+    """How text is laid out in lines: `parse` turns a line into the texts of a pair, or raises ValueError."""
+
+    key: str  # part of the key of a prepared text
+    parse: Callable[[str], Texts] | None = None  # None: every file holds one side
+
+
+@dataclass(frozen=True)
+class Column:
+    """One more array for each pair, made from the lines of one more file: alignments."""
+
+    name: str  # of its files in the store
+    key: str  # part of the key of a prepared text
+    dtype: np.dtype[Any]
+    encode: Callable[[str, Texts, list[NDArray[Any]], TokenizerPair], NDArray[Any]]  # ValueError: a line it refuses
+
+
+LINES = LineFormat("lines")
+
+
+def read_file(path: Path) -> Iterator[bytes]:
+    """Read a file in parts, decompressed if its name ends in .gz, .xz or .bz2."""
+    try:
+        opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
+        with cast(IO[bytes], opener(path, "rb")) as file:
+            yield from iter(lambda: file.read(READ_BYTES), b"")
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise QkvError(f"{path}: broken {path.suffix} file ({error}): copy or compress it again") from None
+    except OSError as error:
+        if path.suffix == ".bz2" and error.errno is None:  # bz2's error for data of another kind
+            raise QkvError(f"{path}: broken .bz2 file ({error}): copy or compress it again") from None
+        raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus and its files: `names` as in the config, `paths` as found; the file of `column` is the last."""
+
+    names: tuple[str, ...]
+    paths: tuple[Path, ...]
+    sides: int  # 2 for pairs, 1 for text without a source
+    weight: float = 1.0
+    tag: str = ""
+    format: LineFormat = LINES
+    reader: Reader = read_file
+    column: Column | None = None
+
+    def __str__(self) -> str:
+        return " ".join(self.names)
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Consecutive lines of a corpus: the byte range of the block in each file."""
+
+    corpus: Corpus
+    first: int  # number of lines of this corpus before the block
+    count: int
+    files: tuple[Path, ...]
+    spans: tuple[tuple[int, int], ...]  # (first byte, number of bytes)
+
+    def where(self, row: int, file: int = 0) -> str:
+        """Return the file name and line number of a row, for messages."""
+        return f"{self.corpus.names[file]}, line {self.first + row + 1}"
+
+
+# ---- finding files ---------------------------------------------------------------------------------------------------
+
+
+def find_file(name: str, root: str, suffixes: tuple[str, ...] = COMPRESSED) -> Path:
+    """Return the path of a file, or of its compressed form: `train.en.xz` is found as `train.en`."""
+    path = Path(root, name)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder: give a text file")
+    if path.exists():
+        return path
+    compressed = [path.with_name(path.name + suffix) for suffix in suffixes]
+    existing = [each for each in compressed if each.exists()]
+    if len(existing) > 1:
+        raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in existing)}: name one of them")
+    if existing:
+        return existing[0]
+    names: list[str] = []
+    with suppress(OSError):  # the folder may be missing or unreadable
+        names = [each.name for each in path.parent.iterdir() if each.is_file()]
+    similar = difflib.get_close_matches(path.name, names, n=1)
+    raise UsageError(f"{path}: no such file{f': did you mean {path.with_name(similar[0])}?' if similar else ''}")
+
+
+def find_corpus(
+    corpus: CorpusConfig,
+    data: DataConfig,
+    *,
+    text: str = "",
+    line_format: LineFormat = LINES,
+    find: Callable[[str, str], Path] = find_file,
+) -> Corpus:
+    """Check the config of one corpus, two parallel files or a `text` without a source, and find its files."""
+    names = tuple(name for name in (corpus.src, corpus.tgt, text) if name)
+    if not names:
+        raise UsageError("a corpus names no file: give src and tgt, or text")
+    if text and len(names) > 1:
+        raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")
+    if corpus.tgt and not corpus.src:
+        raise UsageError(f"corpus {corpus.tgt}: give src too, or text for a model without a source")
+    if corpus.src and not corpus.tgt and line_format.parse is None:
+        raise UsageError(f"corpus {corpus.src}: give tgt too, or one .tsv or .jsonl file that holds both sides")
+    if text and corpus.tag:
+        raise UsageError(f'corpus {text}: tag "{corpus.tag}" belongs before a source, and plain text has none')
+    paths = tuple(find(name, data.root) for name in names)
+    return Corpus(names, paths, 1 if text else 2, corpus.weight, corpus.tag, line_format)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a file can be read only once: standard input or a pipe."""
+    return path == Path("-") or not path.is_file()
+
+
+def file_state(path: Path) -> dict[str, Any]:
+    """Return path, size and time of a file, which are equal as long as it is not changed."""
+    if is_stream(path):
+        return {"path": str(path), "size": None, "mtime": None}
+    stat = path.stat()
+    return {"path": str(path.absolute()), "size": stat.st_size, "mtime": stat.st_mtime_ns}
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def decompress(path: Path, reader: Reader, copy: Path) -> tuple[Path, str]:
+    """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
+    digest = hashlib.blake2b(digest_size=16)
+    plain = reader is read_file and path.suffix not in COMPRESSED and not is_stream(path)
+    with ExitStack() as stack:
+        out = None if plain else stack.enter_context(open(copy, "wb"))
+        for part in reader(path):
+            digest.update(part)
+            if out:
+                out.write(part)
+    return path if plain else copy, digest.hexdigest()
+
+
+def decompress_all(
+    corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap, progress: Progress
+) -> tuple[list[tuple[Path, ...]], list[str]]:
+    """Make plain files of all inputs; return them by corpus, and the hash of each."""
+    files = [(path, corpus.reader) for corpus in corpora for path in corpus.paths]
+    tasks = [(path, reader, scratch / f"{number}.txt") for number, (path, reader) in enumerate(files)]
+    others = parallel_map(decompress, [task for task in tasks if not is_stream(task[0])])
+    # Another process has no standard input: what can be read only once is read in this one.
+    streams = {task: decompress(*task) for task in tasks if is_stream(task[0])}
+    results = []
+    for number, task in enumerate(tasks, 1):
+        results.append(streams[task] if task in streams else next(others))
+        progress("unpack", number, len(tasks))
+    plain = iter(path for path, _ in results)
+    return [tuple(next(plain) for _ in corpus.paths) for corpus in corpora], [digest for _, digest in results]
+
+
+def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock]:
+    """Divide a corpus into blocks of whole lines; its files must have the same number of lines, at least one."""
+    blocks: list[TextBlock] = []
+    with ExitStack() as stack:
+        streams = [stack.enter_context(open(file, "rb")) for file in files]
+        starts = [len(BOM) if stream.read(len(BOM)) == BOM else 0 for stream in streams]
+        for stream, start in zip(streams, starts, strict=True):
+            stream.seek(start)
+        ends, first, count = list(starts), 0, 0
+
+        def close_block() -> None:
+            spans = tuple((start, end - start) for start, end in zip(starts, ends, strict=True))
+            blocks.append(TextBlock(corpus, first, count, files, spans))
+
+        for lines in zip_longest(*streams):
+            if None in lines:
+                rest = [
+                    (line is not None) + sum(1 for _ in stream) for stream, line in zip(streams, lines, strict=True)
+                ]
+                raise _uneven(corpus, [first + count + more for more in rest])
+            for side, line in enumerate(lines):
+                ends[side] += len(line)
+            count += 1
+            if sum(ends) - sum(starts) >= BLOCK_BYTES:
+                close_block()
+                starts, first, count = list(ends), first + count, 0
+        if count:
+            close_block()
+    if not blocks:
+        raise QkvError(f"{corpus}: the file is empty")
+    return blocks
+
+
+def _uneven(corpus: Corpus, counts: list[int]) -> QkvError:
+    for name, count in zip(corpus.names, counts, strict=True):
+        if not count:
+            return QkvError(f"{name}: the file is empty")
+    sizes = " but ".join(f"{name} has {count} lines" for name, count in zip(corpus.names, counts, strict=True))
+    rule = (
+        "line N of each must belong together" if corpus.column else "line N of one must translate line N of the other"
+    )
+    return QkvError(f"{sizes}: {rule}")
+
+
+def read_block(block: TextBlock, on_bad: str = "error") -> list[Texts | None]:
+    """Return the texts of each pair of a block; with on_bad = "skip", None for a line that is not UTF-8."""
+    parse = block.corpus.format.parse
+    columns = [read_column(block, side, on_bad) for side in range(len(block.files) - (block.corpus.column is not None))]
+    if parse is None:
+        return [None if None in texts else cast(Texts, texts) for texts in zip(*columns, strict=True)]
+    pairs: list[Texts | None] = []
+    for row, line in enumerate(columns[0]):
+        try:
+            texts = None if line is None else parse(line)
+            "".join(texts or ()).encode()  # JSON can spell half of a character ("\ud800"), which UTF-8 cannot hold
+        except UnicodeEncodeError as error:
+            if on_bad != "skip":
+                half = f"U+{ord(error.object[error.start]):04X}"
+                remedy = 'repair it, or set data.on_bad = "skip"'
+                raise QkvError(f"{block.where(row)}: {half} is half of a character: {remedy}") from None
+            texts = None
+        except ValueError as error:
+            raise QkvError(f"{block.where(row)}: {error}") from None
+        pairs.append(texts)
+    return pairs
+
+
+def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | None]:
+    """Return the lines of one file of a block."""
+    name, (start, size) = block.corpus.names[file], block.spans[file]
+    with open(block.files[file], "rb") as stream:
+        stream.seek(start)
+        data = stream.read(size)
+    if len(data) != size:
+        raise QkvError(f"{name}: the file changed while it was being read: start again")
+    data = data.removesuffix(b"\n")
+    try:
+        return [line.removesuffix("\r") for line in data.decode().split("\n")]
+    except UnicodeDecodeError:
+        return [decode_line(line, block.where(row, file), on_bad) for row, line in enumerate(data.split(b"\n"))]
+
+
+def decode_line(line: bytes, where: str, on_bad: str) -> str | None:
+    """Return a line as text; if it is not UTF-8, raise an error, or return None with on_bad = "skip".
+
+    With on_bad = "" the error message does not offer the choice to skip.
+    """
+    try:
+        return line.decode().removesuffix("\r")
+    except UnicodeDecodeError as error:
+        if on_bad == "skip":
+            return None
+        choice = ', or leave such lines out with --on-bad skip (data.on_bad = "skip")' if on_bad else ""
+        raise QkvError(
+            f"{where}: not UTF-8 (byte 0x{line[error.start]:02X} at position {error.start + 1}): "
+            f"convert the file{choice}"
+        ) from None

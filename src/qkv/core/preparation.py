@@ -1,0 +1,447 @@
+"""From text files to a prepared text: scan, choose, learn the vocabulary, tokenise, store.
+
+Every pair gets a disposition: training, validation, or dropped for one reason. The scan hashes every pair; duplicates
+and the held-out part are chosen from the hashes (on disk, a bounded part in memory); then the rest is tokenised. Work
+on blocks of text goes through `parallel_map`, so that a pool of processes can do it; the result is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.core import dataset
+from qkv.core.config import DataConfig, TokenizerConfig
+from qkv.core.corpus import (
+    Corpus,
+    ParallelMap,
+    Progress,
+    TextBlock,
+    decompress_all,
+    file_state,
+    read_block,
+    read_column,
+    serial_map,
+    split_into_blocks,
+)
+from qkv.core.dataset import Encoded, PreparedText
+from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
+
+Hashes = NDArray[np.uint64]
+Dispositions = NDArray[np.uint8]
+
+HASHES_AT_ONCE = 1 << 24  # 128 MB
+SHORT = 4  # for the length ratio, a shorter side counts as this many tokens
+VALIDATION_OPTIONS = "--valid-src and --valid-tgt, or --valid-text (data.valid)"
+
+
+class Disposition(IntEnum):
+    """The fate of a pair in the order of the checks; the first that applies counts. Filters follow in their order."""
+
+    TRAIN = 0
+    VALID = 1
+    ENCODING = 2
+    EMPTY = 3
+    DUPLICATE = 4
+    FILTERED = 5
+
+
+class Filter(NamedTuple):
+    """A rule that keeps or drops pairs: by their texts, before duplicates are counted, or by their token counts."""
+
+    name: str  # in the report
+    keep: Callable[[Sequence[Any]], bool]  # of the texts of a pair, or of the token counts of its sides
+    stage: Literal["text", "tokens"]
+    key: str  # with the rule's options: part of the key of a prepared text
+    on_validation: bool = False  # whether a given validation set is filtered too
+
+
+def length_filters(data: DataConfig) -> list[Filter]:
+    """Return the filters of the config: data.max_length and data.max_ratio."""
+    return [
+        Filter("too_long", partial(fits, limit=data.max_length), "tokens", f"<= {data.max_length}", on_validation=True),
+        Filter("ratio", partial(is_even, ratio=data.max_ratio), "tokens", f"<= {data.max_ratio}"),
+    ]
+
+
+def fits(lengths: Sequence[int], *, limit: int) -> bool:
+    """Whether no side has more tokens than the limit."""
+    return max(lengths) <= limit
+
+
+def is_even(lengths: Sequence[int], *, ratio: float) -> bool:
+    """Whether the longer side has at most `ratio` times the tokens of the shorter one; 0: no limit."""
+    return not ratio or max(lengths) <= ratio * max(min(lengths), SHORT)
+
+
+# ---- the work on one block, in any process ---------------------------------------------------------------------------
+
+
+class Sentences:
+    """Text in sentences: repeated, empty and filtered ones are dropped, some are held out for validation.
+
+    `data.lm_data.RunningText` reads text in another way. Objects are sent to other processes.
+    """
+
+    name = "sentences"
+
+    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
+        self.data, self.filters = data, tuple(filters)
+        self.reasons = [each.name.lower() for each in Disposition if each < Disposition.FILTERED]
+        self.reasons += [each.name for each in self.filters]
+
+    def blocks(
+        self, corpora: Sequence[Corpus], plain: Sequence[tuple[Path, ...]], scratch: Path, parallel_map: ParallelMap
+    ) -> list[list[TextBlock]]:
+        """Divide the text of each corpus into blocks."""
+        return list(parallel_map(split_into_blocks, zip(corpora, plain, strict=True)))
+
+    def first_filter(self, stage: str, values: Sequence[Any], given: bool) -> int:
+        """Return the disposition of the first filter that drops a pair, or TRAIN."""
+        for number, rule in enumerate(self.filters):
+            if rule.stage == stage and (rule.on_validation or not given) and not rule.keep(values):
+                return Disposition.FILTERED + number
+        return Disposition.TRAIN
+
+    def scan(self, block: TextBlock, given: bool) -> tuple[bytes, bytes, bytes]:
+        """Return for every pair the hash of its source, the hash of the pair, and its disposition so far, as bytes.
+
+        Spaces around a text and its Unicode form do not change the hashes.
+        """
+        sources, pairs, dispositions = bytearray(), bytearray(), bytearray()
+        tag = block.corpus.tag.encode()
+        for pair in read_block(block, self.data.on_bad):
+            texts = [unicodedata.normalize("NFC", text).strip().encode() for text in pair or ()]
+            source = hashlib.blake2b(texts[0] if texts else b"", digest_size=8).digest()
+            whole = hashlib.blake2b(source + tag, digest_size=8)
+            for text in texts[1:]:
+                whole.update(b"\n" + text)
+            sources += source
+            pairs += whole.digest()
+            if pair is None or not all(texts):
+                dispositions.append(Disposition.ENCODING if pair is None else Disposition.EMPTY)
+            else:
+                dispositions.append(self.first_filter("text", pair, given))
+        return bytes(sources), bytes(pairs), bytes(dispositions)
+
+    def sample(
+        self, block: TextBlock, given: bool, dispositions: bytes, side: int, share: float, seed: tuple[int, ...]
+    ) -> list[str]:
+        """Return a uniform share of one side of the block's training lines, to learn the vocabulary from."""
+        rows = np.flatnonzero(np.frombuffer(dispositions, np.uint8) == Disposition.TRAIN)
+        random = np.random.default_rng(seed)
+        size = int(share * len(rows) + random.random())
+        chosen = np.sort(random.permutation(rows)[:size]).tolist()
+        pairs = read_block(block, self.data.on_bad) if chosen else []
+        return [pair[side] for row in chosen if (pair := pairs[row])]
+
+    def encode(
+        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: list[np.dtype[Any]], path: Path
+    ) -> tuple[Encoded, Encoded, list[int]]:
+        """Tokenise a block: its training part, its validation part, and how many pairs have each disposition."""
+        tokenizers = dataset.load_tokenizers(path)
+        corpus, sides = block.corpus, [tokenizers.src, tokenizers.tgt][-block.corpus.sides :]
+        tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
+        lines = read_column(block, len(block.files) - 1) if corpus.column else []
+        kept: tuple[list[Any], list[Any]] = ([], [])
+        counts = [0] * len(self.reasons)
+        for row, (pair, disposition) in enumerate(zip(read_block(block, self.data.on_bad), dispositions, strict=True)):
+            if pair is not None and disposition <= Disposition.VALID:
+                packed = [self._pack(text, side) for text, side in zip(pair, sides, strict=True)]
+                lengths = [len(ids) // side.dtype.itemsize for ids, side in zip(packed, sides, strict=True)]
+                if dropped := self.first_filter("tokens", lengths, given):
+                    disposition = dropped
+                else:
+                    extra = [b""] * (len(dtypes) - len(sides))
+                    if corpus.column:
+                        ids = [np.frombuffer(part, side.dtype) for part, side in zip(packed, sides, strict=True)]
+                        try:
+                            extra = [corpus.column.encode(lines[row] or "", pair, ids, tokenizers).tobytes()]
+                        except ValueError as error:
+                            raise QkvError(f"{block.where(row, -1)}: {error}") from None
+                    kept[disposition].append(([tag + packed[0], *packed[1:], *extra], pair))
+            counts[disposition] += 1
+        return dataset.join_rows(kept[0], dtypes), dataset.join_rows(kept[1], dtypes), counts
+
+    def _pack(self, text: str, side: Tokenizer) -> bytes:
+        # A text with more characters than max_length tokens can hold is too long, whatever its tokens are.
+        most = self.data.max_length * side.max_token_bytes
+        if len(text) > most and len(unicodedata.normalize("NFC", text)) > most:
+            return bytes((self.data.max_length + 1) * side.dtype.itemsize)
+        return side.pack(text)
+
+    def choose(self, scan: Scan) -> None:
+        """Mark duplicates, and choose the pairs for validation; this needs all blocks and runs in one process."""
+        train, valid = slice(0, scan.trained), slice(scan.trained, None)
+        if self.data.dedupe:
+            mark_duplicates(scan.pairs[train], scan.dispositions[train])
+        if scan.given:
+            part = scan.dispositions[valid]
+            part[part == Disposition.TRAIN] = Disposition.VALID
+            scan.in_training = count_repeated(scan)
+        else:
+            hold_out(scan.sources[train], scan.dispositions[train], self.data.valid_size, self.data.seed)
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def prepare(
+    train: Sequence[Corpus],
+    valid: Sequence[Corpus],
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    folder: Path,
+    *,
+    tokenizers: TokenizerPair | None = None,
+    learner: Learner = learn_bpe,
+    kind: type[Sentences] = Sentences,
+    filters: Sequence[Filter] = (),
+    parallel_map: ParallelMap = serial_map,
+    progress: Progress = lambda stage, done, total: None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> PreparedText:
+    """Read, filter, learn the vocabulary unless one is given, tokenise and store; or reuse an equal earlier result.
+
+    The result is in `folder`, or with `data.store` in a folder there which all runs with the same text share. `kind`
+    decides what is read as one piece of text: sentences, or running text (`data.lm_data`).
+    """
+    corpora = [*train, *valid]
+    if not train:
+        raise UsageError("no training text: give data.train")
+    if {corpus.sides for corpus in train} ^ {corpus.sides for corpus in valid or train}:
+        raise UsageError("training text and validation text must both be pairs, or both plain text")
+    paths = [path for corpus in corpora for path in corpus.paths]
+    if paths.count(Path("-")) > 1:
+        raise UsageError("standard input (-) can be only one file")
+    if tokenizers:
+        for tag in {corpus.tag for corpus in corpora if corpus.tag}:
+            tokenizers.src.tag(tag)  # refuses an unknown tag
+    text = kind(data, [*length_filters(data), *filters])
+    learned = [learner.__name__, tokenizer.vocab, tokenizer.shared, tokenizer.sample]
+    settings = _settings(text, tokenizers.fingerprint if tokenizers else learned, corpora, len(train))
+    inputs = [file_state(path) for path in paths]
+    stores = Path(data.store) if data.store else None
+    if reused := dataset.find_prepared(stores, folder, settings, inputs, ("path", "size", "mtime")):
+        return reused
+    if stores is None:
+        dataset.check_free(folder)
+    try:
+        with dataset.draft_folder(stores or folder.parent) as draft:
+            scratch = draft / "scratch"
+            scratch.mkdir()
+            plain, digests = decompress_all(corpora, scratch, parallel_map, progress)
+            inputs = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
+            if reused := dataset.find_prepared(stores, folder, settings, inputs, ("hash",), say):
+                return reused
+            scan = Scan(text, corpora, len(train), plain, scratch, parallel_map, progress)
+            text.choose(scan)
+            tokenizers = tokenizers or scan.learn_tokenizers(tokenizer, learner)
+            tokenizers.save(draft / dataset.TOKENIZERS_FILE)
+            manifest = scan.tokenise(draft, tokenizers)
+            for path, about in zip(paths, inputs, strict=True):
+                if file_state(path) != {key: about[key] for key in ("path", "size", "mtime")}:
+                    raise QkvError(f"{path}: the file changed while it was being read: start again")
+            del scan
+            shutil.rmtree(scratch)
+            place = stores / dataset.store_key(settings, digests) if stores else folder
+            dataset.publish(draft, place, {**manifest, "settings": settings, "inputs": inputs})
+    except OSError as error:
+        raise QkvError(f"{error.filename or folder}: preparing the text failed: {error.strerror}") from None
+    return PreparedText.open(place)
+
+
+class Scan:
+    """All pairs of the text: their blocks, and in files their hashes and dispositions."""
+
+    def __init__(
+        self,
+        text: Sentences,
+        corpora: Sequence[Corpus],
+        train: int,
+        plain: Sequence[tuple[Path, ...]],
+        scratch: Path,
+        parallel_map: ParallelMap,
+        progress: Progress,
+    ) -> None:
+        self.text, self.corpora, self.train = text, corpora, train
+        self.parallel_map, self.progress = parallel_map, progress
+        self.given = len(corpora) > train  # whether there is a validation set
+        self.in_training = [0] * len(corpora)  # pairs of each validation corpus that occur in the training text
+        divided = text.blocks(corpora, plain, scratch, parallel_map)
+        self.counts = [sum(block.count for block in blocks) for blocks in divided]  # pairs of each corpus
+        self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
+        self.starts = np.cumsum([0, *(block.count for _, block in self.blocks)]).tolist()
+        self.trained, total = sum(self.counts[:train]), self.starts[-1]
+        self.sources = np.memmap(scratch / "sources", "<u8", "w+", shape=(total,))
+        self.pairs = np.memmap(scratch / "pairs", "<u8", "w+", shape=(total,))
+        self.dispositions = np.memmap(scratch / "dispositions", np.uint8, "w+", shape=(total,))
+        tasks = ((block, number >= train) for number, block in self.blocks)
+        for start, (sources, pairs, dispositions) in zip(self.starts, parallel_map(text.scan, tasks), strict=False):
+            stop = start + len(dispositions)
+            self.sources[start:stop] = np.frombuffer(sources, "<u8")
+            self.pairs[start:stop] = np.frombuffer(pairs, "<u8")
+            self.dispositions[start:stop] = np.frombuffer(dispositions, np.uint8)
+            progress("scan", stop, total)
+
+    def map(self, function: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]]) -> Iterator[Any]:
+        """Apply a function to all blocks, with their dispositions and arguments that depend on the block's number."""
+        return self.parallel_map(
+            function,
+            (
+                (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(n))
+                for n, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
+            ),
+        )
+
+    def learn_tokenizers(self, options: TokenizerConfig, learner: Learner) -> TokenizerPair:
+        """Learn the vocabulary from a uniform sample of the training pairs."""
+        self.progress("learn", 0, None)
+        kept = int(np.count_nonzero(self.dispositions == Disposition.TRAIN))
+        if not kept:
+            raise QkvError(f"{self.corpora[0]}: no pair is left to train on: all are empty, repeated or not UTF-8")
+        share, seed = min(1.0, options.sample / kept), self.text.data.seed
+        tags = tuple(dict.fromkeys(corpus.tag for corpus in self.corpora if corpus.tag))
+
+        def lines(side: int) -> Iterator[str]:
+            return chain.from_iterable(self.map(self.text.sample, lambda block: (side, share, (seed, block))))
+
+        if self.corpora[0].sides == 1:
+            options = dataclasses.replace(options, shared=True)
+            return learn_tokenizers((), lines(0), options, tags, pairs=kept, learner=learner)
+        return learn_tokenizers(lines(0), lines(1), options, tags, pairs=kept, learner=learner)
+
+    def tokenise(self, draft: Path, tokenizers: TokenizerPair) -> dict[str, Any]:
+        """Write ids, lengths and validation text of all kept pairs; return the manifest."""
+        sides = ["src", "tgt"][-self.corpora[0].sides :]
+        dtypes = {"src": tokenizers.src.dtype, "tgt": tokenizers.tgt.dtype}
+        dtypes |= {corpus.column.name: corpus.column.dtype for corpus in self.corpora if corpus.column}
+        columns = [*sides, *(name for name in dtypes if name not in ("src", "tgt"))]
+        arguments = [dtypes[column] for column in columns], draft / dataset.TOKENIZERS_FILE
+        counts = np.zeros((len(self.corpora), len(self.text.reasons)), np.int64)
+        with dataset.TokenWriter(draft, columns, sides) as writer:
+            for place, (train, valid, found) in enumerate(self.map(self.text.encode, lambda _: arguments)):
+                counts[self.blocks[place][0]] += found
+                writer.write("train", train)
+                writer.write("valid", valid)
+                self.progress("tokenise", self.starts[place + 1], self.starts[-1])
+        return {
+            "sides": sides,
+            "dtypes": {name: dtype.str for name, dtype in dtypes.items()},
+            "tokenizer": tokenizers.fingerprint,
+            **dataset.count_pairs(self.corpora, self.train, self.text.reasons, counts, self.in_training),
+        }
+
+
+# ---- choosing by hashes ----------------------------------------------------------------------------------------------
+
+
+def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
+    """Keep the first of equal pairs."""
+    parts = np.uint64(len(pairs) // HASHES_AT_ONCE + 1)
+    for part in range(int(parts)):
+        usable = (
+            start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0))
+            for start, stop in _slices(len(pairs))
+        )
+        rows = np.concatenate(list(usable))
+        values = pairs[rows]
+        order = np.argsort(values, kind="stable")
+        repeated = values[order][1:] == values[order][:-1]
+        dispositions[rows[order[1:][repeated]]] = Disposition.DUPLICATE
+
+
+def count_repeated(scan: Scan) -> list[int]:
+    """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
+    usable = scan.dispositions[scan.trained :] == Disposition.VALID
+    valid = scan.pairs[scan.trained :]
+    wanted = np.unique(valid[usable])
+    common = [wanted[np.isin(wanted, scan.pairs[start:stop])] for start, stop in _slices(scan.trained)]
+    repeated = usable & np.isin(valid, np.concatenate(common))
+    by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
+    return [0] * scan.train + [int(part.sum()) for part in by_corpus]
+
+
+def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int) -> None:
+    """Turn about `wanted` pairs (0: 2 %, at least 50, at most 2000) to validation, all pairs of a source together.
+
+    Sources are taken in the order of a seeded hash; never more than a tenth of the pairs.
+    """
+    usable = sum(int(np.count_nonzero(dispositions[start:stop] == 0)) for start, stop in _slices(len(dispositions)))
+    most = usable // 10
+    if wanted > most > 0:
+        raise UsageError(
+            f"data.valid_size = {wanted}: at most a tenth of the {usable} usable pairs can be held out: "
+            f"set it to {most} or less, or give a validation set: {VALIDATION_OPTIONS}"
+        )
+    goal = min(wanted or min(2000, max(50, usable // 50)), most)
+    share, total, chosen = min(1.0, 8 * goal / max(usable, 1)), 0, list[int]()
+    while True:  # among a share of the sources, and a larger share if their pairs are not enough
+        counts: Counter[int] = Counter()
+        for start, stop in _slices(len(sources)):
+            part = sources[start:stop][dispositions[start:stop] == Disposition.TRAIN]
+            values, repeats = np.unique(part[_mix(part, seed) <= share * (2.0**64 - 1)], return_counts=True)
+            counts.update(dict(zip(values.tolist(), repeats.tolist(), strict=True)))
+        candidates = np.array(list(counts), dtype=np.uint64)
+        for source in candidates[np.argsort(_mix(candidates, seed))].tolist():
+            if total < goal and total + counts[source] <= most:
+                chosen.append(source)
+                total += counts[source]
+        if total >= goal or share == 1:
+            break
+        share, total, chosen = min(1.0, 8 * share), 0, []
+    if not chosen:
+        raise UsageError(
+            f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
+            f"sources: give a validation set: {VALIDATION_OPTIONS}"
+        )
+    for start, stop in _slices(len(dispositions)):
+        part = dispositions[start:stop]
+        held_out = np.isin(sources[start:stop], np.array(chosen, np.uint64))
+        part[held_out & (part == Disposition.TRAIN)] = Disposition.VALID
+
+
+def _mix(values: Hashes, seed: int) -> Hashes:
+    """Hash the hashes again, in another way for every seed."""
+    values = (values ^ np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)) * np.uint64(0xBF58476D1CE4E5B9)
+    return (values ^ (values >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+
+
+def _slices(length: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))
+
+
+# ---- the key ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
+    """Return everything but the text itself that decides the result, as plain values."""
+    described = [
+        [each.format.key, each.sides, each.weight, each.tag, each.column and [each.column.name, each.column.key]]
+        for each in corpora
+    ]
+    settings = {
+        "text": text.name,
+        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
+        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
+        "tokenizer": vocabulary,
+        "train": described[:train],
+        "valid": described[train:],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain

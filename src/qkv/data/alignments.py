@@ -1,0 +1,134 @@
+"""Word alignments: words, the tokens they consist of, and links between two sentences in Pharaoh format, `0-0 1-2`.
+
+Alignments number words, models see tokens. A token belongs to every word that shares a byte with it; a space alone, a
+language tag, <s> and </s> belong to none.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.core.corpus import Column, Texts
+from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qkv.core.dataset import TokenStore
+
+Link = tuple[int, int]  # (source, target), both counted from 0
+ALIGNMENT, ALIGNMENT_DTYPE = "links", np.dtype("<u2")  # the store's column: positions of tokens
+
+# Rules for what a word is. Aligners split at spaces. For readers, and in the built-in corpus, punctuation marks are
+# words too: an apostrophe ends the word before it (l'amico); 's and o'clock are words.
+# Combining signs, such as separate accents or the vowels of many scripts, belong to the word of their letter.
+SIGNS = "".join(chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M")
+RULES = {
+    "spaces": re.compile(r"\S+", re.ASCII),
+    "marks": re.compile(rf"o'clock|'s\b|[\w{SIGNS}]+(?:-[\w{SIGNS}]+)*(?:'(?!s\b))?|[^\w\s{SIGNS}][{SIGNS}]*"),
+}
+RULE_NAMES = {"spaces": "a word ends at a space", "marks": "punctuation marks are words"}
+LINK = re.compile(r"([0-9]+)-([0-9]+)")
+
+
+def word_spans(text: str, rule: str = "marks") -> list[tuple[int, int]]:
+    """Return the start and end of each word of the text."""
+    if rule not in RULES:
+        raise UsageError(f'"{rule}" is not a rule for words: choose one of {", ".join(RULES)}')
+    return [match.span() for match in RULES[rule].finditer(text)]
+
+
+def words(text: str, rule: str = "marks") -> list[str]:
+    """Return the words of a text, as alignments number them."""
+    return [text[begin:end] for begin, end in word_spans(text, rule)]
+
+
+def tokens_of_words(tokenizer: Tokenizer, ids: Sequence[int], text: str, rule: str = "marks") -> list[list[int]]:
+    """Return the positions in `ids` of each word's tokens; a language tag may come before them."""
+    text = unicodedata.normalize("NFC", text)
+    sizes = [0, *accumulate(len(character.encode()) for character in text)]
+    ends = list(accumulate(len(tokenizer.bytes_of(token)) for token in ids))
+    starts = [0, *ends[:-1]]
+    positions, first = [], 0
+    for begin, end in word_spans(text, rule):
+        begin, end = sizes[begin] + 1, sizes[end] + 1  # in bytes; one space is implied before the text
+        while ends[first] <= begin:
+            first += 1
+        last = first
+        while last + 1 < len(ids) and starts[last + 1] < end:
+            last += 1
+        positions.append(list(range(first, last + 1)))
+    return positions
+
+
+def parse_pharaoh(text: str) -> list[Link]:
+    """Return the links of a line in Pharaoh format; anything else raises ValueError with the part in question."""
+    links = []
+    for part in text.split():
+        match = LINK.fullmatch(part)
+        if match is None:
+            raise ValueError(part)
+        links.append((int(match[1]), int(match[2])))
+    return links
+
+
+def to_pharaoh(links: Iterable[Link]) -> str:
+    """Return links as a line in Pharaoh format, in order."""
+    return " ".join(f"{i}-{j}" for i, j in sorted(links))
+
+
+def token_alignment(links: Iterable[Link], source: list[list[int]], target: list[list[int]]) -> list[Link]:
+    """Turn links between words into links between all their tokens, ordered by target token, each once."""
+    joined = {(s, t) for i, j in links for s in source[i] for t in target[j]}
+    return sorted(joined, key=lambda link: link[::-1])
+
+
+# ---- in the store and in batches -------------------------------------------------------------------------------------
+
+
+def alignment_column(rule: str, *, tagged: bool) -> Column:
+    """Return the column of the store that holds the links between the tokens of a pair."""
+    return Column(ALIGNMENT, rule, ALIGNMENT_DTYPE, partial(_encode_alignment, rule=rule, tagged=tagged))
+
+
+def _encode_alignment(
+    line: str, pair: Texts, ids: list[NDArray[Any]], both: TokenizerPair, *, rule: str, tagged: bool
+) -> NDArray[Any]:
+    """Turn a line of an alignment file into links between tokens: source, target, source, target …"""
+    try:
+        links = parse_pharaoh(line)
+    except ValueError as error:
+        raise ValueError(f'"{error}" is not a link: write source-target, e.g. 0-0 1-2') from None
+    groups = [
+        tokens_of_words(side, tokens.tolist(), text, rule)
+        for side, tokens, text in zip((both.src, both.tgt), ids, pair, strict=True)
+    ]
+    for link in links:
+        for side, word, count in zip(("source", "target"), link, map(len, groups), strict=True):
+            if word >= count:
+                raise ValueError(
+                    f"{link[0]}-{link[1]} names {side} word {word}, counted from 0, of a sentence of {count} words "
+                    f"({RULE_NAMES[rule]}): align this very text"
+                )
+    joined = [(s + tagged, t) for s, t in token_alignment(links, *groups)]  # a tag is the first token of the source
+    return np.array(joined, ALIGNMENT_DTYPE)
+
+
+def batch_alignment(store: TokenStore, indices: NDArray[np.int64]) -> Tensor:
+    """Return the links of some pairs as (links, 3): row in the batch, position in the source, and in the target."""
+    import torch
+
+    if ALIGNMENT not in store.columns:
+        raise UsageError(f"{store.folder}: prepared without alignments: name their file as align in [[data.train]]")
+    flat, lengths = store.rows(ALIGNMENT, indices)
+    rows = np.repeat(np.arange(len(indices)), lengths // 2)[:, None]
+    return torch.from_numpy(np.concatenate([rows, flat.reshape(-1, 2)], axis=1, dtype=np.int64))

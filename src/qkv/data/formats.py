@@ -1,0 +1,268 @@
+"""More input for preparation: .tsv, .jsonl and .zst files, standard input, and the built-in demo corpus.
+
+`find_text` turns the corpora of a config into core's `Corpus`; a new layout is a `LineFormat` with a function from a
+line to the texts of a pair. `LineReader` reads any of these files one line after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import json
+import select
+import sys
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, cast
+
+from qkv.core import corpus as core
+from qkv.core.corpus import LINES, READ_BYTES, Corpus, LineFormat, Texts, decode_line, find_corpus, find_file, read_file
+from qkv.core.errors import QkvError, UsageError
+from qkv.options import CorpusConfig, DataConfig
+
+COMPRESSED = (*core.COMPRESSED, ".zst")
+DEMO = Path(__file__).with_name("demo")  # the built-in corpus, compressed; benchmarks/demo_corpus generates it
+SOON = 0.01  # seconds
+
+
+# ---- layouts of a line -----------------------------------------------------------------------------------------------
+
+
+def parse_tsv(line: str) -> Texts:
+    """Return the two columns of a line of tab-separated text."""
+    columns = tuple(line.split("\t"))
+    if len(columns) != 2:
+        raise ValueError(f"expected 2 columns separated by a tab, found {len(columns)}")
+    return columns
+
+
+def parse_jsonl(line: str, *, sides: int, langs: tuple[str, str]) -> Texts:
+    """Return the texts of a JSON object: "src" and "tgt", "source" and "target", a "translation", or a "text"."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    texts: tuple[Any, ...] = ()
+    if isinstance(values, dict):
+        translation = values.get("translation")
+        if sides == 1:
+            texts = (values.get("text"),)
+        elif "src" in values and "tgt" in values:
+            texts = values["src"], values["tgt"]
+        elif "source" in values and "target" in values:
+            texts = values["source"], values["target"]
+        elif isinstance(translation, dict):
+            texts = tuple(map(translation.get, langs))
+    if not texts or not all(isinstance(text, str) for text in texts):
+        named = " and ".join(f'"{lang}"' for lang in langs if lang) or "data.src_lang and data.tgt_lang"
+        pair = f'"src" and "tgt", "source" and "target", or "translation" with {named}'
+        raise ValueError(f"""expected {pair if sides == 2 else 'a string "text"'}""")
+    return texts
+
+
+def layout_of(name: str) -> str:
+    """Return the layout that a file name implies: lines, tsv or jsonl."""
+    path = Path(name)
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return suffix[1:] if suffix in (".tsv", ".jsonl") else "lines"
+
+
+# ---- finding and reading files ---------------------------------------------------------------------------------------
+
+
+def find_text(corpora: Iterable[CorpusConfig], data: DataConfig) -> list[Corpus]:
+    """Check the config of each corpus and find its files."""
+    found = [_find_corpus(corpus, data) for corpus in corpora]
+    if len({corpus.sides for corpus in found}) > 1:
+        raise UsageError("some corpora are pairs and some plain text: give one kind only")
+    return found
+
+
+def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
+    layouts = [layout_of(name) for name in (corpus.src, corpus.tgt, corpus.text) if name] or ["lines"]
+    if corpus.tgt and layouts != ["lines", "lines"] and corpus.src and not corpus.text:
+        raise UsageError(f"corpus {corpus.src} {corpus.tgt}: a .tsv or .jsonl file holds both sides: leave tgt out")
+    if corpus.text and layouts[0] == "tsv":
+        raise UsageError(f"corpus {corpus.text}: plain text cannot be .tsv: give it as src")
+    layout = "tsv" if corpus.src == "-" and not corpus.tgt else layouts[0]
+    sides = 1 if corpus.text else 2
+    langs = (data.src_lang, data.tgt_lang)
+    line_format = {
+        "lines": LINES,
+        "tsv": LineFormat("tsv", parse_tsv),
+        "jsonl": LineFormat(f"jsonl {langs[0]} {langs[1]}", partial(parse_jsonl, sides=sides, langs=langs)),
+    }[layout]
+    found = find_corpus(corpus, data, text=corpus.text, line_format=line_format, find=open_text)
+    if corpus.align:
+        if corpus.text:
+            raise UsageError(f"corpus {corpus.text}: {corpus.align} aligns two sides, and plain text has one")
+        from qkv.data.alignments import alignment_column
+
+        column = alignment_column("marks" if corpus.align.startswith("demo:") else "spaces", tagged=bool(corpus.tag))
+        names, paths = (*found.names, corpus.align), (*found.paths, open_text(corpus.align, data.root))
+        found = dataclasses.replace(found, names=names, paths=paths, column=column)
+    if found.names.count("-") > 1:
+        raise UsageError("standard input (-) can be only one file")
+    return dataclasses.replace(found, reader=reader_for(found.paths))
+
+
+def open_text(name: str, root: str = "") -> Path:
+    """Return the path of a text file; `-` is standard input, `demo:NAME` a file of the built-in corpus."""
+    if name == "-":
+        return Path("-")
+    if name.startswith("demo:"):
+        shipped = {file.stem: file for file in sorted(DEMO.glob("*.xz"))}
+        if (file := shipped.get(name.removeprefix("demo:"))) is None:
+            raise UsageError(f"{name}: no such file: the built-in corpus has {', '.join(shipped)}")
+        return file
+    return find_file(name, root, COMPRESSED)
+
+
+def reader_for(paths: Iterable[Path]) -> core.Reader:
+    """Return core's reader, unless one of the files is standard input or .zst."""
+    special = any(path == Path("-") or path.suffix == ".zst" for path in paths)
+    return read_any_file if special else read_file
+
+
+def read_any_file(path: Path) -> Iterator[bytes]:
+    """Read a file, compressed or not, or standard input, in parts."""
+    try:
+        if path == Path("-"):
+            stdin = cast(BufferedReader, sys.stdin.buffer)
+            yield from iter(lambda: stdin.read1(READ_BYTES), b"")  # do not wait for more than has come
+        elif path.suffix == ".zst":
+            yield from _decompress_zstd(path)
+        else:
+            yield from read_file(path)
+    except OSError as error:
+        raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decompress_zstd(path: Path) -> Iterator[bytes]:
+    try:
+        zstd: Any = importlib.import_module("compression.zstd")  # Python 3.14 and later
+        new, library_error = zstd.ZstdDecompressor, zstd.ZstdError
+    except ImportError:
+        try:
+            import zstandard
+        except ImportError:
+            raise UsageError(f"{path}: reading .zst needs the zstandard package: pip install zstandard") from None
+        new, library_error = (lambda: zstandard.ZstdDecompressor().decompressobj()), zstandard.ZstdError
+    broken = "broken .zst file ({}): copy or compress it again"
+    with open(path, "rb") as file:
+        decompressor, complete = new(), True
+        try:
+            for data in iter(lambda: file.read(READ_BYTES >> 3), b""):
+                while data:
+                    if decompressor.eof:
+                        decompressor = new()
+                    yield decompressor.decompress(data)
+                    data, complete = decompressor.unused_data, decompressor.eof
+        except library_error as error:
+            raise QkvError(f"{path}: {broken.format(error)}") from None
+    if not complete:
+        raise QkvError(f"{path}: {broken.format('it ends too early')}")
+
+
+class LineReader:
+    """Iterate over the lines of a file as they arrive; with on_bad = "skip", a line that is not UTF-8 is empty.
+
+    `bad` counts such lines. `more` is false while no input follows the last line yet: an interactive user or program
+    may be waiting for its result.
+    """
+
+    def __init__(self, name: str, on_bad: str = "error") -> None:
+        self.name, self.on_bad = name, on_bad
+        self.number = self.bad = 0
+        self.more = True
+
+    def __iter__(self) -> Iterator[str]:
+        unfinished: list[bytes] = []  # parts of a line whose end has not arrived: joined once, however long it is
+        for part in read_any_file(open_text(self.name)):
+            first, *others = part.split(b"\n")
+            unfinished.append(first)
+            if not others:
+                continue
+            *whole, rest = others
+            lines = [b"".join(unfinished), *whole]
+            unfinished = [rest]
+            for count, line in enumerate(lines, 1):
+                self.more = count < len(lines) or self.name != "-" or _input_is_ready()
+                yield self.decode(line)
+        if last := b"".join(unfinished):
+            yield self.decode(last)
+
+    def decode(self, line: bytes) -> str:
+        """Return the next line as text."""
+        line = line if self.number else line.removeprefix(BOM_UTF8)
+        self.number += 1
+        text = decode_line(line, f"{self.name}, line {self.number}", self.on_bad)
+        self.bad += text is None
+        return text or ""
+
+
+def _input_is_ready() -> bool:
+    """Whether standard input has more to read, or has ended."""
+    try:
+        return bool(select.select([sys.stdin.buffer], [], [], SOON)[0])
+    except io.UnsupportedOperation:  # not backed by a file
+        return True
+
+
+def read_lines(name: str) -> list[str]:
+    """Return all lines of a file; one that is not UTF-8 is an error."""
+    return list(LineReader(name, on_bad=""))
+
+
+# ---- languages -------------------------------------------------------------------------------------------------------
+
+# ISO 639-1, and the single languages (not the families) of ISO 639-2, with both codes where a language has two.
+LANGUAGE_CODES = frozenset(
+    """
+    aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo
+    es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg
+    ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn
+    no nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta
+    te tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu
+
+    aar abk ace ach ada ady afh afr ain aka akk alb ale alt amh ang anp ara arc arg arm arn arp arw asm ast ava ave awa
+    aym aze bak bal bam ban baq bas bej bel bem ben bho bik bin bis bla bod bos bra bre bua bug bul bur byn cad car cat
+    ceb ces cha chb che chg chi chk chm chn cho chp chr chu chv chy cnr cop cor cos cre crh csb cym cze dak dan dar del
+    den deu dgr din div doi dsb dua dum dut dyu dzo efi egy eka ell elx eng enm epo est eus ewe ewo fan fao fas fat fij
+    fil fin fon fra fre frm fro frr frs fry ful fur gaa gay gba geo ger gez gil gla gle glg glv gmh goh gon gor got grb
+    grc gre grn gsw guj gwi hai hat hau haw heb her hil hin hit hmn hmo hrv hsb hun hup hye iba ibo ice ido iii iku ile
+    ilo ina ind inh ipk isl ita jav jbo jpn jpr jrb kaa kab kac kal kam kan kas kat kau kaw kaz kbd kha khm kho kik kin
+    kir kmb kok kom kon kor kos kpe krc krl kru kua kum kur kut lad lah lam lao lat lav lez lim lin lit lol loz ltz lua
+    lub lug lui lun luo lus mac mad mag mah mai mak mal man mao mar mas may mdf mdr men mga mic min mkd mlg mlt mnc mni
+    moh mon mos mri msa mus mwl mwr mya myv nap nau nav nbl nde ndo nds nep new nia niu nld nno nob nog non nor nqo nso
+    nwc nya nym nyn nyo nzi oci oji ori orm osa oss ota pag pal pam pan pap pau peo per phn pli pol pon por pro pus que
+    raj rap rar roh rom ron rum run rup rus sad sag sah sam san sas sat scn sco sel sga shn sid sin slk slo slv sma sme
+    smj smn smo sms sna snd snk sog som sot spa sqi srd srn srp srr ssw suk sun sus sux swa swe syc syr tah tam tat tel
+    tem ter tet tgk tgl tha tib tig tir tiv tkl tlh tli tmh tog ton tpi tsi tsn tso tuk tum tur tvl twi tyv udm uga uig
+    ukr umb urd uzb vai ven vie vol vot wal war was wel wln wol xal xho yao yap yid yor zap zbl zen zgh zha zho zul zun
+    zza
+    """.split()
+)
+
+
+def infer_languages(data: DataConfig) -> DataConfig:
+    """Complete src_lang and tgt_lang from file names such as `train.en` and `train.de`, where they are not given.
+
+    Only corpora with two files that end in two different language codes count. A side on which they disagree stays
+    empty.
+    """
+    pairs = [(_ending(corpus.src), _ending(corpus.tgt)) for corpus in (*data.train, *data.valid)]
+    named = [(src, tgt) for src, tgt in pairs if {src, tgt} <= LANGUAGE_CODES and src != tgt]
+    if not named:
+        return data
+    src_lang, tgt_lang = (side.pop() if len(side) == 1 else "" for side in map(set, zip(*named, strict=True)))
+    return dataclasses.replace(data, src_lang=data.src_lang or src_lang, tgt_lang=data.tgt_lang or tgt_lang)
+
+
+def _ending(name: str) -> str:
+    """Return the last suffix of a file name without those of compression: en of `train.en.xz`."""
+    return next((end[1:] for end in reversed(Path(name).suffixes) if end not in (*COMPRESSED, ".txt")), "")

@@ -1,0 +1,239 @@
+"""Text without a source: running text in blocks for a language model, sentences with masked tokens for an encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate, UpdateStream, pad, visits
+from qkv.core.corpus import BOM, LINES, Corpus, LineFormat, ParallelMap, TextBlock, read_block
+from qkv.core.dataset import Encoded, TokenStore, load_tokenizers
+from qkv.core.errors import UsageError
+from qkv.core.preparation import (
+    Disposition,
+    Dispositions,
+    Filter,
+    Scan,
+    Sentences,
+)
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.options import DataConfig
+
+# A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
+PARTS = LineFormat("parts")
+PART = re.compile(rb"([^\n]{1024,}?)(?<!\r) (?=[^ \n])|([^\n]*)\n|([^\n]+)\Z")
+
+
+class RunningText(Sentences):
+    """Text that is read on across lines: nothing is dropped, newlines are tokens, the end is held out.
+
+    A JSON document ends in </s>. No filter applies.
+    """
+
+    name = "running text"
+
+    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
+        super().__init__(data, ())
+
+    def blocks(
+        self, corpora: Sequence[Corpus], plain: Sequence[tuple[Path, ...]], scratch: Path, parallel_map: ParallelMap
+    ) -> list[list[TextBlock]]:
+        """Divide the text into blocks of lines, and long lines into parts if there are too few to hold some out."""
+        if corpora[0].sides == 2:
+            raise UsageError(f"corpus {corpora[0]}: a language model learns from running text: give text, not pairs")
+        divided = super().blocks(corpora, plain, scratch, parallel_map)
+        total = sum(block.count for blocks in divided for block in blocks)
+        if self._held_out(total) or any(corpus.format != LINES for corpus in corpora):
+            return divided
+        parts = [dataclasses.replace(corpus, format=PARTS) for corpus in corpora]
+        copies = [(scratch / f"parts{number}",) for number in range(len(corpora))]
+        for (file,), (copy,) in zip(plain, copies, strict=True):
+            split_long_lines(file, copy)
+        return super().blocks(parts, copies, scratch, parallel_map)
+
+    def choose(self, scan: Scan) -> None:
+        """Choose the last lines of each corpus for validation: a tenth of all, at most 5000, or data.valid_size."""
+        dispositions = scan.dispositions
+        dispositions[dispositions == Disposition.EMPTY] = Disposition.TRAIN
+        if scan.given:
+            valid = dispositions[scan.trained :]
+            valid[valid == Disposition.TRAIN] = Disposition.VALID
+            return
+        total = sum(scan.counts)
+        goal, most = self._held_out(total), total // 2
+        if not goal:
+            remedy = f"set data.valid_size={most}, or " if most else ""
+            wanted = self.data.valid_size or min(total // 10, 5000)
+            raise UsageError(
+                f"{total} lines of running text, {wanted} of them held out for validation: it must be one at least and "
+                f"half of them at most: {remedy}give validation text: --valid-text (data.valid)"
+            )
+        hold_out_ends(scan.counts, dispositions, goal)
+
+    def _held_out(self, total: int) -> int:
+        """Return how many of so many lines are held out; 0 if that is not possible."""
+        goal = self.data.valid_size or min(total // 10, 5000)
+        return goal if goal <= total // 2 else 0
+
+    def sample(self, block: TextBlock, *arguments: Any) -> list[str]:
+        texts = super().sample(block, *arguments)
+        return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
+
+    def encode(
+        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: list[np.dtype[Any]], path: Path
+    ) -> tuple[Encoded, Encoded, list[int]]:
+        side = load_tokenizers(path).tgt
+        newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (side.newline, side.eos))
+        ids: tuple[list[bytes], list[bytes]] = ([], [])
+        raw: tuple[list[str], list[str]] = ([], [])
+        counts = [0] * len(self.reasons)
+        for texts, disposition in zip(read_block(block, self.data.on_bad), dispositions, strict=True):
+            counts[disposition] += 1
+            if texts is None:
+                continue
+            text = texts[0]
+            if block.corpus.format == PARTS:
+                goes_on, text = text.startswith("+"), text[1:]
+                packed, end = side.pack(text), " "
+                if not goes_on:
+                    packed, end = packed + newline, "\n"
+            else:
+                packed, end = side.pack_text(text), "\n"
+                if block.corpus.format != LINES:
+                    packed += end_of_document
+            ids[disposition].append(packed)
+            raw[disposition].append(text.replace("\n", " ").replace("\r", " ") + end)
+        parts: list[Encoded] = []
+        for rows, lines in zip(ids, raw, strict=True):
+            lengths = np.array([len(row) // side.dtype.itemsize for row in rows], "<u4")
+            parts.append([(b"".join(rows), lengths.tobytes(), "".join(lines).encode())])
+        return parts[0], parts[1], counts
+
+
+def hold_out_ends(counts: Sequence[int], dispositions: Dispositions, goal: int) -> None:
+    """Turn the last lines of each corpus to validation, in proportion to its size, but not all of a corpus."""
+    total = sum(counts)
+    for count, stop in zip(counts, np.cumsum(counts).tolist(), strict=True):
+        last = dispositions[stop - min(count - 1, -(-goal * count // total)) : stop]
+        last[last == Disposition.TRAIN] = Disposition.VALID
+
+
+def split_long_lines(file: Path, copy: Path) -> None:
+    """Copy a text with its long lines divided at spaces, where tokens never cross; every line gets a mark."""
+    with (
+        file.open("rb") as source,
+        mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        copy.open("wb") as out,
+    ):
+        for match in PART.finditer(text, len(BOM) if text[: len(BOM)] == BOM else 0):
+            inner, line, last = match.groups()
+            out.write(b"+" + inner + b"\n" if inner is not None else b"." + (line or last or b"") + b"\n")
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+class BlockBatches(UpdateStream):
+    """Running text cut into blocks of equal length; every epoch cuts it at other places and shuffles the blocks."""
+
+    def __init__(self, store: TokenStore, *, length: int, **options: Any) -> None:
+        super().__init__(store, **options)
+        self.length = length
+        self.plan_key = (*self.plan_key, length)
+        for first, stop in store.ranges:
+            if stop - first <= length:
+                raise UsageError(
+                    f"{store.folder}: a text of {stop - first} tokens holds no block of data.max_length = {length} "
+                    f"tokens: lower that, or leave the text out"
+                )
+
+    def make_plan(self, epoch: int) -> list[PlannedUpdate]:
+        """Plan an epoch; a block is given by its start in the stream, and none crosses from one corpus to the next."""
+        random = np.random.default_rng((self.seed, epoch, 4))
+        cuts = []
+        for first, stop in self.store.ranges:
+            shift = random.integers(min(self.length, stop - first - self.length))
+            cuts.append(np.arange(first + shift, stop - self.length, self.length, dtype=np.int64))
+        corpus = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
+        visited = visits(corpus, self.store.weights, seed=self.seed, epoch=epoch)
+        if not len(visited):
+            raise UsageError(f"epoch {epoch} visits no text: raise a weight in data.train")
+        updates = _groups(np.concatenate(cuts)[visited], self.tokens // self.length)
+        return [_groups(update, self.micro_tokens // self.length) for update in updates]
+
+    def describe(self, epoch: int) -> str:
+        return (
+            f"a pass over the text is {len(self.plan(epoch)):,} updates of {self.tokens // self.length:,} blocks "
+            f"of {self.length:,} tokens"
+        )
+
+    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+        return block_batch(self.store.stream[micro[:, None] + np.arange(self.length + 1)])
+
+
+def _groups(starts: Indices, size: int) -> list[Indices]:
+    return [starts[first : first + max(1, size)] for first in range(0, len(starts), max(1, size))]
+
+
+def block_batch(rows: NDArray[Any], pad_id: int = 0) -> Batch:
+    """Return rows of one token more than the block as a batch: each position must predict the next token."""
+    ids = torch.from_numpy(rows.astype(np.int64))
+    labels = ids[:, 1:].contiguous()
+    return Batch((ids[:, :-1].contiguous(),), labels, int((labels != pad_id).sum()))
+
+
+def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray[Any]:
+    """Return a whole text as rows of blocks in which every token is predicted once; the first follows a newline."""
+    count = -(-len(ids) // length)
+    filled: NDArray[np.int64] = np.full(count * length + 1, tokenizer.pad, np.int64)
+    filled[0] = tokenizer.newline
+    filled[1 : len(ids) + 1] = ids
+    rows: NDArray[np.int64] = filled[np.arange(count)[:, None] * length + np.arange(length + 1)]
+    return rows
+
+
+class MaskedBatches(PairBatches):
+    """Lines of plain text of similar length, with a share of the tokens masked to be predicted."""
+
+    def __init__(self, store: TokenStore, tokenizers: TokenizerPair, *, masked: float, **options: Any) -> None:
+        super().__init__(store, tokenizers, **options)
+        self.masked = masked
+
+    def widths(self) -> tuple[Lengths, Lengths]:
+        widths = np.asarray(self.store.lengths("tgt")) + 1
+        return widths, widths
+
+    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+        random = [np.random.default_rng((*seed, int(i), 5)) for i in micro]
+        rows = [self.store.tgt(i).astype(np.int64) for i in micro]
+        return mask_tokens(rows, self.tokenizers.tgt, self.masked, random)
+
+
+def mask_tokens(
+    rows: list[NDArray[np.int64]], tokenizer: Tokenizer, share: float, random: list[np.random.Generator]
+) -> Batch:
+    """Return rows with a share of their tokens, at least one, to be predicted (BERT; Devlin et al., 2019).
+
+    Of these, 8 in 10 are masked, 1 in 10 is replaced by another token and 1 in 10 stays. The mask is `<s>`, which an
+    encoder does not use otherwise.
+    """
+    inputs, labels = [], []
+    for row, own in zip(rows, random, strict=True):
+        chosen = own.random(len(row)) < share
+        chosen[own.integers(len(row))] = True
+        draw = own.random(len(row))
+        changed = np.where(draw < 0.8, tokenizer.bos, own.integers(tokenizer.offset, tokenizer.size, len(row)))
+        inputs.append(np.where(chosen & (draw < 0.9), changed, row))
+        labels.append(np.where(chosen, row, tokenizer.pad))
+    source = pad(inputs, tokenizer.pad, last=tokenizer.eos)
+    wanted = pad([np.append(row, tokenizer.pad) for row in labels], tokenizer.pad)
+    lengths = torch.tensor([len(row) + 1 for row in inputs])
+    return Batch((source, lengths), wanted, int((wanted != tokenizer.pad).sum()))
