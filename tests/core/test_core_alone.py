@@ -85,7 +85,7 @@ complete = pytest.mark.skipif(
 )
 SMALL = {
     "model": {"d_model": 64, "d_ff": 128, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0},
-    "tokenizer": {"vocab": 300},
+    "tokenizer": {"vocab": 0},
     "decode": {"extra_length": 10},
 }
 TRAIN = {
