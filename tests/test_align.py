@@ -24,7 +24,7 @@ from qkv.documents.inline_markup import place_markup, strip_markup
 from qkv.explain.word_alignment import (
     Agreement,
     Alignment,
-    Head,
+    AlignmentHead,
     agreement,
     align_pairs,
     choose_links,
@@ -54,7 +54,7 @@ def test_the_error_rate_by_hand() -> None:
     assert agreement(sure, sure).aer == 0
     assert agreement([{(5, 5)}], sure).aer == 1
     assert agreement([set()], [set()]).aer == 0
-    with pytest.raises(UsageError, match="2 alignments and 1 gold"):
+    with pytest.raises(UsageError, match="2 alignments but 1 gold"):
         agreement([set(), set()], [set()])
 
 
@@ -67,7 +67,7 @@ def test_pharaoh_text_there_and_back(pairs: frozenset[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0-", "a-b", "0-1-2", "1_0-2", "-1-0", "0-1,1-2", "٣-1"])
 def test_what_is_no_link_is_named(text: str) -> None:
-    with pytest.raises(UsageError, match=f'"{re.escape(text)}" is no link'):
+    with pytest.raises(UsageError, match=f'"{re.escape(text)}" is not a link'):
         Alignment.parse(f"0-0 {text}")
 
 
@@ -156,18 +156,18 @@ def test_links_by_hand() -> None:
 
 def test_a_head_that_is_not_there_is_refused() -> None:
     weights = {"decoder.0.cross": np.ones((2, 3, 4), np.float32)}
-    assert Head("decoder.0.cross", 1).choose(weights).shape == (3, 4)
+    assert AlignmentHead("decoder.0.cross", 1).choose(weights).shape == (3, 4)
     for head, message in (
-        (Head("decoder.1.cross"), "there are decoder.0.cross"),
-        (Head("decoder.0.cross", 2), "0 to 1"),
-        (Head("", 1), "name a layer"),
+        (AlignmentHead("decoder.1.cross"), "choose one of decoder.0.cross"),
+        (AlignmentHead("decoder.0.cross", 2), "0 to 1"),
+        (AlignmentHead("", 1), "name a layer"),
     ):
         with pytest.raises(UsageError, match=message):
             head.choose(weights)
     with pytest.raises(UsageError, match="written, fed"):
-        Head(reading="read")
+        AlignmentHead(reading="read")
     with pytest.raises(UsageError, match="0 to 1"):
-        Head(threshold=2.0)
+        AlignmentHead(threshold=2.0)
 
 
 def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:

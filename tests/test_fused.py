@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qkv.assembly import build_model
 from qkv.core.batches import Batch, pad
 from qkv.core.dataset import Rows
 from qkv.core.loss import label_smoothed_loss
+from qkv.core.transformer import Transformer
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
-from qkv.models.transformer import Transformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.training.regularization import r_drop_loss
 
@@ -49,7 +50,7 @@ def pairs(seed: int, rows: int, shortest: int, longest: int) -> Batch:
 def small(**options: object) -> Transformer:
     torch.manual_seed(0)
     settings: dict[str, object] = {"d_model": 32, "d_ff": 48, "heads": 2, "encoder_layers": 2, "decoder_layers": 2}
-    return Transformer(TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
+    return build_model(TransformerConfig(**(settings | {"dropout": 0.0} | options)), VOCAB, VOCAB)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [1, 64])

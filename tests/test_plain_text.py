@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import qkv
 from conftest import Call, sentences, tiny_config
 from qkv.api.completer import TextDecoder
+from qkv.assembly import build_model
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.errors import UsageError
@@ -28,7 +29,7 @@ from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_bloc
 from qkv.data.subwords import learn
 from qkv.data.text_preparation import prepare_text
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models import DecoderOnly, EncoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.options import (
     Config,
     CorpusConfig,
@@ -248,7 +249,7 @@ SPEC = DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2, dropout=0.0, no
 
 def language_model(**options: Any) -> DecoderOnly:
     torch.manual_seed(1)
-    model = DecoderOnly(DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
+    model = build_model(DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30, 30).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
@@ -450,7 +451,8 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
     assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
-    assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+    two_files = tmp_path / "other.txt", tmp_path / "other.txt"
+    assert "is not a translation model" in call("evaluate", writer, *two_files).error
 
 
 def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
@@ -459,7 +461,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
     done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
     assert done.code == 0, done.err
     assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
-    assert "give either" in call("train", "--text", "a", "--src", "b").error
+    assert "give one of the two" in call("train", "--text", "a", "--src", "b").error
     assert "give --text too" in call("train", "--valid-text", "a").error
     wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
     assert "translates: give pairs" in wrong.error
@@ -607,7 +609,7 @@ def test_without_positions_order_is_nothing() -> None:
     for positions, permutes in (("none", True), ("sinusoidal", False), ("learned", False), ("rotary", False)):
         torch.manual_seed(2)
         spec = EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
-        model = EncoderOnly(spec, 20).eval()
+        model = build_model(spec, 20, 20).eval()
         with torch.inference_mode():
             moved = model.hidden(tokens[:, order], lengths)
             there = model.hidden(tokens, lengths)[:, order]

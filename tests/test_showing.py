@@ -12,7 +12,7 @@ import qkv
 from conftest import Call, sentences
 from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
-from qkv.explain.word_alignment import Alignment, Head, alignment_head, keep_head
+from qkv.explain.word_alignment import Alignment, AlignmentHead, alignment_head, save_head
 
 TEXT = "The cat sees the big dog."
 
@@ -83,9 +83,9 @@ def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: P
     (run / "alignment.json").write_text("{", encoding="utf-8")
     with pytest.raises(QkvError, match="damaged"):
         alignment_head(Run.open(run))
-    assert alignment_head(Run.open(tiny)) == Head()
-    keep_head(Run.open(run), Head("decoder.0.cross", 1))
-    assert alignment_head(Run.open(run)) == Head("decoder.0.cross", 1)
+    assert alignment_head(Run.open(tiny)) == AlignmentHead()
+    save_head(Run.open(run), AlignmentHead("decoder.0.cross", 1))
+    assert alignment_head(Run.open(run)) == AlignmentHead("decoder.0.cross", 1)
 
 
 def test_heads_are_ranked_by_what_the_loss_is_without_them(tiny: Path, call: Call, tmp_path: Path) -> None:

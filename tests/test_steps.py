@@ -1,4 +1,4 @@
-"""The search told step by step: the tree replays it, reasons are true, probabilities the model's, prefixes hold."""
+"""Traced searches: the tree replays the search, reasons are true, probabilities are those of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
 from qkv.decoding.beam_variants import DecodingOptions
-from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, decoding, forced_steps
+from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
 from qkv.options import DecodeConfig
 from test_search import (
     BOS,
@@ -63,7 +63,9 @@ class PrefixModel(TableModel):
 
 def tell(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> Decoding:
     """The decoding of a sentence of one token under a limit of `longest` ≥ 1."""
-    return decoding(PrefixModel(table), BYTES, [0], dataclasses.replace(spec, extra_length=longest - 1), CPU, **options)
+    return trace_search(
+        PrefixModel(table), BYTES, [0], dataclasses.replace(spec, extra_length=longest - 1), CPU, **options
+    )
 
 
 def find(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> list[Hypothesis]:
@@ -189,21 +191,21 @@ def test_a_garden_path_told_by_hand() -> None:
     a, b = BYTES.tgt.tokens([3, 4])
     rows = [(n["parent"], n["step"], n["token"], n["fate"], n["why"]) for n in told.beam["nodes"]]
     assert rows[:6] == [
-        (None, 0, "<s>", "went on", "where every translation begins"),
+        (None, 0, "<s>", "went on", "start of every hypothesis"),
         (0, 1, a, "went on", "ranked 1st of 3 at step 1: −0.69"),
         (0, 1, b, "went on", "ranked 2nd of 3 at step 1: −0.92"),
         (0, 1, "</s>", "pruned", "ranked 3rd of 3 at step 1: −2.30 against −0.92 for the 2nd, the last that may end"),
-        (2, 2, "</s>", "winner", "the best of 2 that finished: score −1.02 against −1.61 for the next"),
+        (2, 2, "</s>", "winner", "the best of 2 finished hypotheses: score −1.02 against −1.61 for the next"),
         (1, 2, "</s>", "finished", "finished, but its score −1.61 is below the winner's −1.02"),
     ]
-    assert [row[3:] for row in rows[6:]] == [("pruned", "no longer able to beat −1.02: −1.90 at the very best")] * 2
+    assert [row[3:] for row in rows[6:]] == [("pruned", "no longer able to beat −1.02: −1.90 at best")] * 2
     greedy = tell(GARDEN_PATH, 5, DecodeConfig(beam=1, length_penalty="none")).beam
     fates = [(n["step"], n["token"], n["fate"]) for n in greedy["nodes"]]
     assert greedy["width"] == 1
     assert fates[:3] == [(0, "<s>", "went on"), (1, a, "went on"), (1, b, "pruned")]
     assert fates[3] == (2, "</s>", "winner")
     assert greedy["nodes"][2]["why"] == (
-        "ranked 2nd of 2 at step 1: −0.92 against −0.69 for the likeliest, which alone goes on"
+        "ranked 2nd of 2 at step 1: −0.92 against −0.69 for the best, the only one kept"
     )
     assert len(fates) == 5
 
@@ -260,7 +262,7 @@ def test_broken_weights_are_reported_while_tracing(beam: int) -> None:
 @pytest.mark.parametrize("beam", [1, 4])
 def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam: int) -> None:
     model = PrefixModel(random_table(3, 20, 0.4))
-    told = decoding(model, BYTES, [0], DecodeConfig(beam=beam, extra_length=6), CPU)
+    told = trace_search(model, BYTES, [0], DecodeConfig(beam=beam, extra_length=6), CPU)
     assert model.encoded == 1
     written = told.hypotheses[0].tokens
     assert [s["chosen"] for s in told.steps] == [*BYTES.tgt.tokens(written), "</s>"]

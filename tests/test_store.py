@@ -390,7 +390,7 @@ from qkv.core import corpus
 from qkv.data import text_preparation
 corpus.BLOCK_BYTES, text_preparation.SMALL_TEXT = 2000, 0
 folder, stage = Path(sys.argv[1]), sys.argv[2]
-data = config.DataConfig(train=(config.CorpusConfig(str(folder / "train.en"), str(folder / "train.de")),), workers=2)
+data = DataConfig(train=(CorpusConfig(str(folder / "train.en"), str(folder / "train.de")),), workers=2)
 def progress(now, done, total):
     if now == stage and done != 0 or now == stage == "learn":
         os.kill(os.getpid(), signal.SIGKILL)

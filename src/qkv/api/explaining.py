@@ -8,21 +8,20 @@ from typing import Any, TypedDict, Unpack
 
 from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
+from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import tag_before
+from qkv.explain.attention_hooks import HeadName
 from qkv.explain.attention_maps import AttentionMap, attention_map
 from qkv.explain.counterfactuals import WhatIf, edit, what_if
-from qkv.explain.decoding_tree import decoding, forced_steps
+from qkv.explain.decoding_tree import forced_steps, trace_search
 from qkv.explain.head_analysis import HeadImportance, head_importance
-from qkv.explain.word_alignment import Alignment, align_pairs, alignment_head
-from qkv.explain.word_alignment import Head as AlignmentHead
-from qkv.models.attention import Head
-from qkv.models.base import TranslationModel
+from qkv.explain.word_alignment import Alignment, AlignmentHead, align_pairs, alignment_head
 
 
 class Changes(TypedDict, total=False):
     """What to change about a translation (`qkv.explain.counterfactuals`)."""
 
-    heads_off: Iterable[Head]
+    heads_off: Iterable[HeadName]
     force: tuple[int, str | int] | None
     begin: str | None
     drop: Collection[int]
@@ -43,7 +42,7 @@ class Explained(Loaded[TranslationModel]):
         ids = self._sentence(source, tag)
         beam = None
         if target is None:
-            found = decoding(self.model, self.tokenizers, ids, self.config.decode, self.device)
+            found = trace_search(self.model, self.tokenizers, ids, self.config.decode, self.device)
             written, steps, beam = found.hypotheses[0].tokens, found.steps, found.beam
         else:
             written = self.tokenizers.tgt.encode(target)

@@ -12,9 +12,8 @@ from qkv.assembly import Run
 from qkv.console import say
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
+from qkv.core.transformer import Model, StepModel, TranslationModel
 from qkv.engines.cpu import DTYPES, pack
-from qkv.models.base import Model, TranslationModel
-from qkv.models.state import StepModel
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 
 M = TypeVar("M", bound=Model)

@@ -23,6 +23,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
+from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import Translation, score_all, translate_lines
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
@@ -30,9 +31,7 @@ from qkv.decoding.search_request import Options, SearchInput, SearchRequest, Sea
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
-from qkv.explain.counterfactuals import Borders, WordEnds, likeliest_words
-from qkv.models.base import Model
-from qkv.models.state import StepModel
+from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 
@@ -262,11 +261,11 @@ class Translator(Explained):
             )
         begin, end = spans[position] if position < len(spans) else (len(written), len(written))
         before, there = written[:begin], tgt.decode(written[begin:end]).strip()
-        borders = Borders(tgt)
+        borders = WordBoundaries(tgt)
         fed = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
-        likely = likeliest_words(self.runner.plain, fed, before, borders, n + 1)
+        likely = word_alternatives(self.runner.plain, fed, before, borders, n + 1)
         others = [(tokens, logprob) for tokens, logprob in likely if tgt.decode(tokens).strip() != there][:n]
-        options = dataclasses.replace(request.options, processors=(WordEnds(borders),))
+        options = dataclasses.replace(request.options, processors=(NewWordAfterPrefix(borders),))
         request = dataclasses.replace(request, options=options)
         starts = [[*before, *tokens] for tokens, _ in others]
         work = SearchInput([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))

@@ -103,7 +103,7 @@ def align(
     from qkv.console import counter, say, writer
     from qkv.core import files
     from qkv.data.formats import read_lines
-    from qkv.explain.word_alignment import KEPT, agreement, keep_head, rank_heads
+    from qkv.explain.word_alignment import HEAD_FILE, agreement, rank_heads, save_head
 
     if find and (gold or output != "-"):
         raise UsageError(
@@ -111,7 +111,7 @@ def align(
         )
     translator = Translator(run, weights=weights, device=device)
     if find:
-        files.check_place(run / KEPT)
+        files.check_place(run / HEAD_FILE)
     sources, targets = read_lines(source), read_lines(target)
     check_same_length(source, sources, target, targets)
     reference: list[Alignment] = []
@@ -124,8 +124,8 @@ def align(
         )
         for head, score in ranked[:10]:
             print(f"{score.aer:.4f}\t{head}")
-        keep_head(translator.run, ranked[0][0])
-        say(f"{run / KEPT}: `qkv align {run}` will use the first of these heads")
+        save_head(translator.run, ranked[0][0])
+        say(f"{run / HEAD_FILE}: `qkv align {run}` will use the first of these heads")
         return
     with writer(output) as write, counter("aligning", len(sources)) as advance:
         alignments = translator.align(sources, targets, rule=words, tag=tag, progress=advance)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qkv.models.base import Model
+    from qkv.core.transformer import Model
 
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
@@ -233,10 +233,10 @@ class Run:
 
     def build_model(self) -> Model:
         """Return a model of the run's config, not yet trained."""
-        from qkv.models.transformer import Transformer
+        from qkv.core.transformer import Transformer
 
         assert isinstance(self.config.model, TransformerConfig)
-        return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)  # type: ignore[arg-type]
+        return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """Return the trained model, ready for use."""

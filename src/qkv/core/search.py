@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.models.state import StepModel
+from qkv.core.transformer import StepModel
 
 CHUNK = 64  # neighbours in the vocabulary whose maximum is looked at first
 CACHED = 2**17  # numbers that stay in the cache of a core

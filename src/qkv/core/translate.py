@@ -15,7 +15,7 @@ from qkv.core.batches import Batch, collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, SpecialTokens, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
-from qkv.models.state import StepModel
+from qkv.core.transformer import StepModel
 
 Indices = Sequence[int]
 

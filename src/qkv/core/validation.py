@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qkv.core.dataset import PreparedText
     from qkv.core.device import World
     from qkv.core.search import StartSearch
-    from qkv.models.base import Model, TranslationModel
+    from qkv.core.transformer import Model, TranslationModel
 
 TOKENS = 4096  # of validation text computed at once
 

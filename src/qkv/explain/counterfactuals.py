@@ -1,4 +1,4 @@
-"""What if: the translation with heads switched off, another word forced, or the source changed, beside the first."""
+"""What if: translate again with heads muted, another word forced or the source changed, and compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,17 +17,17 @@ from torch import Tensor
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.core.translate import score_all
+from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
-from qkv.explain.decoding_tree import Read
-from qkv.models.attention import Head, heads_of, without
-from qkv.models.state import StepModel
+from qkv.explain.decoding_tree import EncodedSource
 from qkv.options import DecodeConfig
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A translation, and what the model made of it; `score` is `logprob` under the length penalty."""
+    """A source, its translation, and the log-probability; `score` is `logprob` under the length penalty."""
 
     source: str
     translation: str
@@ -39,8 +40,8 @@ class Outcome:
 class WhatIf:
     """The translation before a change and after it.
 
-    `forced_logprob` and `forced_score` are those of the first translation under the change, found by forced decoding:
-    a forced word changes nothing in them, because it changes neither the model nor the source.
+    `forced_logprob` and `forced_score` belong to the first translation, scored with teacher forcing under the change. A
+    forced word does not affect them, because it changes neither the model nor the source.
     """
 
     before: Outcome
@@ -50,12 +51,12 @@ class WhatIf:
 
     @property
     def changed(self) -> bool:
-        """Whether another translation came out."""
+        """Return whether the translation is different."""
         return self.before.translation != self.after.translation
 
     @property
     def likelier(self) -> float:
-        """By how many nats the first translation became likelier; negative: less likely."""
+        """Return the change in the log-probability of the first translation, in nats."""
         return self.forced_logprob - self.before.logprob
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,29 +76,29 @@ def what_if(
     text: str,
     *,
     tag: Sequence[int] = (),
-    heads_off: Iterable[Head] = (),
+    heads_off: Iterable[HeadName] = (),
     force: tuple[int, str | int] | None = None,
     begin: str | None = None,
     drop: Collection[int] = (),
     replace: Mapping[int, str] | None = None,
 ) -> WhatIf:
-    """Translate a sentence as it is, and again with everything changed that is given; `tag` are ids before the source.
+    """Translate a sentence as it is, and again with all given changes; `tag` are ids before the source.
 
-    `heads_off` are names or (name, head) as in `without`. `force` = (step, word) keeps the tokens that the first
-    translation has before that step, counted from 0, puts the word (or the token of that id) there and lets the search
-    go on; `begin` is a whole beginning instead. `drop` and `replace` take words of the source by their number, as
-    `source_words` counts them.
+    `heads_off` are names or (name, head) as in `mute_heads`. `force` = (step, word) keeps the tokens that the first
+    translation has before that step, counted from 0, puts the word (or the token of that id) there and continues the
+    search; `begin` replaces the beginning of the translation instead. `drop` and `replace` refer to words of the source
+    by their index in `source_words`.
     """
     tgt = tokenizers.tgt
     if force is not None and begin is not None:
-        raise UsageError("a forced word and a given beginning exclude each other: put the word into the beginning")
+        raise UsageError("force and begin exclude each other: put the word into the beginning")
     changed_text = edit(tokenizers.src, text, drop, replace or {})
     source, changed = ([*tag, *tokenizers.src.encode(line)] for line in (text, changed_text))
-    first = Read(model, tokenizers, source, device).search(spec)[0]
+    first = EncodedSource(model, tokenizers, source, device).search(spec)[0]
     prefix = tgt.encode(begin or "") if force is None else _forced(tgt, first.tokens, *force)
     heads_off = list(heads_off)
-    with without(heads_off, heads_of(model, device) if heads_off else {}):
-        second = Read(model, tokenizers, changed, device).search(spec, prefix=prefix)[0]
+    with mute_heads(heads_off, head_counts(model, device)) if heads_off else nullcontext():
+        second = EncodedSource(model, tokenizers, changed, device).search(spec, prefix=prefix)[0]
         (logprobs,) = score_all(model, [changed], [first.tokens], tokenizers, device=device)
     logprob = sum(logprobs)
     return WhatIf(
@@ -113,74 +114,74 @@ def _outcome(tgt: Tokenizer, source: str, best: Hypothesis) -> Outcome:
 
 
 def source_words(src: Tokenizer, text: str) -> list[str]:
-    """The words of a source, as they are numbered here and in an attention map without a language tag."""
+    """Return the words of a source, in the order in which `drop`, `replace` and attention maps number them."""
     return [piece.strip(" ") for piece in _pieces(src, text)]
 
 
 def edit(src: Tokenizer, text: str, drop: Collection[int], replace: Mapping[int, str]) -> str:
-    """The text without the words of the numbers in `drop`, and with others in place of those in `replace`."""
+    """Return the text with the words in `drop` removed and those in `replace` replaced, both by index."""
     if not drop and not replace:
         return text
     pieces = _pieces(src, text)
     for number in (*drop, *replace):
         if not 0 <= number < len(pieces):
-            known = " ".join(f"{i} {piece.strip(' ')}" for i, piece in enumerate(pieces))
-            raise UsageError(f"the source has no word {number}: its words are {known}")
+            numbered = " ".join(f"{i} {piece.strip(' ')}" for i, piece in enumerate(pieces))
+            raise UsageError(f"the source has no word {number}: its words are {numbered}")
     for number, word in replace.items():
         space = " " if pieces[number].startswith(" ") else ""
         pieces[number] = space + word.strip()
-    left = "".join(piece for number, piece in enumerate(pieces) if number not in drop).strip()
-    if not left:
-        raise UsageError("no word of the source would remain: drop fewer")
-    return left
+    remaining = "".join(piece for number, piece in enumerate(pieces) if number not in drop).strip()
+    if not remaining:
+        raise UsageError("no word of the source would remain: drop fewer words")
+    return remaining
 
 
 def _pieces(src: Tokenizer, text: str) -> list[str]:
-    """The words of a text with the spaces before them: together they are the text, and a space before it."""
+    """Return the words with the spaces before them; joined, they are a space and the text."""
     ids = src.encode(text)
     spans = words(src.tokens(ids))
     return [b"".join(map(src.bytes_of, ids[i:j])).decode("utf-8", "replace") for i, j in spans]
 
 
 def _forced(tgt: Tokenizer, written: list[int], step: int, word: str | int) -> list[int]:
-    """The tokens before the step, and the word or token at it."""
+    """Return the tokens before the step, followed by the forced word or token."""
     if not 0 <= step <= len(written):
         raise UsageError(f"step {step}: the translation has steps 0 to {len(written)}")
     before = written[:step]
     if isinstance(word, int):
         if not tgt.offset <= word < tgt.size:
-            raise UsageError(f"token {word} writes nothing: a forced token is one of {tgt.offset} to {tgt.size - 1}")
+            raise UsageError(f"token {word} has no text: force one of the ids {tgt.offset} to {tgt.size - 1}")
         return [*before, word]
     word = word.removeprefix("▁").strip()
     if not word:
-        raise UsageError("the forced word is empty: give one")
+        raise UsageError("the forced word is empty: give a word")
     if word[0].isalnum():
         return [*before, *tgt.encode(word)]
-    return tgt.encode(tgt.decode(before) + word)  # punctuation joins what stands before it
+    return tgt.encode(tgt.decode(before) + word)  # punctuation follows without a space
 
 
-# ---- Other words at a place of a translation: which the model finds likely there, one token of them after ------------
+# ---- the most probable words at a position of a translation ----------------------------------------------------------
 
 
-AT_ONCE = 8  # beginnings of words that are looked at together
-BRANCHES = 20  # tokens that each of them is continued with
-ROUNDS = 40  # … at most
+BATCH = 8  # beginnings of words that are continued in one call of the model
+BRANCHES = 20  # tokens that continue each of them
+ROUNDS = 40  # limit on the number of calls
 
 
 @dataclass(frozen=True)
-class Borders:
-    """Where words begin and end among the tokens of a vocabulary."""
+class WordBoundaries:
+    """For each token of a vocabulary, whether it can start a new word and whether its word may continue."""
 
     tokenizer: Tokenizer
 
     @cached_property
     def begins(self) -> Tensor:
-        """Which tokens never go on with a word of letters or digits: (vocab,)."""
+        """Mark the tokens that never continue a word of letters or digits: (vocab,)."""
         return torch.tensor([not _letter(self._text(token)[:1]) for token in range(self.tokenizer.size)])
 
     @cached_property
     def ends(self) -> Tensor:
-        """Which tokens end in a letter or digit, so that the word they write may go on: (vocab,)."""
+        """Mark the tokens that end in a letter or digit, after which the word may continue: (vocab,)."""
         return torch.tensor([_letter(self._text(token)[-1:]) for token in range(self.tokenizer.size)])
 
     def _text(self, token: int) -> str:
@@ -188,14 +189,14 @@ class Borders:
 
 
 def _letter(character: str) -> bool:
-    return character.isalnum() or character == "\ufffd"  # which is part of one, as far as anybody knows
+    return character.isalnum() or character == "\ufffd"  # an incomplete character is counted as a letter
 
 
 @dataclass(frozen=True)
-class WordEnds:
-    """A rule: where a forced beginning ends in a letter, a new word comes next."""
+class NewWordAfterPrefix:
+    """Logits processor: after a forced prefix that ends in a letter, the next token starts a new word."""
 
-    borders: Borders
+    boundaries: WordBoundaries
     changes_score: ClassVar[bool] = True
     capturable: ClassVar[bool] = False
 
@@ -205,59 +206,60 @@ class WordEnds:
         forced = (state.forced.gather(1, before[:, None]).squeeze(1) >= 0) & (state.length > 0)
         free = state.forced.gather(1, state.length[:, None]).squeeze(1) < 0
         last = state.newest  # (sentences, rows)
-        bound = (forced & free)[:, None] & self.borders.ends.to(last.device)[last]
-        log_probs.masked_fill_(bound[:, :, None] & ~self.borders.begins.to(last.device), -math.inf)
+        after_letter = (forced & free)[:, None] & self.boundaries.ends.to(last.device)[last]
+        log_probs.masked_fill_(after_letter[:, :, None] & ~self.boundaries.begins.to(last.device), -math.inf)
 
 
 @torch.inference_mode()
-def likeliest_words(
+def word_alternatives(
     model: StepModel[Any, Any],
     source: Tensor,
     prefix: Sequence[int],
-    borders: Borders,
+    boundaries: WordBoundaries,
     n: int,
 ) -> list[tuple[list[int], float]]:
-    """The n likeliest words after a prefix as tokens, each with its log-probability, best first.
+    """Return the n most probable words after a prefix as tokens, each with its log-probability, best first.
 
-    A word's probability is that of its tokens and of anything that ends it. The search takes up the likeliest beginning
-    each time, and is over when no beginning is as likely as the n-th word: whatever it grows into is less likely.
+    The probability of a word is that of its tokens and of any token that ends it. Best-first search: the most probable
+    beginnings are continued until none is more probable than the n-th word, because longer words are less probable.
     """
-    tgt = borders.tokenizer
-    memory = model.encode(source, torch.tensor([source.shape[1]], device=source.device))
-    beginnings: list[tuple[float, list[int]]] = [(0.0, [])]  # a heap: the likeliest first
+    tgt = boundaries.tokenizer
+    encoded = model.encode(source, torch.tensor([source.shape[1]], device=source.device))
+    beginnings: list[tuple[float, list[int]]] = [(0.0, [])]  # a heap of (−log-probability, tokens)
     words: dict[str, tuple[list[int], float]] = {}
     for _ in range(ROUNDS):
         best = sorted((logprob for _, logprob in words.values()), reverse=True)[:n]
         if not beginnings or (len(best) == n and -beginnings[0][0] <= best[-1]):
             break
-        some = [heapq.heappop(beginnings) for _ in range(min(AT_ONCE, len(beginnings)))]
-        after = _after(model, memory, [[tgt.bos, *prefix, *tokens] for _, tokens in some], source.device)
-        after[:, [tgt.pad, tgt.bos]] = -math.inf
-        for (cost, tokens), log_probs in zip(some, after, strict=True):
-            going_on = log_probs.clone()
+        batch = [heapq.heappop(beginnings) for _ in range(min(BATCH, len(beginnings)))]
+        rows = [[tgt.bos, *prefix, *tokens] for _, tokens in batch]
+        next_log_probs = _next_log_probs(model, encoded, rows, source.device)
+        next_log_probs[:, [tgt.pad, tgt.bos]] = -math.inf
+        for (cost, tokens), log_probs in zip(batch, next_log_probs, strict=True):
+            continuing = log_probs.clone()
             if tokens:
-                may_end = borders.begins if borders.ends[tokens[-1]] else _spaces(tgt)
+                may_end = boundaries.begins if boundaries.ends[tokens[-1]] else _ends_punctuation(tgt)
                 ended = float(log_probs[may_end].logsumexp(0)) - cost
                 word = tgt.decode(tokens).strip()
                 if word and ended > words.get(word, (tokens, -math.inf))[1]:
                     words[word] = tokens, ended
-                going_on[may_end] = -math.inf
-            going_on[: tgt.offset] = -math.inf  # what writes nothing
-            for gained, token in zip(*(part.tolist() for part in going_on.topk(BRANCHES)), strict=True):
-                if gained > -math.inf:
-                    heapq.heappush(beginnings, (cost - gained, [*tokens, token]))
+                continuing[may_end] = -math.inf
+            continuing[: tgt.offset] = -math.inf  # special tokens have no text
+            for logprob, token in zip(*(part.tolist() for part in continuing.topk(BRANCHES)), strict=True):
+                if logprob > -math.inf:
+                    heapq.heappush(beginnings, (cost - logprob, [*tokens, token]))
     return sorted(words.values(), key=lambda pair: -pair[1])[:n]
 
 
-def _after(model: StepModel[Any, Any], memory: Any, rows: list[list[int]], device: torch.device) -> Tensor:
-    """The log-probabilities of what follows each row of tokens: (rows, vocab), on the CPU."""
+def _next_log_probs(model: StepModel[Any, Any], encoded: Any, rows: list[list[int]], device: torch.device) -> Tensor:
+    """Return the log-probabilities of the token after each row: (rows, vocab), on the CPU."""
     width = max(map(len, rows))
-    fed = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
-    logits, _ = model.step(fed, model.start(memory, len(rows)))  # nothing sees what was put behind it
+    padded = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
+    logits, _ = model.step(padded, model.start(encoded, len(rows)))  # the causal mask hides the padding
     last = torch.tensor([len(row) - 1 for row in rows], device=device)
     return logits[torch.arange(len(rows), device=device), last].log_softmax(-1, dtype=torch.float).cpu()
 
 
-def _spaces(tgt: Tokenizer) -> Tensor:
-    """Which tokens begin with a space, or are </s>: what ends a word of marks."""
+def _ends_punctuation(tgt: Tokenizer) -> Tensor:
+    """Mark the tokens that end a word of punctuation: those that start with a space, and </s>."""
     return torch.tensor([token == tgt.eos or tgt.bytes_of(token).startswith(b" ") for token in range(tgt.size)])

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from qkv.assembly import Run
+from qkv.assembly import Run, build_model
 from qkv.core.dataset import PreparedText
 from qkv.core.tokenizer import TokenizerPair
-from qkv.models.base import parameter_count
-from qkv.models.build import build
+from qkv.core.transformer import parameter_count
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 
 
@@ -41,7 +40,7 @@ def card(run: Run, prepared: PreparedText) -> str:
 def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
     """Return the number of parameters of a model, without allocating them."""
     with torch.device("meta"):
-        return parameter_count(build(spec, tokenizers.src.size, tokenizers.tgt.size))
+        return parameter_count(build_model(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
 def shape(spec: ModelConfig) -> str:

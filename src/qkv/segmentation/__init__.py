@@ -1,1 +1,1 @@
-"""Texts cut into sentences and put together again."""
+"""Cutting texts into sentences and joining them again."""

@@ -1,8 +1,8 @@
-"""Inputs cut into sentences, or into pieces that fit the model, and rejoined: nothing is lost, whatever the text.
+"""Cut inputs into sentences, or into pieces that fit the model, and join them again without loss.
 
-With `sentences` every sentence is a piece. Without it, or where a sentence is too long, pieces are as long as will fit:
-a piece ends at a sentence border where there is one, else at clause punctuation, else at a space, else (one endless
-token) wherever it must. The white space between pieces is kept aside and put back between their translations.
+With `sentences` every sentence is a piece. Without it, or if a sentence is too long, pieces are as long as possible: a
+piece ends at a sentence border if there is one, else at clause punctuation, else at a space, else (a very long token)
+inside the token. The white space between pieces is stored and put back between their translations.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple
 
 from qkv.core.errors import QkvError
 
-SPACE, CLAUSE, SENTENCE, LINE = range(4)  # how good a place to cut, from the worst to the best
-SHORT = 300  # characters of a line that mostly fits as a whole: nothing is looked for in it
+SPACE, CLAUSE, SENTENCE, LINE = range(4)  # ranks of borders, from the worst place to cut to the best
+SHORT = 300  # characters; a shorter line is first tried as one piece, without a search for borders
 
 STOPS = ".!?…؟۔।"
 PAUSES = ",;:،؛–—"
-WIDE_STOPS = "。！？｡"  # scripts without spaces: these end a sentence whatever comes next
+WIDE_STOPS = "。！？｡"  # scripts without spaces: these always end a sentence
 WIDE_PAUSES = "、，；："
 OPENERS = "\"'“‘„«‹([{¿¡「『（《"
 CLOSERS = "\"'”’“»›)]}」』）》"
 
-# Every run of marks is taken whole, border or not, so that the scan is linear even on a million full stops.
+# Each run of marks is one match, border or not, so that the scan is linear even on a million full stops.
 MARKS = re.compile(rf"([{STOPS}{PAUSES}{WIDE_STOPS}{WIDE_PAUSES}]+)([{re.escape(CLOSERS)}]*)(\s*)|\s+")
 
 WORD = re.compile(r"[^\W_]|[\r\n]")  # a letter or digit, or the end of the line
 # Every line of several sentences matches; a line without a match is one sentence and is not scanned further.
 INNER_STOP = re.compile(rf"[{STOPS}][{re.escape(CLOSERS)}]*\s|[{WIDE_STOPS}][{re.escape(CLOSERS)}]*.")
 
-# Words that end in a full stop without ending a sentence: always, or before a number. Initials ("J.", "z.B.", "U.S.")
-# and small numbers ("3. Mai") are known by their form; a small letter after the stop means that the sentence goes on.
+# Abbreviations: their full stop never ends a sentence, or not before a number. Initials ("J.", "z.B.", "U.S.") and
+# small numbers ("3. Mai") are recognised by their form; before a lower-case letter a stop never ends a sentence.
 TITLES = """
     dr mr mrs ms prof st sr jr rev capt lt sgt gov vs approx dept bzw ca ggf inkl exkl hrsg str tel vgl sog evtl hl frl
     dipl ing dott sig sigg avv mme mlle sra srta dra
@@ -59,9 +59,9 @@ class Pieces:
         return iter(self.pieces)
 
     def join(self, translated: Sequence[str], glue: str = "") -> str:
-        """The text with every piece replaced; `glue` goes where a wide mark (。) stood with no space after it."""
+        """Return the text with every piece replaced; `glue` is inserted after a wide mark (。) without a space."""
         if len(translated) != len(self.pieces):
-            raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: one for each is needed")
+            raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: give one for each piece")
         parts = [self.separators[0]]
         for i, replacement in enumerate(translated):
             gap = self.separators[i + 1]
@@ -71,7 +71,7 @@ class Pieces:
 
 
 class Border(NamedTuple):
-    """A place to cut: a piece may end at `stop`, the next one begins at `resume`, white space lies between."""
+    """A place to cut: a piece ends at `stop`, the next starts at `resume`, with white space between them."""
 
     stop: int
     resume: int
@@ -81,9 +81,9 @@ class Border(NamedTuple):
 def split(text: str, fits: Callable[[str], bool], *, sentences: bool = False) -> Pieces:
     """Cut `text` into the longest pieces for which `fits` is true, or into `sentences`; a line break ends a piece.
 
-    A run of marks without a letter or digit is no sentence: it stays with the sentence before it. A single character is
-    never cut, even if `fits` refuses it. Text that is only white space has no pieces. `fits` is called O(log n) times a
-    piece, seldom with much more than one piece of text.
+    Marks without a letter or digit are part of the sentence before them. A single character is a piece even if `fits`
+    returns False. White space alone has no pieces. `fits` is called O(log n) times per piece, rarely with much more
+    text than one piece.
     """
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
     line = text[start:end]
@@ -102,12 +102,12 @@ class _Cutter:
 
     def __init__(self, text: str, fits: Callable[[str], bool], sentences: bool) -> None:
         self.text, self.fits, self.sentences = text, fits, sentences
-        self.word = -1  # place of the last letter, digit or line break that was looked for
+        self.word = -1  # last result of next_word
         self.guess = dict.fromkeys((SPACE, CLAUSE, SENTENCE), 1)  # units in the last piece of each rank
-        self.window = 1  # characters in the last piece of an endless token
+        self.window = 1  # characters in the last piece of a long token
 
     def lines(self, start: int) -> Iterator[tuple[int, int]]:
-        """The cuts from `start` to the end of the text."""
+        """Yield the cuts from `start` to the end of the text."""
         line: list[Border] = []
         word = self.next_word(start)
         for border in _borders(self.text, start):
@@ -122,21 +122,21 @@ class _Cutter:
                 word = self.next_word(start)
 
     def begins(self, at: int) -> bool:
-        """Whether a sentence begins here: a word comes before the next stop and before the end of the line."""
+        """Return whether a sentence starts here: there is a word before the next stop and the end of the line."""
         word = self.next_word(at)
         if word == len(self.text) or self.text[word] in "\r\n":
             return False
         return INNER_STOP.search(self.text, at, word) is None
 
     def next_word(self, at: int) -> int:
-        """The place of the first letter, digit or line break from `at` on, or the length of the text; `at` grows."""
+        """Return the position of the next letter, digit or line break, or the length of the text; `at` only grows."""
         if self.word < at:
-            found = WORD.search(self.text, at)
-            self.word = found.start() if found else len(self.text)
+            match = WORD.search(self.text, at)
+            self.word = match.start() if match else len(self.text)
         return self.word
 
     def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[tuple[int, int]]:
-        """Cut text[start:] up to the last border, at borders of this rank or better as far as they serve."""
+        """Cut text[start:] up to the last border, at borders of this rank or better if the pieces fit."""
         if rank < SPACE:
             yield from self.windows(start, borders[-1])
             return
@@ -144,19 +144,19 @@ class _Cutter:
         stops = [borders[i].stop for i in units]
         done = 0
         while done < len(units):
-            many = self.longest(start, stops, done, self.guess[rank])
-            if many:
-                self.guess[rank] = many
-                yield borders[units[done + many - 1]][:2]
-            else:  # not even one unit fits: cut inside it, at borders of the next lower rank
-                many = 1
+            count = self.longest(start, stops, done, self.guess[rank])
+            if count:
+                self.guess[rank] = count
+                yield borders[units[done + count - 1]][:2]
+            else:  # one unit does not fit: cut inside it, at borders of the next lower rank
+                count = 1
                 first = units[done - 1] + 1 if done else 0
                 yield from self.pack(start, borders[first : units[done] + 1], rank - 1)
-            done += many
+            done += count
             start = borders[units[done - 1]].resume
 
     def windows(self, start: int, end: Border) -> Iterator[tuple[int, int]]:
-        """Cut an endless token wherever it must be, but not between a letter and its accents."""
+        """Cut a long token at any place that does not separate a letter from its accents."""
         while start < end.stop:
             self.window = self.longest(start, range(start + 1, end.stop + 1), 0, self.window) or 1
             stop = start + self.window
@@ -168,8 +168,8 @@ class _Cutter:
             start = stop
 
     def longest(self, start: int, stops: Sequence[int], done: int, guess: int) -> int:
-        """How many more stops a piece from `start` can reach and still fit: strides out from a guess, then halves."""
-        low, high = 0, len(stops) - done + 1  # low is known to fit, high is known not to
+        """Return how many more stops a piece from `start` can include: doubling steps from a guess, then bisection."""
+        low, high = 0, len(stops) - done + 1  # low fits, high does not
         probe, stride = min(guess, high - 1), max(1, guess // 8)
         while high - low > 1:
             if self.fits(self.text[start : stops[done + probe - 1]]):
@@ -183,7 +183,7 @@ class _Cutter:
 
 
 def _borders(text: str, start: int) -> Iterator[Border]:
-    """Every place where the text may be cut, sentence borders by best effort; the end of the text is the last."""
+    """Yield every place where the text may be cut, the end of the text last; sentence borders are heuristic."""
     end = len(text.rstrip())
     for match in MARKS.finditer(text, start, end):
         marks, space = match.group(1) or "", match.group(3) or ""
@@ -208,7 +208,7 @@ def _borders(text: str, start: int) -> Iterator[Border]:
 
 
 def _ends_sentence(text: str, start: int, marks: str, resume: int) -> bool:
-    """Whether marks at `start`, with the next word at `resume`, end a sentence."""
+    """Return whether the marks at `start`, with the next word at `resume`, end a sentence."""
     following = text[resume : resume + 4].lstrip(OPENERS)[:1]
     if following.islower():
         return False
@@ -217,8 +217,8 @@ def _ends_sentence(text: str, start: int, marks: str, resume: int) -> bool:
     word = re.split(r"\s", text[max(0, start - 12) : start])[-1].lstrip(OPENERS)
     initials = all(len(part) <= 2 and part.isalpha() for part in word.split(".")) and ("." in word or len(word) == 1)
     ordinal = word.isdigit() and len(word) <= 2
-    known = BEFORE_NUMBERS if following.isdigit() else ABBREVIATIONS
-    return not (initials or ordinal or word.lower() in known)
+    abbreviations = BEFORE_NUMBERS if following.isdigit() else ABBREVIATIONS
+    return not (initials or ordinal or word.lower() in abbreviations)
 
 
 def _ends_wide(piece: str) -> bool:
@@ -226,5 +226,5 @@ def _ends_wide(piece: str) -> bool:
 
 
 def _sticks(text: str, at: int) -> bool:
-    """Whether a cut before text[at] would part a letter from its accents or an emoji from its joiner."""
+    """Return whether a cut before text[at] would separate a letter from its accents or an emoji from its joiner."""
     return at < len(text) and (unicodedata.category(text[at]).startswith("M") or "\u200d" in text[at - 1 : at + 1])

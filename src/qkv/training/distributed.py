@@ -31,7 +31,7 @@ from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.run import load_weights
 from qkv.core.trainer import PlainTrainStep
-from qkv.models.base import Model
+from qkv.core.transformer import Model
 from qkv.training import memory_limits
 
 if TYPE_CHECKING:
@@ -268,6 +268,8 @@ def shard(model: nn.Module, device: torch.device, world: World) -> None:
     for module in [*memory_limits.layers(model), model]:
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(model, "hidden")
+    if isinstance(model, Model) and type(model).hidden_at is not Model.hidden_at:  # else it calls `hidden`
+        register_fsdp_forward_method(model, "hidden_at")
     for module in model.modules():
         if isinstance(module, FSDPModule):  # a sum; FSDP's default is the mean
             module.set_gradient_divide_factor(1.0)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.base import Model
+from qkv.core.attention import MultiHeadAttention
+from qkv.core.transformer import Model
 from qkv.options import TrainConfig
 
 Group = dict[str, Any]

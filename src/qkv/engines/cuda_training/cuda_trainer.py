@@ -22,11 +22,11 @@ from qkv.core.batches import Batch, Update, collate
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
+from qkv.core.transformer import Transformer
 from qkv.core.validation import update_options
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
-from qkv.models.transformer import Transformer
 from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap
 from qkv.training.memory_limits import MemoryLimitedStep

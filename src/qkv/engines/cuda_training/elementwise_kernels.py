@@ -261,7 +261,7 @@ def turn(x: Tensor, places: Tensor, table: Tensor, *, back: bool = False) -> Non
 
 
 def turn_plain(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
-    from qkv.models.attention import rotate  # here: the model's layers load this module
+    from qkv.models.variants import rotate
 
     angles = table[places.long()]
     if back:
