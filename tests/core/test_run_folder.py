@@ -91,6 +91,6 @@ def test_training_begins_with_the_first_update_of_the_first_pass(tmp_path: Path)
     first = updates(trainer, 1)[0]
     planned = trainer.updates.plan(0)[0]
     assert first.after == (0, 1)
-    for batch, rows in zip(first.micros, planned, strict=True):
+    for batch, rows in zip(first.micro_batches, planned, strict=True):
         expected = trainer.updates.batch(rows, (trainer.config.train.seed, 0, 0))
         assert torch.equal(batch.labels, expected.labels)
