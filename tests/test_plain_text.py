@@ -98,6 +98,20 @@ def test_too_little_running_text_to_hold_some_out(tmp_path: Path, lines: int, wa
         running_text(tmp_path, "a line\n" * lines, valid_size=remedy)
 
 
+@pytest.mark.parametrize("lines", [1, 3])
+def test_long_lines_of_running_text_are_held_out_in_part(tmp_path: Path, lines: int) -> None:
+    line = "  ".join(f"word{n} \u0301and\r more" for n in range(2000))
+    text = "\ufeff" * 0 + (line + "\n") * lines
+    prepared = running_text(tmp_path, text, max_length=16)
+    tgt = prepared.tokenizers.tgt
+    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    assert ids == tgt.encode_text(text), "the tokens of the whole lines, and newlines where the text has them"
+    valid = tgt.decode_text(prepared.valid.stream.tolist())
+    assert 0.05 < len(valid) / len(text) < 0.2
+    raw = prepared.valid_text[1].read_text(encoding="utf-8")
+    assert unicodedata.normalize("NFC", raw) == valid.replace("\r", " ")
+
+
 def test_documents_end(tmp_path: Path) -> None:
     documents = ["first\nof two lines", "second", "third"] * 5
     text = "".join(json.dumps({"text": each}) + "\n" for each in documents)
