@@ -19,8 +19,8 @@ from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Resid
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
+    DropoutHash,
     Heads,
-    Noise,
     Rows,
     gelu,
     rectify,
@@ -57,7 +57,7 @@ class Weight(NamedTuple):
         return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
 
 
-class Weights:
+class FlatWeights:
     """The weights of a model on its device; products are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -109,9 +109,9 @@ LOGITS = 2**30  # numbers at once
 
 
 class Sublayer(NamedTuple):
-    """What a sublayer made of its input, the bias still to be added, and the way back.
+    """Result of a sub-layer without its last bias, and its backward function.
 
-    `back` takes the gradient of `result` and a tensor to which that of the input is added, or None; it returns the sum.
+    `back` takes the gradient of `result` and optionally a tensor; it returns the gradient of the input plus the tensor.
     """
 
     result: Tensor
@@ -120,14 +120,14 @@ class Sublayer(NamedTuple):
 
 
 AnyFeedForward = FeedForward | VariantFeedForward
-Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
+Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and its sub-layer
 
 
-class Passes:
-    """Forward and backward passes of one model; gradients are added to those of `weights`."""
+class ForwardBackward:
+    """Forward and backward passes of one model; they add to the gradients in `weights`."""
 
     def __init__(
-        self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
+        self, model: Transformer, weights: FlatWeights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
@@ -187,8 +187,8 @@ class Passes:
 
         return hidden, back
 
-    def _noise(self, module: nn.Module, rate: float) -> Noise:
-        return Noise(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
+    def _noise(self, module: nn.Module, rate: float) -> DropoutHash:
+        return DropoutHash(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
