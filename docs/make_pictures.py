@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 import qkv
 from qkv.api import Translator
 from qkv.core.optimizer import learning_rate
+from qkv.core.transformer import sinusoids
 from qkv.data.formats import read_lines
-from qkv.models.layers import sinusoids
 from qkv.options import TrainConfig
 
 SENTENCE = "Your cat is a lovely cat."

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from conftest import leaves
 from qkv.core.search import SearchOptions, SpecialTokens, search
-from qkv.models import parameter_count, record
-from qkv.models.convs2s import Convolutional, EncoderLayer, GatedConvolution, dilations, neighbours
+from qkv.core.transformer import EncoderLayer, parameter_count
+from qkv.explain.attention_hooks import record_attention
+from qkv.models.convs2s import ConvS2S, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 
 VOCAB = 20
@@ -30,10 +31,10 @@ def spec_of(**options: Any) -> ConvS2SConfig:
     return ConvS2SConfig(**(small | options))
 
 
-def model_of(seed: int = 0, **options: Any) -> Convolutional:
+def model_of(seed: int = 0, **options: Any) -> ConvS2S:
     """As after some training: no bias is zero, and no row has the length that its direction has."""
     torch.manual_seed(seed)
-    model = Convolutional(spec_of(**options), VOCAB, VOCAB).eval()
+    model = ConvS2S(spec_of(**options), VOCAB, VOCAB).eval()
     for name, p in model.named_parameters():
         if name.endswith(("gain", "bias")):
             torch.nn.init.normal_(p, mean=float(name.endswith("gain")), std=0.3)
@@ -74,9 +75,9 @@ def gated(weights: dict[str, Array], name: str, x: Array, places: list[int]) -> 
     return out
 
 
-def statement(model: Convolutional, source: list[int], target: list[int]) -> Array:
+def statement(model: ConvS2S, source: list[int], target: list[int]) -> Array:
     """ConvS2S of one sentence pair with learned positions: logits (target, vocab)."""
-    spec, k = model.spec, model.spec.kernel
+    spec, k = model.config, model.config.kernel
     weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
     d = spec.d_model
     sizes = [k**i if spec.convolution == "dilated" else 1 for i in range(3)]
@@ -269,7 +270,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, 
             logits, state = model.step(new, state)
             same(logits, model(source[owner], lengths[owner], written)[:, -new.shape[1] :])
             groups = len(owner) // beam
-            assert len(state.memory.keys) == len(state.memory.values) == groups  # not once for every row
+            assert len(state.encoded.keys) == len(state.encoded.values) == groups  # not once for every row
             stay = data.draw(st.lists(st.integers(0, groups - 1), min_size=1, max_size=groups + 1))
             inside = st.lists(st.integers(0, beam - 1), min_size=beam, max_size=beam)
             rows = [group * beam + row for group in stay for row in data.draw(inside)]
@@ -296,7 +297,7 @@ def test_recorded_weights_are_the_attention() -> None:
     source, lengths, target = some(2, 6), torch.tensor([6, 3]), some(2, 5, seed=2)
     with torch.inference_mode():
         fused = model(source, lengths, target)
-        with record() as recording:
+        with record_attention() as recording:
             same(model(source, lengths, target), fused)
     assert list(recording.weights) == [f"decoder.{i}.cross" for i in range(3)]
     for (weights,) in recording.weights.values():
@@ -337,7 +338,7 @@ def test_half_precision_is_near_and_steps_alike(convolution: str) -> None:
 
 def test_every_dropout_acts_and_in_training_only() -> None:
     """On both embeddings, before all five convolutions, and before the output."""
-    model = Convolutional(spec_of(dropout=0.5), VOCAB, VOCAB)
+    model = ConvS2S(spec_of(dropout=0.5), VOCAB, VOCAB)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     assert len(dropouts) == 2 + 5 + 1
     inputs = some(2, 5), torch.tensor([5, 3]), some(2, 4)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
+from qkv.assembly import build_model
 from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
 from qkv.decoding.ensemble import Ensemble
-from qkv.models.build import build
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from test_search import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
 
@@ -36,7 +36,7 @@ KINDS: list[Any] = [
 @cache
 def member(kind: int, seed: int = 0) -> Any:
     torch.manual_seed(10 * kind + seed)
-    model = build(KINDS[kind], VOCAB, VOCAB).eval()
+    model = build_model(KINDS[kind], VOCAB, VOCAB).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
@@ -111,7 +111,7 @@ def test_wrong_ensembles_are_refused() -> None:
     with pytest.raises(UsageError, match="must be one of probabilities, logprobs"):
         Ensemble([member(0)], "median")
     torch.manual_seed(0)
-    larger = build(KINDS[1], VOCAB, VOCAB + 1).eval()
+    larger = build_model(KINDS[1], VOCAB, VOCAB + 1).eval()
     with pytest.raises(UsageError, match="14, 15"):
         found_by(Ensemble([member(0), larger]))
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn
 from qkv.explain import attention_maps, head_analysis
+from qkv.explain.attention_hooks import Recording
 from qkv.explain.attention_maps import AttentionMap, attention_map, words
 from qkv.explain.head_analysis import measure_head, rare_tokens
-from qkv.models import build
-from qkv.models.attention import Recording
 from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
@@ -33,7 +33,7 @@ def tokenizers() -> TokenizerPair:
 
 def map_of(tokenizers: TokenizerPair, spec: Any) -> AttentionMap:
     torch.manual_seed(0)
-    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
+    model = build_model(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     source, target = (tokenizers.src.encode(text) for text in TEXT)
     return attention_map(model, tokenizers, TEXT[0], source, target, torch.device("cpu"))
 

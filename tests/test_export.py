@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import Call, sentences, tiny_config, write_pairs
-from qkv.assembly import Run
+from qkv.assembly import Run, build_model
 from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import score_all, search_all
 from qkv.interop import to_ctranslate2, to_huggingface
-from qkv.models import Transformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
 def some_model(**options: Any) -> Transformer:
     """Large random weights: no bias is zero, no gain one."""
     torch.manual_seed(1)
-    model = Transformer(TransformerConfig(**SMALL | options), TOKENIZER.size, TOKENIZER.size).eval()
+    model = build_model(TransformerConfig(**SMALL | options), TOKENIZER.size, TOKENIZER.size).eval()
     gains = {id(m.weight) for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
     for p in model.parameters():
         nn.init.normal_(p, mean=1.0 if id(p) in gains else 0.0, std=0.2)
@@ -70,7 +70,7 @@ def taught_model(norm: str) -> Transformer:
     """One that has half learned to copy: unlike random ones it says many things, and mostly comes to an end."""
     torch.manual_seed(2)
     spec = TransformerConfig(**SMALL | {"norm": norm, "decoder_layers": 2})
-    model = Transformer(spec, TOKENIZER.size, TOKENIZER.size)
+    model = build_model(spec, TOKENIZER.size, TOKENIZER.size)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     for step in range(120):
         ids = as_rows(some_ids(32, seed=100 + step))

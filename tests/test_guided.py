@@ -22,7 +22,7 @@ from qkv.core.trainer import Trainer
 from qkv.data import alignments, text_preparation
 from qkv.data.alignments import batch_alignment
 from qkv.data.text_preparation import prepare_text
-from qkv.models.attention import record
+from qkv.explain.attention_hooks import record_attention
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
 
@@ -88,7 +88,7 @@ def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer
     assert isinstance(guide, GuidedAlignment)
     assert [guided_layer(layers) for layers in (1, 2, 3, 6)] == [0, 0, 1, 4]
     made.model.eval()
-    with guide.recording() as seen, record() as recording:
+    with guide.recording() as seen, record_attention() as recording:
         plain = made.model.hidden(*batch.inputs)
     (used,) = recording.weights["decoder.1.cross"]
     torch.testing.assert_close(guide.log_weights(*seen).exp(), used[:, 0])

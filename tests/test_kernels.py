@@ -78,7 +78,7 @@ from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
 from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain
 from qkv.engines.cuda_decoding.search_kernels import TritonBeamSearch, TritonGreedySearch
-from qkv.models import Transformer
+from qkv.assembly import build_model
 from qkv.options import TransformerConfig
 
 PAD, BOS, EOS = 0, 1, 2
@@ -163,7 +163,7 @@ for rows, n, capacity, vocab, penalty in (
 torch.manual_seed(3)
 both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
 spec = TransformerConfig(d_model=16, heads=2, d_ff=32, encoder_layers=1, decoder_layers=2, dropout=0.0)
-model = Transformer(spec, both.src.size, both.tgt.size).eval()
+model = build_model(spec, both.src.size, both.tgt.size).eval()
 for parameter in model.parameters():
     parameter.data.mul_(1.5)
 lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1, 4, 2, 3)]
@@ -181,7 +181,57 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("checks", [CHECKS, SEARCHES], ids=["models", "searches"])
+# A greedy search of whole models with plain and with fused modules, whose kernels the interpreter runs.
+MODULES = """
+import copy
+import torch
+from qkv.assembly import build_model
+from qkv.options import TransformerConfig
+from qkv.engines.cuda_decoding import fused_modules
+from qkv.engines.cuda_decoding.continuous_batching import SlotCache
+from qkv.engines.cuda_decoding.fused_modules import FUSED, use_fused_modules
+from qkv.engines.cuda_training import vocabulary_kernels
+
+fused_modules.runs_fused = lambda x: not torch.is_grad_enabled()  # here it is the interpreter that runs them
+fused_modules.embed = vocabulary_kernels.embed_kernel
+SIZE = dict(d_model=16, heads=2, d_ff=32, encoder_layers=2, decoder_layers=2, dropout=0.1)
+seen = set()
+for options in (
+    {},
+    {"positions": "learned", "max_positions": 20, "tie": "none", "token_dropout": 0.2},
+    {"positions": "none", "activation_dropout": 0.1},
+    {"positions": "rotary", "norm": "pre", "activation": "swiglu"},
+    {"rms_norm": True, "activation": "gelu"},
+):
+    torch.manual_seed(2)
+    model = build_model(TransformerConfig(**SIZE, **options), 30, 30).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    fused = use_fused_modules(copy.deepcopy(model))
+    assert use_fused_modules(fused) is fused
+    assert [name for name, _ in fused.named_parameters()] == [name for name, _ in model.named_parameters()]
+    seen |= {type(module) for module in fused.modules()} & set(FUSED.values())
+    source, lengths = torch.randint(3, 30, (3, 6)), torch.tensor([6, 2, 4])
+    target = torch.randint(3, 30, (3, 5))
+    with torch.inference_mode():
+        encoded = [each.encode(source, lengths) for each in (model, fused)]
+        torch.testing.assert_close(encoded[1].values, encoded[0].values, rtol=1e-5, atol=1e-5)
+        states = [model.start(encoded[0]), fused.start(encoded[1]), SlotCache(fused, 3, 1, 8, 6)]
+        states[2].admit(torch.arange(3), encoded[1])
+        for tokens in target.split(1, dim=1):
+            logits = [each.step(tokens, state)[0] for each, state in zip((model, fused, fused), states)]
+            torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits[2], logits[0], rtol=1e-5, atol=1e-5)
+    torch.manual_seed(3)
+    plain = model.train()(source, lengths, target)
+    torch.manual_seed(3)
+    assert torch.equal(fused.train()(source, lengths, target), plain)  # training is the plain modules'
+assert seen == set(FUSED.values()), seen
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("checks", [CHECKS, SEARCHES, MODULES], ids=["models", "searches", "modules"])
 def test_kernels_equal_their_plain_twins(checks: str) -> None:
     pytest.importorskip("triton", reason="Triton is not on this platform")
     paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])

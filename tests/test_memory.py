@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv.assembly import trainer_for
+from qkv.assembly import build_model, trainer_for
 from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.trainer import Trainer
 from qkv.data.text_preparation import prepare_text
-from qkv.models.build import build
 from qkv.options import (
     AttentionModelConfig,
     Config,
@@ -170,7 +169,7 @@ def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig
     """Dropout included, which must fall alike both times."""
     spec = dataclasses.replace(spec, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     torch.manual_seed(1)
-    model = build(spec, 30, 30)  # type: ignore[call-overload]
+    model = build_model(spec, 30, 30)  # type: ignore[call-overload]
     ids, lengths = torch.randint(3, 30, (4, 6)), torch.tensor([6, 5, 6, 2])
     inputs = {"transformer": (ids, lengths, ids), "decoder": (ids,), "encoder": (ids, lengths)}[spec.kind]
 

@@ -117,7 +117,7 @@ def test_a_language_model_stepped_is_whole(options: dict[str, Any], dtype: str) 
         torch.testing.assert_close(torch.cat(stepped, dim=1), plain(ids), rtol=1e-4, atol=1e-4)
     else:
         rounded_near(torch.cat(stepped, dim=1), plain(ids))
-    assert state.length == 40
+    assert state.position == 40
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -142,11 +142,13 @@ def test_several_threads_compute_the_same_bits() -> None:
     """In a process of its own, whose threads are as many as this machine may have or more."""
     script = """
 import torch
+from qkv import config
+from qkv.assembly import build_model
 from qkv import options as config
-from qkv.models.build import build
+from qkv.assembly import build_model
 from qkv.engines.cpu import pack
-spec = config.TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)
-plain = build(spec, 9000, 9000).eval()
+spec = TransformerConfig(d_model=64, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2)
+plain = build_model(spec, 9000, 9000).eval()
 source, tokens, seen = torch.randint(4, 9000, (20, 30)), torch.randint(4, 9000, (60, 25)), []
 for threads in (1, 3, 2):
     torch.set_num_threads(threads)

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import leaves
-from qkv.models import (
-    DecoderOnly,
-    EncoderOnly,
-    MultiHeadAttention,
-    Transformer,
-    attend,
-    attention_mask,
-    attention_weights,
-    record,
-)
+from qkv.assembly import build_model
+from qkv.core.attention import MultiHeadAttention, attention_mask, attention_weights
+from qkv.core.transformer import Transformer
+from qkv.models.variants import ScoredAttention, window_mask, with_padding
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 KINDS: list[dict[str, Any]] = [
@@ -64,7 +58,7 @@ def test_outputs_see_the_source_and_the_target_before_them(
     kind: dict[str, Any], size: dict[str, Any], target: int, lengths: list[int], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    model = Transformer(TransformerConfig(max_positions=9, **kind, **size), 20, 20).eval()
+    model = build_model(TransformerConfig(max_positions=9, **kind, **size), 20, 20).eval()
     width = max(lengths) + seed % 2  # sometimes a column that is padding in every row
     source = torch.randint(3, 20, (len(lengths), width))
     by_target, by_source = influence(model, source, torch.tensor(lengths), torch.randint(3, 20, (len(lengths), target)))
@@ -83,7 +77,7 @@ def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, A
     spec = TransformerConfig(max_positions=20, window=window, **kind, **size)
     lengths = torch.tensor([12, 3])
     by_target, by_source = influence(
-        Transformer(spec, 20, 20).eval(), torch.randint(3, 20, (2, 12)), lengths, torch.randint(3, 20, (2, 12))
+        build_model(spec, 20, 20).eval(), torch.randint(3, 20, (2, 12)), lengths, torch.randint(3, 20, (2, 12))
     )
     distance = np.arange(12)[:, None] - np.arange(12)
     may_see = (distance >= 0) & (distance <= window * size["decoder_layers"])
@@ -106,7 +100,7 @@ def reach(model: Any, embedding: torch.nn.Module, *inputs: torch.Tensor) -> Any:
 def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
     spec = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
-    model = DecoderOnly(spec, 20).eval()
+    model = build_model(spec, 20, 20).eval()
     distance = np.arange(11)[:, None] - np.arange(11)
     may_see = (distance >= 0) & (distance <= (2 * window or 11))
     np.testing.assert_array_equal(reach(model, model.target, torch.randint(3, 20, (1, 11))), may_see)
@@ -117,7 +111,7 @@ def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: in
 def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
     spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
-    model = EncoderOnly(spec, 20).eval()
+    model = build_model(spec, 20, 20).eval()
     seen = reach(model, model.source, torch.randint(3, 20, (1, 12)), torch.tensor([9]))
     distance = np.abs(np.arange(9)[:, None] - np.arange(12))
     may_see = (distance <= (2 * window or 12)) & (np.arange(12) < 9)
@@ -127,7 +121,7 @@ def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window:
 @kinds
 def test_padding_cannot_be_seen_whatever_stands_there(kind: dict[str, Any]) -> None:
     torch.manual_seed(4)
-    model = Transformer(TransformerConfig(**kind, **SIZES[1]), 20, 20).eval()
+    model = build_model(TransformerConfig(**kind, **SIZES[1]), 20, 20).eval()
     source, target, lengths = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 5)), torch.tensor([4, 6])
     other = source.clone()
     other[0, 4:] = torch.tensor([0, 19])
@@ -135,6 +129,14 @@ def test_padding_cannot_be_seen_whatever_stands_there(kind: dict[str, Any]) -> N
     later = target.clone()
     later[:, 3:] = 7
     assert torch.equal(model(source, lengths, target)[:, :3], model(source, lengths, later)[:, :3])
+
+
+def mask_of(queries: int, keys: int, lengths: torch.Tensor | None, *, causal: bool, window: int) -> torch.Tensor:
+    """The mask of the paper's attention, or of a window."""
+    if not window:
+        return attention_mask(queries, keys, lengths, causal=causal)
+    mask = window_mask(queries, keys, window, causal=causal)
+    return mask if lengths is None else with_padding(mask, attention_mask(1, keys, lengths))
 
 
 @given(
@@ -148,9 +150,7 @@ def test_the_mask_is_its_definition(
     queries: int, before: int, lengths: list[int] | None, causal: bool, window: int
 ) -> None:
     keys = queries + before
-    mask = attention_mask(
-        queries, keys, None if lengths is None else torch.tensor(lengths), causal=causal, window=window
-    )
+    mask = mask_of(queries, keys, None if lengths is None else torch.tensor(lengths), causal=causal, window=window)
     assert mask.dtype == torch.bool
     assert mask.shape == (1 if lengths is None else len(lengths), 1, queries, keys)
     for b, i, j in np.ndindex(mask.shape[0], queries, keys):
@@ -166,7 +166,7 @@ def test_a_windows_gradient_is_its_mask(length: int, window: int, causal: bool, 
     torch.manual_seed(seed)
     module = MultiHeadAttention(8, 2, 4, 3)
     x = torch.randn(1, length, 8, requires_grad=True)
-    mask = attention_mask(length, length, causal=causal, window=window)
+    mask = mask_of(length, length, None, causal=causal, window=window)
     out = module(*module.project(x), mask) @ torch.randn(8)  # (1, length)
     seen = [torch.autograd.grad(out[0, i], x, retain_graph=True)[0].abs().sum(-1)[0] for i in range(length)]
     np.testing.assert_array_equal(torch.stack(seen).numpy() > 0, mask[0, 0].numpy())
@@ -190,13 +190,13 @@ def test_restricted_attention_is_attention_under_its_mask(
     weight = {"general": torch.randn(3, 4, 4), "additive": torch.randn(3, 4)}.get(score)
     lengths = None if real is None else torch.tensor([min(real, n), n])
     keys = None if lengths is None else attention_mask(1, n, lengths)
-    whole = attention_mask(n, n, lengths, causal=causal, window=window)
+    whole = mask_of(n, n, lengths, causal=causal, window=window)
+    restricted = ScoredAttention(score, weight, "", window=window)
     found = [
-        attend(q, k, v, keys, causal=causal, window=window, score=score, weight=weight),
-        attend(q, k, v, whole, score=score, weight=weight),
+        restricted.attend(q, k, v, keys, causal),
+        ScoredAttention(score, weight, "").attend(q, k, v, whole),
+        restricted.attend_written_out(q, k, v, keys, causal)[0],
     ]
-    with record():
-        found.append(attend(q, k, v, keys, causal=causal, window=window, score=score, weight=weight))
     direction = torch.randn_like(found[0])
     gradients = [torch.autograd.grad((each * direction).sum(), (q, k, v), retain_graph=True) for each in found]
     for each, gradient in zip(found[1:], gradients[1:], strict=True):
@@ -210,6 +210,6 @@ def test_restricted_attention_is_attention_under_its_mask(
 def test_causal_flag_and_causal_mask_are_the_same(length: int, seed: int) -> None:
     torch.manual_seed(seed)
     q, k, v = torch.randn(3, 2, 2, length, 4)
-    mask = attention_mask(length, length, causal=True)
-    torch.testing.assert_close(attend(q, k, v, causal=True), attend(q, k, v, mask))
+    attention, mask = MultiHeadAttention(4, 2, 4, 4), attention_mask(length, length, causal=True)
+    torch.testing.assert_close(attention.attend(q, k, v, causal=True), attention.attend(q, k, v, mask))
     assert not attention_weights(q, k, mask).triu(1).any()

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 import qkv
 from conftest import tiny_config
-from qkv.assembly import Run, optimizer_for
+from qkv.assembly import Run, build_model, optimizer_for
 from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
-from qkv.models.build import build as build_model
-from qkv.models.transformer import Transformer
+from qkv.core.transformer import Transformer
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
-from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
+from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, as_wide_matrices, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
 TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
@@ -88,9 +87,9 @@ def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
 
 
 def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
-    model = Transformer(TINY, 17, 17)
+    model = build_model(TINY, 17, 17)
     before = weights(model)
-    optimizer = build(model, "muon", rate=0.01)
+    optimizer = build_model(model, "muon", rate=0.01)
     model(torch.randint(3, 17, (8, 7)), torch.full((8,), 7), torch.randint(3, 17, (8, 6))).logsumexp(
         -1
     ).sum().backward()
@@ -101,15 +100,29 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
         if parameter not in inside:
             assert moved.abs().max() <= 0.01 * 1.001  # Adam's first step has one size
             continue
-        for part in lying([moved], [inside[parameter]]):
+        for part in as_wide_matrices([moved], [inside[parameter]]):
             values = singular_values(part) / (0.01 * RMS * math.sqrt(part.shape[1]))
             known = values[values > 0.05]  # a gradient may have no more directions than that
             assert len(known)
             assert known.max() < 1.2
 
 
-def test_the_matrices_are_those_inside_the_layers() -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
+def test_weight_decay_shrinks_every_matrix(name: str) -> None:
+    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
     model = Transformer(TINY, 17, 17)
+    before = weights(model)
+    optimizer = build(model, name, rate=0.01, weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        factor = 1 - 0.01 * 0.1 if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), old * factor, rtol=1e-6, atol=0)
+
+
+def test_the_matrices_are_those_inside_the_layers() -> None:
+    model = build_model(TINY, 17, 17)
     names = {name for name, p in model.named_parameters() if p in matrices(model)}
     assert names == {
         name
@@ -117,7 +130,7 @@ def test_the_matrices_are_those_inside_the_layers() -> None:
         if p.dim() == 2 and name.startswith(("encoder.", "decoder.")) and name.endswith("weight")
     }
     assert matrices(model)[model.encoder[0].attention.qkv.weight] == [6, 6, 8]  # W^Q, W^K, W^V: d_k = 3, d_v = 4
-    untied = Transformer(TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
+    untied = build_model(TransformerConfig(d_model=8, d_ff=12, heads=2, tie="none"), 17, 17)
     assert untied.output.weight not in matrices(untied)
 
 
@@ -154,7 +167,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
     turned = matrix_optimizers.Soap(ours, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, every=0)
-    adam = build(theirs, "adamw", rate=0.01, weight_decay=0.1)
+    adam = build_model(theirs, "adamw", rate=0.01, weight_decay=0.1)
     for group in turned.param_groups:
         group["lr"] = 0.01
     descend(ours, turned, regression(ours), 20)
@@ -165,7 +178,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
 
 def test_soaps_bases_become_eigenvectors() -> None:
     model = perceptron()
-    optimizer = build(model, "soap", rate=0.003)
+    optimizer = build_model(model, "soap", rate=0.003)
     descend(model, optimizer, regression(model), 41)
     state = optimizer.state[next(model.parameters())]
     for side in ("left", "right"):
@@ -180,7 +193,7 @@ def test_soaps_bases_become_eigenvectors() -> None:
 def test_a_side_too_long_keeps_its_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_optimizers, "LARGEST", 20)
     model = perceptron()
-    optimizer = build(model, "soap")
+    optimizer = build_model(model, "soap")
     start = regression(model)().item()
     assert descend(model, optimizer, regression(model), 30) < start / 2
     assert not any(name.startswith("right") for state in optimizer.state.values() for name in state)
@@ -196,15 +209,15 @@ def test_a_regression_is_learned(name: str) -> None:
     loss = regression(model)
     start = loss().item()
     rate = 0.05 if name == "muon" else 0.01  # a step of Adam's first hundred is larger than those that Muon's are like
-    assert descend(model, build(model, name, rate=rate), loss, 100) < 0.2 * start
+    assert descend(model, build_model(model, name, rate=rate), loss, 100) < 0.2 * start
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_rate_may_be_a_tensor(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    descend(ours, build(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
-    descend(theirs, build(theirs, name, rate=0.01), regression(theirs), 5)
+    descend(ours, build_model(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
+    descend(theirs, build_model(theirs, name, rate=0.01), regression(theirs), 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
@@ -215,7 +228,7 @@ def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
     """With found_inf = 1 a gradient that is no number changes nothing, not even what comes after."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build(ours, name, weight_decay=0.0), build(theirs, name, weight_decay=0.0)
+    first, second = build_model(ours, name, weight_decay=0.0), build_model(theirs, name, weight_decay=0.0)
     for number in range(8):
         for model, optimizer in ((ours, first), (theirs, second)):
             optimizer.zero_grad()
@@ -238,7 +251,7 @@ def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
 def test_gradients_may_be_scaled(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build(ours, name), build(theirs, name)
+    first, second = build_model(ours, name), build_model(theirs, name)
     first.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     descend(ours, first, lambda: regression(ours)() * 1024, 5)
     descend(theirs, second, regression(theirs), 5)
@@ -254,7 +267,7 @@ def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> No
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(2)
         model = perceptron()
-        return model, build(model, name, weight_decay=0.0 if name == "adam" else 0.1)
+        return model, build_model(model, name, weight_decay=0.0 if name == "adam" else 0.1)
 
     model, optimizer = made()
     run = Run(tmp_path)
@@ -291,7 +304,7 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
     sizes = {"d_ff": 12, "heads": 2, "layers": 1} if kind in ("decoder", "encoder") else {}
     spec = MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
     model = build_model(spec, 17, 17)
-    optimizer = build(model, name)
+    optimizer = build_model(model, name)
     assert isinstance(optimizer, MatrixOptimizer)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     before = weights(model)

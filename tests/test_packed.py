@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import sentences
-from qkv.assembly import Run
+from qkv.assembly import Run, build_model
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
 from qkv.engines.cpu import choose, pack, packed_linear
 from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
 from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
-from qkv.models.build import build
 from qkv.options import (
     ConvS2SConfig,
     DecoderOnlyConfig,
@@ -63,7 +62,7 @@ def _torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(spec: ModelConfig) -> Any:
     torch.manual_seed(0)
-    model = build(spec, VOCAB, VOCAB).eval()
+    model = build_model(spec, VOCAB, VOCAB).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # they begin at zero, and would hide a bias that was lost
@@ -138,7 +137,7 @@ def test_a_language_model_is_packed_too(options: dict[str, Any]) -> None:
         logits, state = ours.step(part, state)
         stepped.append(logits)
     torch.testing.assert_close(torch.cat(stepped, dim=1), whole, rtol=1e-5, atol=1e-5)
-    assert state.length == 12
+    assert state.position == 12
 
 
 @torch.inference_mode()

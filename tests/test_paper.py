@@ -17,30 +17,26 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from qkv import presets
+from qkv.assembly import build_model
 from qkv.core import loss as loss_module
 from qkv.core import optimizer
+from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss, reference_loss
 from qkv.core.search import length_penalty
-from qkv.models import (
-    MultiHeadAttention,
-    Transformer,
-    attend,
-    attention_mask,
-    attention_weights,
-    parameter_count,
-    record,
-)
-from qkv.models import attention as attention_module
-from qkv.models.layers import (
+from qkv.core.transformer import (
     Dropout,
     Embedding,
     FeedForward,
     LearnedPositions,
     Residual,
     SinusoidalPositions,
+    Transformer,
+    parameter_count,
     sinusoids,
 )
+from qkv.explain.attention_hooks import record_attention
+from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
 
@@ -86,6 +82,9 @@ def multi_head(x: Array, memory: Array, module: MultiHeadAttention, may: NDArray
     return np.concatenate(heads, axis=1) @ array(module.output.weight).T + bias
 
 
+ATTENTION = MultiHeadAttention(4, 1, 4, 4)  # for its two ways to compute equation 1; its matrices are not used
+
+
 # ---- 3.2: attention --------------------------------------------------------------------------------------------------
 
 
@@ -95,9 +94,9 @@ def test_equation_1(queries: int, keys: int, d_k: int, d_v: int, masked: bool, s
     q, k, v = torch.randn(2, 3, queries, d_k), torch.randn(2, 3, keys, d_k), torch.randn(2, 3, keys, d_v)
     mask = torch.rand(2, 1, queries, keys) < 0.5
     mask[..., 0] = True  # whoever asks may look somewhere
-    ours = array(attend(q, k, v, mask if masked else None))
-    with record():
-        written_out = array(attend(q, k, v, mask if masked else None))
+    ours = array(attend(ATTENTION, q, k, v, mask if masked else None))
+    with record_attention():
+        written_out = array(attend(ATTENTION, q, k, v, mask if masked else None))
     np.testing.assert_allclose(written_out, ours, atol=1e-5)
     for b in range(2):
         for h in range(3):
@@ -111,7 +110,7 @@ def test_equation_1_causal() -> None:
     q, k, v = torch.randn(3, 1, 1, 6, 4)
     may = np.tri(6, dtype=bool)
     expected = equation_1(*(array(x[0, 0]) for x in (q, k, v)), may)
-    np.testing.assert_allclose(array(attend(q, k, v, causal=True))[0, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(array(attend(ATTENTION, q, k, v, causal=True))[0, 0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -176,7 +175,7 @@ def test_embedding_is_scaled_and_placed(positions: torch.nn.Module) -> None:
     module = Embedding(11, 6, positions, dropout=0.0)
     ids = torch.tensor([[3, 0, 10], [5, 5, 5]])
     expected = array(module.tokens.weight)[ids.numpy()] * math.sqrt(6) + array(positions(4, 3))
-    np.testing.assert_allclose(array(module(ids, start=4)), expected, atol=1e-5)
+    np.testing.assert_allclose(array(module(ids, 4)), expected, atol=1e-5)
 
 
 # ---- 3.1: residual connections and the whole -------------------------------------------------------------------------
@@ -184,7 +183,7 @@ def test_embedding_is_scaled_and_placed(positions: torch.nn.Module) -> None:
 
 def test_sublayer_order() -> None:
     x, W = torch.randn(3, 6), torch.randn(6, 6)
-    post, pre = Residual(6, "post", 0.0), Residual(6, "pre", 0.0)
+    post, pre = (kind(torch.nn.LayerNorm(6), 0.0) for kind in (Residual, PreNormResidual))
     np.testing.assert_allclose(array(post(x, lambda y: y @ W)), layer_norm(array(x) + array(x) @ array(W)), atol=1e-5)
     np.testing.assert_allclose(array(pre(x, lambda y: y @ W)), array(x) + layer_norm(array(x)) @ array(W), atol=1e-5)
 
@@ -205,7 +204,7 @@ def feed_forward(module: FeedForward) -> Any:
 def test_the_whole_model(norm: str, tie: str) -> None:
     """Figure 1 from ids to logits, written out in numpy (norms as initialised: gain 1, bias 0)."""
     torch.manual_seed(3)
-    model = Transformer(dataclasses.replace(TINY, norm=norm, tie=tie), 13, 13)
+    model = build_model(dataclasses.replace(TINY, norm=norm, tie=tie), 13, 13)
     source, target = torch.tensor([[4, 9, 2]]), torch.tensor([[1, 7, 7, 5]])
     end = layer_norm if norm == "pre" else (lambda x: x)
 
@@ -228,12 +227,12 @@ def test_the_whole_model(norm: str, tie: str) -> None:
 
 
 def test_three_way_tying_is_one_tensor(tmp_path: Path) -> None:
-    model = Transformer(TINY, 13, 13)
+    model = build_model(TINY, 13, 13)
     assert model.source.tokens.weight is model.target.tokens.weight is model.output.weight
     names = [name for name, _ in model.named_parameters() if "tokens" in name or name.startswith("output")]
     assert len(names) == 1
     save_file(dict(model.named_parameters()), tmp_path / "weights.safetensors")
-    other = Transformer(TINY, 13, 13)
+    other = build_model(TINY, 13, 13)
     assert not torch.equal(other.output.weight, model.output.weight)
     missing = other.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False).missing_keys
     assert {name.split(".")[-1] for name in missing} <= {"weight"}
@@ -244,8 +243,8 @@ def test_three_way_tying_is_one_tensor(tmp_path: Path) -> None:
 
 def test_tying_needs_one_vocabulary() -> None:
     with pytest.raises(UsageError, match='tie = "output"'):
-        Transformer(TINY, 13, 14)
-    apart = Transformer(dataclasses.replace(TINY, tie="output"), 13, 14)
+        build_model(TINY, 13, 14)
+    apart = build_model(dataclasses.replace(TINY, tie="output"), 13, 14)
     assert apart.target.tokens.weight is apart.output.weight is not apart.source.tokens.weight
 
 
@@ -263,7 +262,7 @@ def counted(row: str) -> int:
     spec = presets.PRESETS[name]().model
     assert isinstance(spec, TransformerConfig)
     with torch.device("meta"):  # shapes without numbers
-        return parameter_count(Transformer(spec, VOCAB, VOCAB))
+        return parameter_count(build_model(spec, VOCAB, VOCAB))
 
 
 def formula(d_model: int = 512, d_ff: int = 2048, h: int = 8, N: int = 6, d_k: int = 64, d_v: int = 64) -> int:
@@ -368,7 +367,7 @@ def test_adam_has_the_papers_numbers() -> None:
 
 
 def test_weight_decay_spares_norms_and_biases() -> None:
-    model = Transformer(TINY, 13, 13)
+    model = build_model(TINY, 13, 13)
     groups = optimizer.build_optimizer(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     spared = {id(p) for p in groups[1]["params"]}
@@ -446,7 +445,7 @@ def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -
 
 def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tuple[str, int, float]], Transformer]:
     """Every dropout that a training forward pass does: where, the width of what is dropped, and its probability."""
-    model = Transformer(dataclasses.replace(TINY, **options), 13, 13).train()  # type: ignore[arg-type]
+    model = build_model(dataclasses.replace(TINY, **options), 13, 13).train()  # type: ignore[arg-type]
     seen: list[tuple[str, int, float]] = []
     names = {module: name for name, module in model.named_modules()}
     plain, fused = F.dropout, F.scaled_dot_product_attention
@@ -467,12 +466,20 @@ def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tup
             module.register_forward_pre_hook(
                 lambda m, inputs, name=name: seen.extend([(name, inputs[0].shape[-1], m.p)] if m.p else [])
             )
-        elif isinstance(module, FeedForward | MultiHeadAttention):
+        elif isinstance(module, FeedForward | VariantFeedForward):
             module.register_forward_pre_hook(lambda _m, _i, name=name: current.append(name))
             module.register_forward_hook(lambda _m, _i, _o: current.pop() and None)
     monkeypatch.setattr(F, "dropout", spy)
-    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", spy_fused)
-    model(torch.tensor([[4, 5, 2]]), torch.tensor([3]), torch.tensor([[1, 6]]))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy_fused)
+
+    def named(attention: Any, attend: Any, *inputs: Any) -> Any:
+        current.append(names[attention])
+        mixed = attend(*inputs)
+        current.pop()
+        return mixed
+
+    with around_attention(named):
+        model(torch.tensor([[4, 5, 2]]), torch.tensor([3]), torch.tensor([[1, 6]]))
     return seen, model
 
 
@@ -497,8 +504,7 @@ def test_the_other_dropouts_are_options(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_residual_drops_the_sublayer_and_not_the_stream(norm: str) -> None:
     torch.manual_seed(0)
-    residual = Residual(1000, norm, 0.5)
-    residual.norm = torch.nn.Identity()  # type: ignore[assignment]
+    residual = (PreNormResidual if norm == "pre" else Residual)(torch.nn.Identity(), 0.5)
     x = torch.full((1, 1000), 5.0)
     out = residual.train()(x, torch.ones_like) - x
     assert set(out.unique().tolist()) == {0.0, 2.0}  # dropped, or scaled by 1 / (1 − p)

@@ -15,15 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkv.assembly import build_model
+from qkv.core.attention import MultiHeadAttention, attention_mask
 from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, search
+from qkv.core.transformer import Transformer
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models import DecoderOnly, MultiHeadAttention, Transformer, attention_mask, record
+from qkv.explain.attention_hooks import record_attention
+from qkv.models.language_models import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, MarianMTModel
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
 
-if TYPE_CHECKING:  # it takes seconds to load, so only the tests that need it do so
-    from transformers import GPT2LMHeadModel, MarianMTModel
 
 Weights = dict[str, Tensor]
 PAD, BOS, EOS = 0, 1, 2
@@ -86,7 +91,7 @@ def test_multi_head_attention_is_torchs(masks: str, bias: bool, recorded: bool) 
         return theirs(x, keys, keys, ignored, attn_mask=forbidden, average_attn_weights=False)
 
     our_inputs, their_inputs = ([i.clone().requires_grad_() for i in inputs] for _ in range(2))
-    with record() if recorded else nullcontext() as recording:
+    with record_attention() if recorded else nullcontext() as recording:
         found = attend_ours(*our_inputs)
     expected, weights = attend_theirs(*their_inputs)
     assert_close(found, expected)
@@ -177,7 +182,7 @@ def from_marian(marian: MarianMTModel, positions: str) -> Transformer:
         ours[f"{side}.tokens.weight"] = embedding if hf.scale_embedding else embedding / math.sqrt(hf.d_model)
         if positions == "learned":
             ours[f"{side}.positions.table"] = theirs[f"model.{stack}.embed_positions.weight"]
-    model = Transformer(spec, hf.vocab_size, hf.vocab_size).eval()
+    model = build_model(spec, hf.vocab_size, hf.vocab_size).eval()
     model.load_state_dict(ours)
     return model
 
@@ -370,7 +375,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> DecoderOnly:
     ours["target.tokens.weight"] = theirs["transformer.wte.weight"] / math.sqrt(hf.n_embd)
     ours["target.positions.table"] = theirs["transformer.wpe.weight"]
     ours["output.weight"] = theirs["lm_head.weight"]
-    model = DecoderOnly(spec, hf.vocab_size).eval()
+    model = build_model(spec, hf.vocab_size, hf.vocab_size).eval()
     model.load_state_dict(ours)
     return model
 

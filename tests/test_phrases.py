@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from qkv.assembly import build_model
 from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, search, start_search
@@ -21,7 +22,6 @@ from qkv.core.translate import token_logprobs
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
-from qkv.models.build import build
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from test_search import SPECIAL, Prefix, TableModel
 
@@ -305,7 +305,7 @@ KINDS: list[Any] = [
 @pytest.mark.parametrize("spec", KINDS, ids=lambda spec: spec.kind)
 def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
     torch.manual_seed(1)
-    model = build(spec, WORDS.size, WORDS.size).eval()
+    model = build_model(spec, WORDS.size, WORDS.size).eval()
     required, avoid = MustInclude.of(["the cat", "dog."], WORDS), Avoid(["cats", "é"], WORDS)
     rows = [np.array(WORDS.encode(text), np.int64) for text in ("cat.", "the dog (cat)", "s")]
     lengths = torch.tensor([len(row) + 1 for row in rows])

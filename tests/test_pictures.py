@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.models.layers import sinusoids
+from qkv.core.transformer import sinusoids
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import qkv
 from conftest import Call, sentences, tiny_config
 from qkv.api.completer import TextDecoder
+from qkv.assembly import build_model
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.errors import UsageError
@@ -28,7 +29,7 @@ from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_bloc
 from qkv.data.subwords import learn
 from qkv.data.text_preparation import prepare_text
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models import DecoderOnly, EncoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.options import (
     Config,
     CorpusConfig,
@@ -95,6 +96,20 @@ def test_too_little_running_text_to_hold_some_out(tmp_path: Path, lines: int, wa
     assert (f"set data.valid_size={remedy}," in str(told.value)) == (remedy > 0)
     if remedy:
         running_text(tmp_path, "a line\n" * lines, valid_size=remedy)
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+def test_long_lines_of_running_text_are_held_out_in_part(tmp_path: Path, lines: int) -> None:
+    line = "  ".join(f"word{n} \u0301and\r more" for n in range(2000))
+    text = "\ufeff" * 0 + (line + "\n") * lines
+    prepared = running_text(tmp_path, text, max_length=16)
+    tgt = prepared.tokenizers.tgt
+    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    assert ids == tgt.encode_text(text), "the tokens of the whole lines, and newlines where the text has them"
+    valid = tgt.decode_text(prepared.valid.stream.tolist())
+    assert 0.05 < len(valid) / len(text) < 0.2
+    raw = prepared.valid_text[1].read_text(encoding="utf-8")
+    assert unicodedata.normalize("NFC", raw) == valid.replace("\r", " ")
 
 
 def test_documents_end(tmp_path: Path) -> None:
@@ -248,7 +263,7 @@ SPEC = DecoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=2, dropout=0.0, no
 
 def language_model(**options: Any) -> DecoderOnly:
     torch.manual_seed(1)
-    model = DecoderOnly(DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30).eval()
+    model = build_model(DecoderOnlyConfig(**{**vars(SPEC), "kind": "decoder", **options}), 30, 30).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
@@ -450,7 +465,8 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
     assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
-    assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+    two_files = tmp_path / "other.txt", tmp_path / "other.txt"
+    assert "is not a translation model" in call("evaluate", writer, *two_files).error
 
 
 def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
@@ -459,7 +475,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
     done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
     assert done.code == 0, done.err
     assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
-    assert "give either" in call("train", "--text", "a", "--src", "b").error
+    assert "give one of the two" in call("train", "--text", "a", "--src", "b").error
     assert "give --text too" in call("train", "--valid-text", "a").error
     wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
     assert "translates: give pairs" in wrong.error
@@ -607,7 +623,7 @@ def test_without_positions_order_is_nothing() -> None:
     for positions, permutes in (("none", True), ("sinusoidal", False), ("learned", False), ("rotary", False)):
         torch.manual_seed(2)
         spec = EncoderOnlyConfig(d_model=16, d_ff=32, heads=2, layers=3, dropout=0.0, positions=positions)
-        model = EncoderOnly(spec, 20).eval()
+        model = build_model(spec, 20, 20).eval()
         with torch.inference_mode():
             moved = model.hidden(tokens[:, order], lengths)
             there = model.hidden(tokens, lengths)[:, order]

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from conftest import begun, resume, sentences, tiny_config, updates, write_pairs
-from qkv.assembly import trainer_for
+from qkv.assembly import build_model, trainer_for
 from qkv.core.trainer import Trainer
-from qkv.models.build import build
-from qkv.models.layers import Embedding
+from qkv.models.variants import TokenDropoutEmbedding
 from qkv.options import (
     ConvS2SConfig,
     DecoderOnlyConfig,
@@ -77,7 +76,7 @@ def test_unseen_tokens_leave_their_places() -> None:
     torch.manual_seed(0)
     positions = torch.nn.Module()
     positions.forward = lambda start, length: torch.arange(length)[:, None].expand(length, 8).float()  # type: ignore
-    embedding = Embedding(20, 8, positions, dropout=0.0, unseen=0.25)
+    embedding = TokenDropoutEmbedding(20, 8, positions, dropout=0.0, rate=0.25)
     ids = torch.randint(0, 20, (50, 40))
     places = torch.arange(40)[:, None].float()
     tokens = embedding.tokens(ids) * embedding.scale
@@ -92,5 +91,5 @@ def test_unseen_tokens_leave_their_places() -> None:
 
 def test_the_option_reaches_both_sides() -> None:
     spec = TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, token_dropout=0.3)
-    model = build(spec, 20, 20)
-    assert model.source.unseen == model.target.unseen == 0.3
+    model = build_model(spec, 20, 20)
+    assert [part.rate for part in (model.source, model.target) if isinstance(part, TokenDropoutEmbedding)] == [0.3, 0.3]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.assembly import Run, task_for
+from qkv.assembly import Run, build_model, task_for
 from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
@@ -24,9 +24,8 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
 from qkv.explain import head_analysis
+from qkv.explain.attention_hooks import record_attention
 from qkv.explain.training_report import read_history, report_html, write_training_report
-from qkv.models.attention import record
-from qkv.models.build import build
 from qkv.options import Config, TokenizerConfig, TransformerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -361,7 +360,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
     """The padded batch gives the mean of −Σ a log a of the unpadded rows, computed in numpy."""
     torch.manual_seed(0)
     spec = Config.from_dict({"model": {"kind": kind, **KINDS[kind]}}).model
-    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
+    model = build_model(spec, tokenizers.src.size, tokenizers.tgt.size).eval()
     rows = [np.asarray(tokenizers.src.encode(text), np.int64) for text in TEXT]
 
     def batch(chosen: list[int]) -> Any:
@@ -381,7 +380,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
-            with record() as recording:
+            with record_attention() as recording:
                 model.hidden(*batch([i]).inputs)
             for name, parts in recording.weights.items():
                 weights = torch.cat(parts, dim=2)[0].double().numpy()  # (heads, queries, keys)
@@ -413,7 +412,7 @@ def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
 
 def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
     """NaN cannot be written as JSON."""
-    model = build(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
+    model = build_model(TransformerConfig(**KINDS["transformer"]), tokenizers.src.size, tokenizers.tgt.size)  # type: ignore[arg-type]
     with torch.no_grad():
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, SpecialTokens, search
-from qkv.models import record
-from qkv.models.attention import attention_weights
-from qkv.models.rnn import Layer, Recurrent, gru, lstm
+from qkv.explain.attention_hooks import record_attention
+from qkv.models.rnn import Layer, Rnn, gru, lstm
+from qkv.models.variants import attention_scores
 from qkv.options import RnnConfig
 
 VOCAB = 20
@@ -32,7 +32,7 @@ close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @cache
-def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Recurrent:
+def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Rnn:
     """A model in which no weight is as it was at first, and every output differs."""
     cell, score, fed, both, layers = options
     spec = RnnConfig(
@@ -47,7 +47,7 @@ def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Recurr
         dropout=0.0,
     )
     torch.manual_seed(OPTIONS.index(options))
-    model = Recurrent(spec, VOCAB, VOCAB)
+    model = Rnn(spec, VOCAB, VOCAB)
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
     return model.eval()
@@ -135,7 +135,7 @@ def test_equations_and_kernels_agree_in_value_and_gradient(cell: str, way: str) 
 
 @cells
 def test_first_weights(cell: str) -> None:
-    """Recurrent matrices keep lengths, so that gradients neither vanish nor explode; an LSTM begins by remembering."""
+    """Rnn matrices keep lengths, so that gradients neither vanish nor explode; an LSTM begins by remembering."""
     layer = Layer(cell, 6, 8)
     _, W_hh, b_ih, b_hh = layer.cell.all_weights[0]
     for gate in W_hh.detach().split(8):
@@ -164,9 +164,9 @@ def test_the_model_is_the_same_by_equations_and_by_kernels(options: tuple[str, s
 # ---- the model in numpy ----------------------------------------------------------------------------------------------
 
 
-def numpy_model(model: Recurrent, source: list[int], target: list[int]) -> Any:
+def numpy_model(model: Rnn, source: list[int], target: list[int]) -> Any:
     """Logits (target, vocab) of one sentence, word by word as the papers describe it."""
-    spec, d = model.spec, model.spec.d_model
+    spec, d = model.config, model.config.d_model
     weights = {name: p.detach().double().numpy() for name, p in model.named_parameters(remove_duplicate=False)}
 
     def read(name: str, inputs: list[Any], width: int) -> list[Any]:
@@ -220,11 +220,11 @@ def test_the_model_is_its_equations(options: tuple[str, str, bool, bool, int]) -
 
 
 def test_general_attention_is_that_of_the_module_for_attention() -> None:
-    """sᵀ(W h), with W applied to the source, is what `attention_weights` computes from (sᵀW) h."""
+    """sᵀ(W h), with W applied to the source, is what `attention_scores` computes from (sᵀW) h."""
     model = model_of(("gru", "general", False, True, 1))
     s, h = torch.randn(1, 1, 3, 6), torch.randn(1, 1, 4, 6)
-    ours = attention_weights(s, model.key(h), None, "dot")
-    torch.testing.assert_close(ours, attention_weights(s, h, None, "general", model.key.weight[None]))
+    ours = attention_scores(s, model.key(h), "dot").softmax(-1)
+    torch.testing.assert_close(ours, attention_scores(s, h, "general", model.key.weight[None]).softmax(-1))
 
 
 # ---- no peeking ------------------------------------------------------------------------------------------------------
@@ -331,14 +331,14 @@ def test_recording_changes_nothing_and_explains_the_context(options: tuple[str, 
     model, (source, lengths, target) = model_of(options), batch(9)
     contexts: list[Tensor] = []
     handle = model.combine.register_forward_pre_hook(lambda _module, x: contexts.append(x[0][..., :6]))
-    with torch.inference_mode(), record() as recording:
+    with torch.inference_mode(), record_attention() as recording:
         recorded = model(source, lengths, target)
     handle.remove()
     with torch.inference_mode():
         torch.testing.assert_close(recorded, model(source, lengths, target), **close)
         annotations = model.encode(source, lengths).values
     (parts,) = recording.weights.values()
-    assert list(recording.weights) == [f"decoder.{model.spec.decoder_layers - 1}.cross"]
+    assert list(recording.weights) == [f"decoder.{model.config.decoder_layers - 1}.cross"]
     weights = torch.cat(parts, dim=2)  # (batch, 1, target, source)
     assert weights.shape == (3, 1, 5, 6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 1, 5))
@@ -373,7 +373,7 @@ def test_half_precision_is_near(options: tuple[str, str, bool, bool, int]) -> No
 
 
 def test_dropout_is_on_embeddings_between_layers_and_before_the_output() -> None:
-    model = Recurrent(RnnConfig(d_model=6, encoder_layers=2, decoder_layers=2, dropout=0.5), VOCAB, VOCAB)
+    model = Rnn(RnnConfig(d_model=6, encoder_layers=2, decoder_layers=2, dropout=0.5), VOCAB, VOCAB)
     source, lengths, target = batch(11)
     shares: list[float] = []
     for part in (model.source.dropout, model.target.dropout, model.dropout):
@@ -386,5 +386,5 @@ def test_dropout_is_on_embeddings_between_layers_and_before_the_output() -> None
 
 def test_one_matrix_of_two_vocabularies_is_refused() -> None:
     with pytest.raises(UsageError, match="share the vocabulary"):
-        Recurrent(RnnConfig(d_model=4), 20, 21)
-    assert Recurrent(RnnConfig(d_model=4, tie="output"), 20, 21).output.weight.shape == (21, 4)
+        Rnn(RnnConfig(d_model=4), 20, 21)
+    assert Rnn(RnnConfig(d_model=4, tie="output"), 20, 21).output.weight.shape == (21, 4)

@@ -17,7 +17,7 @@ from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
-from qkv.models.attention import record
+from qkv.explain.attention_hooks import record_attention
 from test_search import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
@@ -174,7 +174,7 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
     for row, length, hypotheses in zip(source, lengths.tolist(), every, strict=True):
         for hypothesis in hypotheses:
             fed = torch.tensor([[BOS, *hypothesis.tokens]])
-            with torch.inference_mode(), record() as recording:
+            with torch.inference_mode(), record_attention() as recording:
                 encoded = transformer().encode(row[None, :length], torch.tensor([length]))
                 transformer().step(fed, transformer().start(encoded))
             (weights,) = recording.weights["decoder.1.cross"]  # (1, heads, target, source)

@@ -13,15 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.assembly import build_model
 from qkv.core import batches
+from qkv.core.attention import SPARE
 from qkv.core.batches import Batch, collate
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import score_all, search_all
+from qkv.explain.attention_hooks import record_attention
 from qkv.lab.training_contenders import TorchTransformer
-from qkv.models import Transformer, record
-from qkv.models.state import SPARE
 from qkv.options import TransformerConfig
 
 SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
@@ -43,13 +45,13 @@ variants = pytest.mark.parametrize("variant", range(len(VARIANTS)), ids=NAMES)
 @cache
 def model_of(variant: int) -> Transformer:
     torch.manual_seed(variant)
-    model = Transformer(dataclasses.replace(SPEC, **VARIANTS[variant]), VOCAB, VOCAB)
+    model = build_model(dataclasses.replace(SPEC, **VARIANTS[variant]), VOCAB, VOCAB)
     return shaken(model).eval()
 
 
 def shaken(model: Transformer) -> Transformer:
     """As after some training: no bias is zero, no gain one, and outputs differ."""
-    std = 0.25 if model.spec.activation == "swiglu" else 0.5  # a product of two would make more of every rounding
+    std = 0.25 if model.config.activation == "swiglu" else 0.5  # a product of two would make more of every rounding
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=std)
     return model
@@ -90,7 +92,7 @@ def test_stepped_in_any_chunks_is_the_whole(variant: int, chunks: list[int], bea
             logits, state = model.step(chunk, state)
             parts.append(logits)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
-    assert state.length == sum(chunks)
+    assert state.position == sum(chunks)
 
 
 @variants
@@ -138,7 +140,7 @@ def test_recording_changes_nothing_and_explains_the_output(variant: int) -> None
                 module.output.register_forward_pre_hook(lambda _m, x, name=name: heads.__setitem__(name, x[0]))
     with torch.no_grad():
         fused = model(batch.source, batch.lengths, batch.target)
-        with record() as recording:
+        with record_attention() as recording:
             written_out = model(batch.source, batch.lengths, batch.target)
         again = model(batch.source, batch.lengths, batch.target)
     torch.testing.assert_close(written_out, fused, atol=1e-5, rtol=1e-5)
@@ -164,7 +166,7 @@ def test_gradients_are_the_same_while_recording(variant: int) -> None:
     model = model_of(variant)
     batch = batch_of(some_text(3, seed=3), some_text(3, seed=4))
     fused = gradients(model, [batch])
-    with record():
+    with record_attention():
         written_out = gradients(model, [batch])
     for name, gradient in fused.items():
         torch.testing.assert_close(written_out[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
@@ -175,9 +177,9 @@ def test_recorded_steps_are_rows_of_the_recorded_whole(variant: int) -> None:
     model = model_of(variant)
     source, lengths, target = torch.randint(3, VOCAB, (2, 5)), torch.tensor([5, 2]), torch.randint(3, VOCAB, (2, 4))
     with torch.no_grad():
-        with record() as whole:
+        with record_attention() as whole:
             model(source, lengths, target)
-        with record() as stepped:
+        with record_attention() as stepped:
             state = model.start(model.encode(source, lengths))
             for i in range(4):
                 _, state = model.step(target[:, i : i + 1], state)
@@ -296,7 +298,7 @@ def test_bf16_is_near_fp32(variant: int) -> None:
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_torch_nn_transformer_with_our_weights_is_our_model(norm: str, bias: bool) -> None:
     torch.manual_seed(5)
-    ours = shaken(Transformer(dataclasses.replace(SPEC, norm=norm, bias=bias), VOCAB, VOCAB))
+    ours = shaken(build_model(dataclasses.replace(SPEC, norm=norm, bias=bias), VOCAB, VOCAB))
     theirs = TorchTransformer(ours)
     batch = batch_of(some_text(6, seed=14), some_text(6, seed=15))
     real = batch.labels != 0

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.assembly import build_model
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import token_logprobs
-from qkv.models import Transformer
 from qkv.options import DecodeConfig, TransformerConfig
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
@@ -321,7 +322,7 @@ VOCAB = 12  # so few that </s> comes often
 def transformer() -> Transformer:
     torch.manual_seed(0)
     spec = TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=2, tie="none")
-    model = Transformer(spec, VOCAB, VOCAB).eval()
+    model = build_model(spec, VOCAB, VOCAB).eval()
     for name, p in model.named_parameters():  # far from its beginnings, so that sentences differ and end
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.5)
     return model

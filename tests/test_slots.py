@@ -10,16 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid
 from qkv.decoding.logits_processors import Sampling
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding, SlotScheduler
-from qkv.models import Transformer
-from qkv.models.attention import heads_of, record, without
+from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.options import TransformerConfig
 
 BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
@@ -29,7 +30,7 @@ SMALL: dict[str, Any] = {"d_model": 16, "heads": 2, "d_ff": 32, "encoder_layers"
 
 def model(**options: Any) -> Transformer:
     torch.manual_seed(3)
-    made = Transformer(TransformerConfig(**SMALL | {"dropout": 0.0} | options), BYTES.src.size, BYTES.tgt.size).eval()
+    made = build_model(TransformerConfig(**SMALL | {"dropout": 0.0} | options), BYTES.src.size, BYTES.tgt.size).eval()
     for parameter in made.parameters():
         parameter.data.mul_(1.5)  # sharper, so that no rounding decides
     return made
@@ -129,9 +130,9 @@ def test_rules_hold_in_slots() -> None:
 def test_what_is_watched_is_no_work_for_a_pool() -> None:
     made = model()
     slots = SlotDecoding(made, BYTES)
-    with without(["decoder.0.cross"], heads_of(made, CPU)):
+    with mute_heads(["decoder.0.cross"], head_counts(made, CPU)):
         assert "muted" in str(slots.supports(SearchOptions()))
-    with record():
+    with record_attention():
         assert "recorded" in str(slots.supports(SearchOptions()))
 
 

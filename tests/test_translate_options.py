@@ -20,10 +20,10 @@ from qkv.api import OtherWord, Translation, Translator
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import TranslationModel
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import SearchRequest
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
-from qkv.models.base import TranslationModel
 from qkv.segmentation.sentences import split
 
 TEXTS = [text for text, _ in sentences(14, seed=41)]

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qkv.assembly import build_model
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
-from qkv.models import MultiHeadAttention, Transformer, attend
-from qkv.models.attention import attention_scores, rotate
-from qkv.models.layers import FeedForward, SinusoidalPositions, make_norm, sinusoids
+from qkv.core.transformer import SinusoidalPositions, sinusoids
+from qkv.models.variants import VariantAttention, VariantFeedForward, VariantLayers, attention_scores, rotary_of, rotate
 from qkv.options import TransformerConfig
 
 sizes = st.integers(1, 5)
@@ -44,7 +45,7 @@ SCORES = ["scaled", "dot", "general", "additive"]
 def test_attention_with_every_score(score: str) -> None:
     """Fused or not, what comes out is softmax(score)·V of the module's own projections."""
     torch.manual_seed(1)
-    module = MultiHeadAttention(8, 2, 3, 5, score=score)
+    module = VariantAttention(8, 2, 3, 5, score=score)
     x = torch.randn(2, 4, 8)
     q, k, v = module.project(x)
     weights = attention_scores(q, k, score, module.score_weight).softmax(-1)
@@ -95,10 +96,10 @@ def test_rotary_goes_past_the_training_length_and_learned_does_not() -> None:
     source, lengths, target = torch.randint(3, 9, (1, 700)), torch.tensor([700]), torch.randint(3, 9, (1, 700))
     for positions in ("sinusoidal", "rotary", "none"):
         made: Any = TransformerConfig(positions=positions, **spec)  # type: ignore[arg-type]
-        assert Transformer(made, 10, 10).eval()(source, lengths, target).isfinite().all()
+        assert build_model(made, 10, 10).eval()(source, lengths, target).isfinite().all()
     learned: Any = TransformerConfig(positions="learned", max_positions=512, **spec)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"700 tokens, but model\.max_positions = 512"):
-        Transformer(learned, 10, 10).eval()(source, lengths, target)
+        build_model(learned, 10, 10).eval()(source, lengths, target)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
@@ -106,7 +107,7 @@ def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None
     spec = TransformerConfig(
         d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, positions=positions
     )
-    model = Transformer(spec, 10, 10)
+    model = build_model(spec, 10, 10)
     long = torch.randint(3, 9, (1, 600)), torch.tensor([600]), torch.randint(3, 9, (1, 600))
     with torch.inference_mode():
         model(*long)
@@ -116,10 +117,10 @@ def test_a_table_that_grew_in_validation_serves_training(positions: str) -> None
 
 def test_rotary_turns_nothing_between_source_and_target() -> None:
     spec = TransformerConfig(d_model=8, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, positions="rotary")
-    model = Transformer(spec, 10, 10)
+    model = build_model(spec, 10, 10)
     assert model.decoder[0].cross_attention is not None
-    assert model.decoder[0].cross_attention.rotary is None
-    assert isinstance(model.decoder[0].attention.rotary, SinusoidalPositions)
+    assert rotary_of(model.decoder[0].cross_attention) is None
+    assert isinstance(rotary_of(model.decoder[0].attention), SinusoidalPositions)
     assert model.source.positions is None
     assert not [name for name, _ in model.named_parameters() if "rotary" in name or "positions" in name]
 
@@ -131,11 +132,11 @@ def test_norms() -> None:
     x = torch.randn(3, 8)
     plain = x.double().numpy()
     for rms, centred in ((False, plain - plain.mean(-1, keepdims=True)), (True, plain)):
-        norm = make_norm(8, rms)
+        norm = VariantLayers(TransformerConfig(d_model=8, rms_norm=rms)).norm()
         torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
         expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * norm.weight.detach().numpy()
         np.testing.assert_allclose(norm(x).detach().numpy(), expected, atol=1e-5)
-    assert [name for name, _ in make_norm(8, True).named_parameters()] == ["weight"]
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
 
 
 def test_feed_forward_activations() -> None:
@@ -147,7 +148,7 @@ def test_feed_forward_activations() -> None:
     def matrix(linear: Any) -> Any:
         return linear.weight.detach().double().numpy().T
 
-    relu, gelu, swiglu = (FeedForward(4, 6, activation=name) for name in ("relu", "gelu", "swiglu"))
+    relu, gelu, swiglu = (VariantFeedForward(4, 6, activation=name) for name in ("relu", "gelu", "swiglu"))
     inner = plain @ matrix(relu.inner) + relu.inner.bias.detach().numpy()
     expected = np.maximum(inner, 0) @ matrix(relu.outer) + relu.outer.bias.detach().numpy()
     np.testing.assert_allclose(relu(x).detach(), expected, atol=1e-5)
@@ -162,4 +163,4 @@ def test_feed_forward_activations() -> None:
 
 def test_any_width_of_keys_and_values() -> None:
     q, k, v = torch.randn(1, 2, 3, 7), torch.randn(1, 2, 5, 7), torch.randn(1, 2, 5, 4)
-    assert attend(q, k, v).shape == (1, 2, 3, 4)
+    assert MultiHeadAttention(8, 2, 7, 4).attend(q, k, v).shape == (1, 2, 3, 4)

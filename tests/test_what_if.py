@@ -11,15 +11,18 @@ import pytest
 import torch
 
 import qkv
+from qkv.assembly import build_model
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import TranslationModel
 from qkv.core.translate import token_logprobs
+from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, head_importance, importance_tables, plot_head_importance
-from qkv.models import Convolutional, MultiHeadAttention, Recurrent, TranslationModel, build, record
-from qkv.models.attention import heads_of, without
-from qkv.models.convs2s import ConvMemory
+from qkv.models.convs2s import ConvEncoderOutput, ConvS2S
+from qkv.models.rnn import Rnn
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 
 CPU = torch.device("cpu")
@@ -36,7 +39,7 @@ TRANSFORMERS = {
 
 def made(spec: Any) -> TranslationModel:
     torch.manual_seed(0)
-    model = build(spec, BYTES.src.size, BYTES.tgt.size).eval()
+    model = build_model(spec, BYTES.src.size, BYTES.tgt.size).eval()
     assert isinstance(model, TranslationModel)
     return model
 
@@ -55,7 +58,7 @@ def every_way(model: TranslationModel) -> list[torch.Tensor]:
     """The logits of a batch as training computes them, written out, and as the search does, in two steps."""
     batch = a_batch()
     whole = model(*batch.inputs)
-    with record():
+    with record_attention():
         written_out = model(*batch.inputs)
     state = model.start(model.encode(batch.source, batch.lengths))
     first, state = model.step(batch.target[:, :4], state)
@@ -70,7 +73,7 @@ def every_way(model: TranslationModel) -> list[torch.Tensor]:
 @torch.inference_mode()
 def test_a_muted_head_is_a_head_without_its_part_of_the_output_matrix(kind: str) -> None:
     model = made(TRANSFORMERS[kind])
-    known = heads_of(model, CPU)
+    known = head_counts(model, CPU)
     assert known == {name: attention.heads for name, attention in attentions(model).items()}
     untouched = every_way(model)
     for name, heads in known.items():
@@ -78,7 +81,7 @@ def test_a_muted_head_is_a_head_without_its_part_of_the_output_matrix(kind: str)
             cut = copy.deepcopy(model)
             attention = attentions(cut)[name]
             attention.output.weight[:, head * attention.d_v : (head + 1) * attention.d_v] = 0.0
-            with without([(name, head)], known):
+            with mute_heads([(name, head)], known):
                 muted = every_way(model)
             for ours, theirs in zip(muted, every_way(cut), strict=True):
                 torch.testing.assert_close(ours, theirs)
@@ -90,22 +93,22 @@ def test_a_muted_head_is_a_head_without_its_part_of_the_output_matrix(kind: str)
 @torch.inference_mode()
 def test_a_muted_attention_leaves_the_bias_and_a_name_takes_all_that_begin_so() -> None:
     model = made(TRANSFORMERS["d_k, d_v, bias"])
-    known, batch = heads_of(model, CPU), a_batch()
+    known, batch = head_counts(model, CPU), a_batch()
     attention = attentions(model)["encoder.0.self"]
     torch.nn.init.normal_(attention.output.bias)
     x = torch.randn(2, 5, 16)
-    with without(["encoder.0.self"], known):
+    with mute_heads(["encoder.0.self"], known):
         assert torch.equal(attention(*attention.project(x)), attention.output.bias.expand(2, 5, 16))
-    with without(["decoder.1"], known):
+    with mute_heads(["decoder.1"], known):
         layer = model(*batch.inputs)
-    with without(["decoder.1.self"], known), without([("decoder.1.cross", 0), ("decoder.1.cross", 1)], known):
+    with mute_heads(["decoder.1.self"], known), mute_heads([("decoder.1.cross", 0), ("decoder.1.cross", 1)], known):
         assert torch.equal(model(*batch.inputs), layer)
 
 
 def test_a_muted_head_learns_nothing() -> None:
     model = made(TRANSFORMERS["paper"]).train()
-    known = heads_of(model, CPU)
-    with without([("decoder.0.cross", 2)], known):
+    known = head_counts(model, CPU)
+    with mute_heads([("decoder.0.cross", 2)], known):
         model(*a_batch().inputs).square().sum().backward()
     attention = attentions(model)["decoder.0.cross"]
     parts = attention.qkv.weight.grad.unflatten(0, (3, 4, -1)).abs().amax((2, 3))  # (q k v, heads)
@@ -117,17 +120,17 @@ def test_a_muted_head_learns_nothing() -> None:
 def test_recurrent_and_convolutional_models_can_be_muted_too() -> None:
     batch = a_batch()
     recurrent = made(RnnConfig(**SMALL))
-    assert isinstance(recurrent, Recurrent)
-    assert heads_of(recurrent, CPU) == {"decoder.1.cross": 1}
+    assert isinstance(recurrent, Rnn)
+    assert head_counts(recurrent, CPU) == {"decoder.1.cross": 1}
     cut = copy.deepcopy(recurrent)
     cut.combine.weight[:, :16] = 0.0  # W_c [c; s] without c
-    with without([("decoder.1.cross", 0)], heads_of(recurrent, CPU)):
+    with mute_heads([("decoder.1.cross", 0)], head_counts(recurrent, CPU)):
         torch.testing.assert_close(recurrent(*batch.inputs), cut(*batch.inputs))
     convolutional = made(ConvS2SConfig(**SMALL))
-    assert isinstance(convolutional, Convolutional)
+    assert isinstance(convolutional, ConvS2S)
     memory = convolutional.encode(batch.source, batch.lengths)
-    blind = convolutional.start(ConvMemory(memory.keys, memory.values * 0, memory.mask))
-    with without(["decoder"], heads_of(convolutional, CPU)):
+    blind = convolutional.start(ConvEncoderOutput(memory.keys, memory.values * 0, memory.mask))
+    with mute_heads(["decoder"], head_counts(convolutional, CPU)):
         torch.testing.assert_close(convolutional(*batch.inputs), convolutional.step(batch.target, blind)[0])
 
 
@@ -142,7 +145,7 @@ def test_unknown_heads_are_refused_with_the_known_ones() -> None:
         (("encoder.0.self", "1"), "is no head"),
         (("encoder.0.self",), "is no head"),
     ]:
-        with pytest.raises(UsageError, match=message), without([wrong], known):  # type: ignore[list-item]
+        with pytest.raises(UsageError, match=message), mute_heads([wrong], known):  # type: ignore[list-item]
             pass
 
 
@@ -226,8 +229,8 @@ def test_without_the_source_the_translation_is_lost(translator: qkv.Translator) 
     found = ask(translator, heads_off=["decoder.0.cross"])
     assert found.changed
     assert found.likelier < -5
-    known = heads_of(translator.model, CPU)
-    with without(["decoder.0.cross"], known):
+    known = head_counts(translator.model, CPU)
+    with mute_heads(["decoder.0.cross"], known):
         alone = translator.translate(TEXT)
         forced = translator.score(TEXT, found.before.translation)
     assert found.after.translation == alone.text
@@ -249,7 +252,7 @@ def test_importance_is_the_loss_without_the_head_less_the_loss_with_it() -> None
     assert sum(heard) == 11
     assert len(heard) > 1
     assert [h.change for h in found] == sorted((h.change for h in found), reverse=True)
-    assert {(h.name, h.head) for h in found} == {(name, i) for name in heads_of(model, CPU) for i in range(4)}
+    assert {(h.name, h.head) for h in found} == {(name, i) for name in head_counts(model, CPU) for i in range(4)}
     assert found == head_importance(model, BYTES, sources, targets, CPU, tokens=20)
     together = {(h.name, h.head): h for h in head_importance(model, BYTES, sources, targets, CPU)}
 

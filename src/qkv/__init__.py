@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qkv import models, presets
     from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
-    from qkv.assembly import Run
+    from qkv.assembly import Run, build_model
     from qkv.core.errors import QkvError, UsageError
     from qkv.options import Config
 
@@ -27,6 +27,7 @@ _HOME = {
     "Translator": "qkv.api",
     "UsageError": "qkv.core.errors",
     "augment": "qkv.api",
+    "build_model": "qkv.assembly",
     "compare": "qkv.api",
     "options": "",
     "evaluate": "qkv.api",
@@ -47,6 +48,7 @@ __all__ = [
     "Translator",
     "UsageError",
     "augment",
+    "build_model",
     "compare",
     "evaluate",
     "export",

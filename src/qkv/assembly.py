@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
+from qkv.core.transformer import Model, Transformer, TranslationModel
 from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
@@ -24,12 +25,26 @@ from qkv.data.subwords import pair_dropout
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
+from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.models.base import Model
-from qkv.models.build import build
-from qkv.options import Config, DecoderOnlyConfig, EncoderOnlyConfig, TrainConfig
+from qkv.engines.unpadded import UnpaddedTransformer
+from qkv.models.convs2s import ConvS2S
+from qkv.models.language_models import DecoderOnly, EncoderOnly
+from qkv.models.rnn import Rnn
+from qkv.models.variants import VariantLayers
+from qkv.options import (
+    Config,
+    ConvS2SConfig,
+    DecoderOnlyConfig,
+    EncoderOnlyConfig,
+    ModelConfig,
+    RnnConfig,
+    TrainConfig,
+    TransformerConfig,
+    TranslationConfig,
+)
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
@@ -37,6 +52,49 @@ from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
+
+# ---- model and run folder --------------------------------------------------------------------------------------------
+
+
+@overload
+def build_model(config: TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
+
+
+@overload
+def build_model(config: TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
+
+
+@overload
+def build_model(config: DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
+
+
+@overload
+def build_model(config: EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
+
+
+@overload
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
+
+
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+    """The model of a config, freshly initialised from torch's random state."""
+    model = _plain_model(config, src_vocab, tgt_vocab)
+    return use_fused_modules(model) if torch.cuda.is_available() else model
+
+
+def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+    match config:
+        case TransformerConfig():
+            return UnpaddedTransformer(config, src_vocab, tgt_vocab, VariantLayers(config))
+        case DecoderOnlyConfig():
+            return DecoderOnly(config, tgt_vocab, VariantLayers(config))
+        case EncoderOnlyConfig():
+            return EncoderOnly(config, tgt_vocab, VariantLayers(config))
+        case RnnConfig():
+            return Rnn(config, src_vocab, tgt_vocab)
+        case ConvS2SConfig():
+            return ConvS2S(config, src_vocab, tgt_vocab)
+    raise TypeError(f"no model for {type(config).__name__}")
 
 
 class Run(core_run.Run):
@@ -47,7 +105,7 @@ class Run(core_run.Run):
         return Config.load(self.path / "config.toml")
 
     def build_model(self) -> Model:
-        return build(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+        return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------
@@ -159,7 +217,7 @@ def trainer_for(
     step = step or train_step_for(config, world)
 
     def build_on_device() -> Model:
-        return build(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
+        return build_model(config.model, tokenizers.src.size, tokenizers.tgt.size).to(device)
 
     torch.manual_seed(options.seed)
     model = build_on_device()

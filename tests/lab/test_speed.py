@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import sentences
+from qkv.assembly import build_model
 from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
-from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -91,7 +91,7 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
 def subject_of(spec: TransformerConfig, vocab: int) -> training_contenders.TrainingSetup:
     torch.manual_seed(1)
     return training_contenders.TrainingSetup(
-        Transformer(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, TrainConfig()
+        build_model(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, TrainConfig()
     )
 
 

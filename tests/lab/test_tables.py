@@ -18,15 +18,14 @@ import torch
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import presets
-from qkv.assembly import updates_for
+from qkv.assembly import build_model, updates_for
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
+from qkv.core.transformer import parameter_count
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
-from qkv.models import parameter_count
-from qkv.models.build import build
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 
 # ---- presets ---------------------------------------------------------------------------------------------------------
@@ -34,7 +33,7 @@ from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, Transform
 
 def size(spec: ModelConfig, vocab: int) -> int:
     with torch.device("meta"):  # shapes without numbers
-        return parameter_count(build(spec, vocab, vocab))
+        return parameter_count(build_model(spec, vocab, vocab))
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)

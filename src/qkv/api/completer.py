@@ -19,7 +19,7 @@ from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
 from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 from qkv.training.lm_tasks import running_text
 
 TOKENS = 200  # how much a completion adds unless told

@@ -8,20 +8,20 @@ from typing import Any, TypedDict, Unpack
 
 from qkv.api.loading import Loaded
 from qkv.core.errors import UsageError
+from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import tag_before
+from qkv.explain.attention_hooks import HeadName
 from qkv.explain.attention_maps import AttentionMap, attention_map
 from qkv.explain.counterfactuals import WhatIf, edit, what_if
 from qkv.explain.decoding_tree import forced_steps, trace_search
 from qkv.explain.head_analysis import HeadImportance, head_importance
 from qkv.explain.word_alignment import Alignment, AlignmentHead, align_pairs, alignment_head
-from qkv.models.attention import Head
-from qkv.models.base import TranslationModel
 
 
 class Changes(TypedDict, total=False):
     """What to change about a translation (`qkv.explain.counterfactuals`)."""
 
-    heads_off: Iterable[Head]
+    heads_off: Iterable[HeadName]
     force: tuple[int, str | int] | None
     begin: str | None
     drop: Collection[int]

@@ -19,7 +19,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.translate import by_length
 from qkv.data.lm_data import mask_tokens
-from qkv.models.transformer import EncoderOnly
+from qkv.models.language_models import EncoderOnly
 
 GAP = "<mask>"
 STAND_IN = "\ue000"  # a character for private use: no text has it, so its bytes mark the place
@@ -109,7 +109,7 @@ class Filler(Loaded[EncoderOnly]):
         loss, right, tokens = 0.0, 0, 0
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             random = [np.random.default_rng((int(i), 5)) for i in indices]
-            batch = mask_tokens([rows[i] for i in indices], self.tokenizer, self.model.spec.masked, random).to(
+            batch = mask_tokens([rows[i] for i in indices], self.tokenizer, self.model.config.masked, random).to(
                 self.device
             )
             wanted = batch.labels != self.tokenizer.pad

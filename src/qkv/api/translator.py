@@ -23,6 +23,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
+from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import Translation, score_all, translate_lines
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
@@ -31,8 +32,6 @@ from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
-from qkv.models.base import Model
-from qkv.models.state import StepModel
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from qkv.core.batches import Batch
-    from qkv.models.base import Model
+    from qkv.core.transformer import Model
 
 ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU; a GPU takes twice as many
 

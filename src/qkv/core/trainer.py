@@ -36,8 +36,8 @@ from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.errors import Interrupted, QkvError, stop_signals
 from qkv.core.optimizer import Plan, Schedule
 from qkv.core.run import JsonlLog, LogSink, Run, load_weights
+from qkv.core.transformer import Model
 from qkv.core.validation import Task
-from qkv.models.base import Model
 
 MAX_SKIPPED = 10  # updates in a row without a finite loss before training gives up
 RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator uses
@@ -84,7 +84,7 @@ class TrainStep(Protocol):
         """Give the model with the weights that are validated and kept; on rank 0 only, it is complete."""
 
     def spare_model(self) -> Any:
-        """Return a model of this shape whose weights may be overwritten, once training has ended."""
+        """Return a model of this shape to overwrite after the training."""
 
 
 # ---- one update ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.core.attention import around_attention, observe_weights
 from qkv.core.errors import UsageError
 from qkv.core.search import (
     BeamSearch,
@@ -27,9 +28,8 @@ from qkv.core.search import (
     start_search,
     top_k,
 )
+from qkv.core.transformer import StepModel
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling, uniform_numbers
-from qkv.models.attention import record
-from qkv.models.state import StepModel
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,10 @@ class CoverageBeamSearch(BeamSearch):
     def advance(self) -> None:
         if not self.options.coverage:
             return super().advance()
-        with record() as recording:
+        crosses: dict[str, Tensor] = {}  # in the order of the layers, each (sentences, heads, rows, source)
+        with around_attention(observe_weights(crosses.__setitem__)):
             logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
-        name = [name for name in recording.weights if name.endswith(".cross")][-1]
-        parts = recording.weights[name]  # each (sentences, heads, rows, source)
-        weights = torch.stack([part.mean(1) for part in parts]).mean(0)
+        weights = [weights for name, weights in crosses.items() if name.endswith(".cross")][-1].mean(1)
         self.covered = weights if self.covered is None else self.covered + weights
         rows = self.extend(logits[:, -1])
         self.covered = self.covered.flatten(0, 1)[rows].view_as(self.covered)

@@ -23,8 +23,8 @@ from torch import Tensor
 from qkv.core.errors import UsageError
 from qkv.core.search import Search, SearchOptions, SearchState, SpecialTokens, StartSearch
 from qkv.core.tokenizer import Tokenizer
+from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import CoverageBeamSearch
-from qkv.models.state import StepModel
 
 LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
 BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less

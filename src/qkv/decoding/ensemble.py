@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
-from qkv.models.state import StepModel
+from qkv.core.transformer import StepModel
 
 AVERAGES = ("probabilities", "logprobs")
 

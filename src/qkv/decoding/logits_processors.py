@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import GreedySearch, SearchState
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def generate(
         logprobs = log_probs.gather(-1, token[:, None]).squeeze(-1)
         yield GeneratedToken(token.tolist(), logprobs.tolist())
         history = torch.cat([history, token[:, None]], dim=1)[:, -context:]
-        if state.length >= context:
+        if state.position >= context:
             logits, state = model.step(history[:, -max(1, context // 2) :], model.start(beam=rows))
         else:
             logits, state = model.step(token[:, None], state)

@@ -11,9 +11,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from qkv.core.attention import is_wrapped
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, Ids, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.core.translate import DecodingEngine, score_all, search_all
 from qkv.core.validation import bleu_tokenizer
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
@@ -21,8 +23,6 @@ from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, 
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
-from qkv.models.attention import is_watched
-from qkv.models.state import StepModel
 from qkv.options import Config
 
 CANDIDATES = 16  # among which `rerank` chooses, unless told
@@ -277,7 +277,7 @@ class SearchRunner:
         each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
         # Attention is recorded, and heads are muted, in the plain model alone.
-        watched = bool(options.coverage) or is_watched()
+        watched = bool(options.coverage) or is_wrapped()
         if request.shortlist and self.narrow is not None and self.shortlist is not None:
             each |= {"device": self.device, "start": self.start}
             return search_short(self.narrow, self.shortlist, work.sources, options, self.tokenizers, **each)

@@ -26,9 +26,8 @@ from qkv.core.dataset import TokenStore
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, Ids, SearchOptions
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import batches_by_length, search_all
-from qkv.models.base import Model
-from qkv.models.state import StepModel
 
 LIKELIEST, FREQUENT = 40, 100  # target tokens for each source token, and for every sentence
 LINKS = 20_000_000  # pairs of a source and a target token that the table is learned from: a few seconds, under 1 GB

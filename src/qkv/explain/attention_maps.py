@@ -22,10 +22,10 @@ from qkv.core import files
 from qkv.core.batches import collate
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.explain import figure_files
+from qkv.explain.attention_hooks import record_attention
 from qkv.explain.head_analysis import LEGEND, MEASURES, HeadMeasures, measure_head, rare_tokens
-from qkv.models.attention import record
-from qkv.models.state import StepModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -178,7 +178,7 @@ def attention_map(
 ) -> AttentionMap:
     """Run the model with teacher forcing on a sentence pair and record its attention weights."""
     batch = collate([np.asarray(source, np.int64)], [np.asarray(target, np.int64)], tokenizers).to(device)
-    with record() as recording:
+    with record_attention() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
     tokens = tokenizers.tgt.tokens(target)
     first_learned = tokenizers.src.offset + 256  # ids of bytes come before those of learned pieces

@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,11 +17,11 @@ from torch import Tensor
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.core.translate import score_all
+from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import EncodedSource
-from qkv.models.attention import Head, heads_of, without
-from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
 
 
@@ -75,7 +76,7 @@ def what_if(
     text: str,
     *,
     tag: Sequence[int] = (),
-    heads_off: Iterable[Head] = (),
+    heads_off: Iterable[HeadName] = (),
     force: tuple[int, str | int] | None = None,
     begin: str | None = None,
     drop: Collection[int] = (),
@@ -83,7 +84,7 @@ def what_if(
 ) -> WhatIf:
     """Translate a sentence as it is, and again with all given changes; `tag` are ids before the source.
 
-    `heads_off` are names or (name, head) as in `without`. `force` = (step, word) keeps the tokens that the first
+    `heads_off` are names or (name, head) as in `mute_heads`. `force` = (step, word) keeps the tokens that the first
     translation has before that step, counted from 0, puts the word (or the token of that id) there and continues the
     search; `begin` replaces the beginning of the translation instead. `drop` and `replace` refer to words of the source
     by their index in `source_words`.
@@ -96,7 +97,7 @@ def what_if(
     first = EncodedSource(model, tokenizers, source, device).search(spec)[0]
     prefix = tgt.encode(begin or "") if force is None else _forced(tgt, first.tokens, *force)
     heads_off = list(heads_off)
-    with without(heads_off, heads_of(model, device) if heads_off else {}):
+    with mute_heads(heads_off, head_counts(model, device)) if heads_off else nullcontext():
         second = EncodedSource(model, tokenizers, changed, device).search(spec, prefix=prefix)[0]
         (logprobs,) = score_all(model, [changed], [first.tokens], tokenizers, device=device)
     logprob = sum(logprobs)

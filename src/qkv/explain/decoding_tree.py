@@ -28,8 +28,8 @@ from qkv.core.search import (
     start_search,
 )
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
-from qkv.models.state import StepModel
 from qkv.options import DecodeConfig
 
 CANDIDATES = 10  # shown at each step

@@ -23,12 +23,11 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import by_length
 from qkv.core.validation import Task, Validation
 from qkv.explain import figure_files
-from qkv.models.attention import heads_of, record, without
-from qkv.models.base import Model
-from qkv.models.state import StepModel
+from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,7 +199,7 @@ def head_importance(
         raise UsageError(
             f"{len(sources)} sources but {len(targets)} targets: give one target for each, at least one pair"
         )
-    known = heads_of(model, device)
+    known = head_counts(model, device)
     heads = [(name, head) for name, count in known.items() for head in range(count)]
     loss, loss_without, count = 0.0, dict.fromkeys(heads, 0.0), 0
     lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
@@ -210,7 +209,7 @@ def head_importance(
         encoded = model.encode(batch.source, batch.lengths)
         loss += _loss(model, encoded, batch, tokenizers.tgt.pad)
         for head in heads:
-            with without([head], known):
+            with mute_heads([head], known):
                 muted = model.encode(batch.source, batch.lengths) if head[0].startswith("encoder") else encoded
                 loss_without[head] += _loss(model, muted, batch, tokenizers.tgt.pad)
         count += batch.tokens
@@ -318,7 +317,7 @@ def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device
     It is 0 if all weight is on one key, and log n if n keys have equal weights. A model without attention has none.
     """
     moved = batch.to(device)
-    with record() as recording:
+    with record_attention() as recording:
         model.hidden(*moved.inputs)
     written = moved.labels != pad  # (batch, target)
     read = written

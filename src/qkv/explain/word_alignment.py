@@ -22,11 +22,11 @@ from qkv.core import files
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length
 from qkv.data import alignments
 from qkv.data.alignments import Link, tokens_of_words
-from qkv.models.attention import record
-from qkv.models.state import StepModel
+from qkv.explain.attention_hooks import record_attention
 from qkv.options import TransformerConfig
 from qkv.training.regularization import guided_layer
 
@@ -215,7 +215,7 @@ def _record_pairs(
         rows = [np.asarray(source_ids[i], np.int64) for i in indices]
         written = [np.asarray(target_ids[i], np.int64) for i in indices]
         batch = collate(rows, written, tokenizers).to(device)
-        with record() as recording:
+        with record_attention() as recording:
             model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
         cross = {
             name: torch.cat(parts, dim=2).float().cpu().numpy()  # (batch, heads, target, source)

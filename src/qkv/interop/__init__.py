@@ -19,11 +19,11 @@ from qkv.console import say
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.decoding.search_request import tag_before
 from qkv.interop.conversion import length_penalty_exponent
 from qkv.interop.ctranslate2 import to_ctranslate2
 from qkv.interop.huggingface import library_tokenizer, to_huggingface, write_huggingface, write_tokenizer
-from qkv.models.transformer import Transformer
 from qkv.options import Config
 
 __all__ = ["export", "to_ctranslate2", "to_huggingface"]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
-from qkv.models.attention import MultiHeadAttention
+from qkv.models.variants import score_of
 from qkv.options import DecodeConfig, TransformerConfig
 
 
@@ -69,7 +70,7 @@ def attention_projections(
     widths = [attention.heads * width for width in (attention.d_k, attention.d_k, attention.d_v)]
     biases = [None] * 3 if bias is None else list(bias.split(widths))
     query, key, value = (LinearWeights(*pair) for pair in zip(weight.split(widths), biases, strict=True))
-    if attention.score != "scaled":
+    if score_of(attention)[0] != "scaled":
         folded = None if query.bias is None else _fold_score(query.bias, attention)
         query = LinearWeights(_fold_score(query.weight, attention), folded)
     return query, key, value, LinearWeights.of(attention.output)
@@ -78,7 +79,7 @@ def attention_projections(
 def _fold_score(part: Tensor, attention: MultiHeadAttention) -> Tensor:
     """Return W^Q, or its bias, for which scaled scores equal this attention's scores."""
     heads = part.unflatten(0, (attention.heads, attention.d_k)) * math.sqrt(attention.d_k)  # (heads, d_k, …)
-    if attention.score_weight is not None:
-        heads = torch.einsum("hij,hi...->hj...", attention.score_weight.detach(), heads)
+    if (score_weight := score_of(attention)[1]) is not None:
+        heads = torch.einsum("hij,hi...->hj...", score_weight.detach(), heads)
     rows: Tensor = heads.flatten(0, 1)
     return rows

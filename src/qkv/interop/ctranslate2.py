@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
+from qkv.core.transformer import DecoderLayer, EncoderLayer, LearnedPositions, Transformer, sinusoids
 from qkv.interop.conversion import LinearWeights, attention_projections, check_supported, import_optional
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.layers import LearnedPositions, sinusoids
-from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.options import TransformerConfig
 
 POSITIONS = 4096  # rows of sinusoids written to the file: CTranslate2's default formula differs
@@ -26,7 +25,7 @@ ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:
     """Write the weights in fp32; `ctranslate2.Translator(folder, compute_type="int8")` quantises them when loading."""
-    spec = model.spec
+    spec = model.config
     check_supported(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})
     if spec.positions == "rotary":  # the rotation comes between W^Q and the W of `general`: no folding
         check_supported(spec, "CTranslate2 with rotary positions", {"attention": ("scaled", "dot")})
@@ -87,8 +86,8 @@ def _set_layer(target: Any, layer: EncoderLayer | DecoderLayer) -> None:
     feed_forward = layer.feed_forward
     _set_linear(target.ffn.linear_0, LinearWeights.of(feed_forward.inner))
     _set_linear(target.ffn.linear_1, LinearWeights.of(feed_forward.outer))
-    if feed_forward.gate is not None:
-        _set_linear(target.ffn.linear_0_noact, LinearWeights.of(feed_forward.gate))
+    if (gate := getattr(feed_forward, "gate", None)) is not None:
+        _set_linear(target.ffn.linear_0_noact, LinearWeights.of(gate))
     _set_norm(target.ffn.layer_norm, norms[-1])
 
 

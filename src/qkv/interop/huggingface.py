@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
+from qkv.core.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.interop.conversion import (
     LinearWeights,
     attention_projections,
@@ -24,7 +25,6 @@ from qkv.interop.conversion import (
     import_optional,
     length_penalty_exponent,
 )
-from qkv.models.transformer import DecoderLayer, EncoderLayer, Transformer
 from qkv.options import DecodeConfig, TransformerConfig
 
 UNUSED_SCORE = -1e6  # unigram score of special tokens: no text is split into them
@@ -43,7 +43,7 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
 
     Its generation config has the rules of qkv's search: never <pad> or <s>, and </s> at the length limit.
     """
-    spec = model.spec
+    spec = model.config
     tie = {"tie": ("all",)} if spec.norm == "pre" else {}  # Pegasus has one matrix
     check_supported(spec, "transformers", SUPPORTED | tie)
     for name, width in (("d_k", spec.key_width), ("d_v", spec.value_width)):
@@ -153,10 +153,10 @@ def _empty_model(spec: TransformerConfig, src_vocab: int, tgt_vocab: int, max_po
 
 def _renamed_weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights, permuted, under the names of transformers."""
-    d_model = model.spec.d_model
+    d_model = model.config.d_model
     order = torch.cat([torch.arange(0, d_model, 2), torch.arange(1, d_model, 2)])  # sines, then cosines
     source, target = (side.tokens.weight.detach().cpu()[:, order] for side in (model.source, model.target))
-    if model.spec.tie == "all":
+    if model.config.tie == "all":
         yield "model.shared.weight", target
     yield "model.encoder.embed_tokens.weight", source
     yield "model.decoder.embed_tokens.weight", target

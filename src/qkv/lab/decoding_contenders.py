@@ -23,6 +23,7 @@ from qkv.core.batches import pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import ProcessDecoding
@@ -30,7 +31,6 @@ from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.interop.conversion import import_optional
 from qkv.lab.training_contenders import TorchTransformer
-from qkv.models.transformer import Transformer
 from qkv.options import Config, ModelConfig, TransformerConfig
 from qkv.worker_pool import ProcessWorkers
 
@@ -307,7 +307,7 @@ def suppress_end_token(model: Transformer) -> None:
 
     The last norm gives a constant 4 in one of its d_model outputs, where alone these tokens have a weight, -8.
     """
-    last = model.decoder_norm if model.spec.norm == "pre" else model.decoder[-1].residuals[-1].norm
+    last = model.decoder_norm if model.config.norm == "pre" else model.decoder[-1].residuals[-1].norm
     assert isinstance(last, nn.LayerNorm)
     with torch.no_grad():
         last.weight[0], last.bias[0] = 0.0, 4.0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from qkv import __version__
+from qkv.assembly import build_model
 from qkv.core.batches import collate
 from qkv.core.device import choose_device, choose_precision, describe
 from qkv.core.loss import label_smoothed_loss
@@ -17,7 +18,6 @@ from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
 from qkv.core.translate import score_all, search_all
 from qkv.data.subwords import learn
-from qkv.models.build import build
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
@@ -51,7 +51,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
 
     torch.manual_seed(0)
     spec = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=1, dropout=0.0, norm="pre")
-    model = build(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
+    model = build_model(spec, tokenizers.src.size, tokenizers.tgt.size).to(device)
     rows = [np.asarray(tokenizers.src.encode(line)) for line in text]
     batch = collate(rows, rows, tokenizers).to(device)
     optimizer = build_optimizer(model, TrainConfig())

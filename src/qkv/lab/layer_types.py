@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.core.errors import QkvError
-from qkv.models.attention import attend
 from qkv.models.convs2s import GatedConvolution, dilations
 from qkv.models.rnn import Layer, gru
+from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
 
 WIDTH = 64  # of an attention head; the number of heads grows with d, as in the paper's two models
@@ -75,7 +75,8 @@ def self_attention(shape: LayerShape) -> Operation:
 
     def fused(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (max(1, shape.d // WIDTH), -1)).transpose(1, 2)  # (batch, heads, n, width)
-        mixed = attend(heads, heads, heads, causal=shape.causal, window=shape.span)
+        restricted = ScoredAttention("scaled", None, "", window=shape.span)
+        mixed = restricted.attend(heads, heads, heads, None, shape.causal)
         return mixed.transpose(1, 2).flatten(2)
 
     def written_out(x: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.tokenizer import BOS, EOS, PAD
+from qkv.core.transformer import Transformer
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.interop import to_huggingface
-from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"
@@ -213,7 +213,7 @@ class _Marian(nn.Module):
         super().__init__()
         self.model = to_huggingface(subject.model, max_positions=max(512, subject.width))
         self.model.set_attn_implementation("sdpa")
-        self.model.config.attention_dropout = subject.model.spec.attention_dropout
+        self.model.config.attention_dropout = subject.model.config.attention_dropout
 
     def forward(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         real = torch.arange(source.shape[1], device=source.device) < lengths[:, None]
@@ -231,7 +231,7 @@ def _marian(subject: TrainingSetup) -> nn.Module:
 def _torch(subject: TrainingSetup) -> nn.Module:
     """Return torch's layers, with dropout inside attention and feed-forward set as in our config."""
     peer = TorchTransformer(copy.deepcopy(subject.model))
-    spec = subject.model.spec
+    spec = subject.model.config
     for module in peer.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = spec.attention_dropout
@@ -245,7 +245,7 @@ class _XTransformer(nn.Module):
 
     def __init__(self, subject: TrainingSetup, package: Any) -> None:
         super().__init__()
-        spec, vocab = subject.model.spec, len(subject.model.output.weight)
+        spec, vocab = subject.model.config, len(subject.model.output.weight)
         shape = {"dim": spec.d_model, "heads": spec.heads, "attn_dim_head": spec.key_width, "attn_flash": True}
         inner = {"ff_mult": spec.d_ff / spec.d_model, "pre_norm": spec.norm == "pre"}
         shared = {"num_tokens": vocab, "max_seq_len": subject.width, "emb_dropout": spec.dropout}
@@ -290,7 +290,7 @@ class TorchTransformer(nn.Module):
 
     def __init__(self, ours: Transformer) -> None:
         super().__init__()
-        spec = ours.spec
+        spec = ours.config
         self.source, self.target, self.output = ours.source, ours.target, ours.output
         shape = {
             "d_model": spec.d_model,
@@ -302,13 +302,13 @@ class TorchTransformer(nn.Module):
         }
         final = (lambda: nn.LayerNorm(spec.d_model)) if spec.norm == "pre" else (lambda: None)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(**shape),  # type: ignore[arg-type]
+            nn.TransformerEncoderLayer(**shape),
             spec.encoder_layers,
             final(),
             enable_nested_tensor=False,
         )
         self.decoder = nn.TransformerDecoder(
-            nn.TransformerDecoderLayer(**shape),  # type: ignore[arg-type]
+            nn.TransformerDecoderLayer(**shape),
             spec.decoder_layers,
             final(),
         )

@@ -26,10 +26,9 @@ from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
+from qkv.core.transformer import Transformer, parameter_count
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
-from qkv.models.base import parameter_count
-from qkv.models.transformer import Transformer
 from qkv.options import TrainConfig, TransformerConfig
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary

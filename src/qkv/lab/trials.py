@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.api import Translator
 from qkv.api.run_training import fit
-from qkv.assembly import Run, updates_for
+from qkv.assembly import Run, build_model, updates_for
 from qkv.console import bars, say
 from qkv.core import files
 from qkv.core.batches import Position
@@ -43,7 +43,6 @@ from qkv.core.validation import corpus_bleu
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
 from qkv.explain.model_card import parameters, vocabulary
-from qkv.models.build import build
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
@@ -392,7 +391,7 @@ def flops_per_token(config: Config, prepared: PreparedText) -> float:
     small = {"tokens_per_step": max(COUNTED_TOKENS, config.data.max_length + 1), "micro_tokens": 0, "seed": 1}
     updates = updates_for(config.replace(train=small), prepared)
     tokenizers = prepared.tokenizers
-    model = build(config.model, tokenizers.src.size, tokenizers.tgt.size)
+    model = build_model(config.model, tokenizers.src.size, tokenizers.tgt.size)
     for part in model.modules():
         if isinstance(part, Layer):
             part.written_out = True

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.models.attention import attend, attention_mask
-from qkv.models.base import TranslationModel
-from qkv.models.state import staying
+from qkv.core.attention import attend, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, TranslationModel, make_positions
+from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
 
 REACH = 1024  # positions that the dilations of a deep stack span before they begin anew
@@ -52,13 +52,13 @@ class GatedConvolution(nn.Module):
     centred on it otherwise. If separable, each channel is convolved alone before a matrix mixes them: k·n·d + n·d².
     """
 
-    def __init__(self, spec: ConvS2SConfig, dilation: int, *, causal: bool) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int, *, causal: bool) -> None:
         super().__init__()
-        d, k = spec.d_model, spec.kernel
+        d, k = config.d_model, config.kernel
         last = 0 if causal else -(k // 2)
         self.offsets = [dilation * (last + k - 1 - j) for j in range(k)]  # of each input, counted backwards
-        kept = 1 - spec.dropout  # dropout divides by it, so inputs vary more
-        separable = spec.convolution == "separable"
+        kept = 1 - config.dropout  # dropout divides by it, so inputs vary more
+        separable = config.convolution == "separable"
         self.depthwise = WeightNorm(k, d, variance=kept, bias=False) if separable else None
         # The gate is about a half at first, and leaves a quarter of the variance.
         self.mixture = WeightNorm(d, 2 * d, variance=4) if separable else WeightNorm(k * d, 2 * d, variance=4 * kept)
@@ -85,40 +85,40 @@ def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
     return F.pad(x[:, start:end], (0, 0, start - first, first + n - end))
 
 
-def dilations(spec: ConvS2SConfig, layers: int) -> Iterator[int]:
+def dilations(config: ConvS2SConfig, layers: int) -> Iterator[int]:
     """1, kernel, kernel² … so that what a stack sees grows exponentially; from 1 again where it would pass `REACH`."""
     dilation = 1
     for _ in range(layers):
         yield dilation
-        if spec.convolution == "dilated":
-            dilation = dilation * spec.kernel if dilation * spec.kernel**2 <= REACH else 1
+        if config.convolution == "dilated":
+            dilation = dilation * config.kernel if dilation * config.kernel**2 <= REACH else 1
 
 
 @dataclass
-class ConvMemory:
+class ConvEncoderOutput:
     """What the attentions read of each sentence: keys z, and values z + e, scaled (sentences, 1, source, d_model)."""
 
     keys: Tensor
     values: Tensor
     mask: Tensor  # (sentences, 1, 1, source)
 
-    def select(self, sentences: Tensor) -> ConvMemory:
-        return ConvMemory(*(part.index_select(0, sentences) for part in (self.keys, self.values, self.mask)))
+    def select(self, sentences: Tensor) -> ConvEncoderOutput:
+        return ConvEncoderOutput(*(part.index_select(0, sentences) for part in (self.keys, self.values, self.mask)))
 
 
 @dataclass
 class ConvState:
     """What a decoder remembers: the past as far as each layer sees, and the source once for all beams of a sentence."""
 
-    memory: ConvMemory
+    encoded: ConvEncoderOutput
     weights: list[Weights]  # of each layer, normalised once for all steps
     past: list[Tensor | None]  # of each layer, its last inputs (rows, positions, d_model)
     beam: int
     length: int = 0
 
     def select(self, rows: Tensor) -> ConvState:
-        if (stay := staying(rows, self.beam, len(self.memory.mask))) is not None:
-            self.memory = self.memory.select(stay)
+        if (kept := kept_sentences(rows, self.beam, len(self.encoded.mask))) is not None:
+            self.encoded = self.encoded.select(kept)
         self.past = [None if past is None else past.index_select(0, rows) for past in self.past]
         return self
 
@@ -126,10 +126,10 @@ class ConvState:
 class EncoderLayer(nn.Module):
     """A gated convolution, centred, inside a residual connection."""
 
-    def __init__(self, spec: ConvS2SConfig, dilation: int) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int) -> None:
         super().__init__()
-        self.convolution = GatedConvolution(spec, dilation, causal=False)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.convolution = GatedConvolution(config, dilation, causal=False)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         inputs = self.dropout(x).masked_fill(padding, 0)  # as beyond the ends, whatever the batch
@@ -140,18 +140,18 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A gated convolution of the past and an attention to the source, inside a residual connection."""
 
-    def __init__(self, spec: ConvS2SConfig, dilation: int, name: str) -> None:
+    def __init__(self, config: ConvS2SConfig, dilation: int, name: str) -> None:
         super().__init__()
-        self.convolution = GatedConvolution(spec, dilation, causal=True)
-        self.query = WeightNorm(spec.d_model, spec.d_model)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.convolution = GatedConvolution(config, dilation, causal=True)
+        self.query = WeightNorm(config.d_model, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
         self.name = f"{name}.cross"
 
     def weights(self) -> Weights:
         return (self.query.weight(), *self.convolution.weights())
 
     def forward(
-        self, x: Tensor, target: Tensor, past: Tensor | None, weights: Weights, memory: ConvMemory
+        self, x: Tensor, target: Tensor, past: Tensor | None, weights: Weights, encoded: ConvEncoderOutput
     ) -> tuple[Tensor, Tensor]:
         """The newest n positions x (rows, n, d_model), whose tokens `target` embeds; and the past of the next ones."""
         n = x.shape[1]
@@ -160,40 +160,46 @@ class DecoderLayer(nn.Module):
             inputs = torch.cat([past, inputs], dim=1)
         h = self.convolution(inputs, n, weights[1:])
         query = (self.query(h, weights[0]) + target) * ROOT_HALF
-        h = (h + self._attend(query, memory)) * ROOT_HALF
+        h = (h + self._attend(query, encoded)) * ROOT_HALF
         seen = self.convolution.offsets[0]
         return (x + h) * ROOT_HALF, inputs[:, max(0, inputs.shape[1] - seen) :]
 
-    def _attend(self, query: Tensor, memory: ConvMemory) -> Tensor:
+    def _attend(self, query: Tensor, encoded: ConvEncoderOutput) -> Tensor:
         # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
-        q = query.reshape(len(memory.mask), 1, -1, query.shape[-1])  # (sentences, 1, beam × n, d_model)
-        context = attend(q, memory.keys, memory.values, memory.mask, score="dot", name=self.name)
+        q = query.reshape(len(encoded.mask), 1, -1, query.shape[-1])  # (sentences, 1, beam × n, d_model)
+        context = attend(ScoredAttention("dot", None, self.name), q, encoded.keys, encoded.values, encoded.mask)
         return context.reshape(query.shape)
 
 
-class Convolutional(TranslationModel):
+class ConvS2S(TranslationModel):
     """Encoder-decoder: source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab)."""
 
-    def __init__(self, spec: ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, config: ConvS2SConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
-        self.spec = spec
-        self.add_embeddings(spec, src_vocab, tgt_vocab, spec.positions, spec.max_positions)
+        self.config = config
+
+        def embedding(vocab: int) -> Embedding:
+            added = config.positions != "none"
+            positions = make_positions(config.positions, config.d_model, config.max_positions) if added else None
+            return Embedding(vocab, config.d_model, positions, config.dropout)
+
+        self.add_embeddings(embedding, src_vocab, tgt_vocab)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
-            EncoderLayer(spec, dilation) for dilation in dilations(spec, spec.encoder_layers)
+            EncoderLayer(config, dilation) for dilation in dilations(config, config.encoder_layers)
         )
         self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
-            DecoderLayer(spec, dilation, f"decoder.{i}")
-            for i, dilation in enumerate(dilations(spec, spec.decoder_layers))
+            DecoderLayer(config, dilation, f"decoder.{i}")
+            for i, dilation in enumerate(dilations(config, config.decoder_layers))
         )
-        self.last = WeightNorm(spec.d_model, spec.d_model)
-        self.dropout = nn.Dropout(spec.dropout)
-        self.tie(spec, tgt_vocab)
+        self.last = WeightNorm(config.d_model, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.tie(tgt_vocab)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """What makes the logits (batch, target, d_model), each position from the source and the target before it."""
         return self._decode(target, self.start(self.encode(source, lengths)))
 
-    def encode(self, source: Tensor, lengths: Tensor) -> ConvMemory:
+    def encode(self, source: Tensor, lengths: Tensor) -> ConvEncoderOutput:
         """Run the encoder once: source ids (batch, source), each row `lengths[i]` tokens and then padding."""
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
         x = embedded = self.source(source) * SIZE  # (batch, source, d_model)
@@ -203,20 +209,20 @@ class Convolutional(TranslationModel):
         x = torch.lerp(x.detach(), x, 0.5 / len(self.decoder))
         # A mean of m vectors varies 1/m as much as one: the factor √m, the authors' too, counters it.
         scale = (0.5 * lengths.to(x.dtype)).sqrt()[:, None, None]
-        return ConvMemory(x[:, None], ((x + embedded) * scale)[:, None], mask)
+        return ConvEncoderOutput(x[:, None], ((x + embedded) * scale)[:, None], mask)
 
-    def start(self, memory: ConvMemory, beam: int = 1) -> ConvState:
+    def start(self, encoded: ConvEncoderOutput, beam: int = 1) -> ConvState:
         """The state before the first token, with `beam` rows for each sentence."""
-        return ConvState(memory, [layer.weights() for layer in self.decoder], [None for _ in self.decoder], beam)
+        return ConvState(encoded, [layer.weights() for layer in self.decoder], [None for _ in self.decoder], beam)
 
     def step(self, tokens: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         return self.project(self._decode(tokens, state)), state
 
     def _decode(self, tokens: Tensor, state: ConvState) -> Tensor:
-        x = embedded = self.target(tokens, start=state.length) * SIZE  # (rows, n, d_model)
+        x = embedded = self.target(tokens, state.length) * SIZE  # (rows, n, d_model)
         for i, layer in enumerate(self.decoder):
-            x, state.past[i] = layer(x, embedded, state.past[i], state.weights[i], state.memory)
+            x, state.past[i] = layer(x, embedded, state.past[i], state.weights[i], state.encoded)
         state.length += tokens.shape[1]
         dropped: Tensor = self.dropout(self.last(x))
         return dropped

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.models.attention import attend, attention_mask
-from qkv.models.base import TranslationModel
-from qkv.models.state import Memory, staying
+from qkv.core.attention import EncoderOutput, attend, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, TranslationModel
+from qkv.models.variants import ScoredAttention
 from qkv.options import RnnConfig
 
 Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
@@ -108,11 +108,11 @@ class Layer(nn.Module):
 class EncoderLayer(nn.Module):
     """Reads x (batch, source, d_model) from the left or, with half of the width for each, from both ends."""
 
-    def __init__(self, spec: RnnConfig) -> None:
+    def __init__(self, config: RnnConfig) -> None:
         super().__init__()
-        width = spec.d_model // 2 if spec.bidirectional else spec.d_model
-        self.ahead = Layer(spec.cell, spec.d_model, width)
-        self.back = Layer(spec.cell, spec.d_model, width) if spec.bidirectional else None
+        width = config.d_model // 2 if config.bidirectional else config.d_model
+        self.ahead = Layer(config.cell, config.d_model, width)
+        self.back = Layer(config.cell, config.d_model, width) if config.bidirectional else None
 
     def forward(self, x: Tensor, backwards: Tensor) -> Tensor:
         output: Tensor = self.ahead(x, self.ahead.zeros(x))[0]
@@ -140,7 +140,7 @@ def _reorder(x: Tensor, positions: Tensor) -> Tensor:
 
 
 @dataclass
-class RecurrentState:
+class RnnState:
     """What the decoder remembers: a fixed size however much was written, and the source, held once for all beams."""
 
     cells: list[Cell]  # for each layer (rows, d_model)
@@ -150,17 +150,17 @@ class RecurrentState:
     mask: Tensor  # (sentences, 1, 1, source)
     beam: int
 
-    def select(self, rows: Tensor) -> RecurrentState:
-        if (stay := staying(rows, self.beam, len(self.mask))) is not None:
+    def select(self, rows: Tensor) -> RnnState:
+        if (kept := kept_sentences(rows, self.beam, len(self.mask))) is not None:
             self.keys, self.annotations, self.mask = (
-                held.index_select(0, stay) for held in (self.keys, self.annotations, self.mask)
+                held.index_select(0, kept) for held in (self.keys, self.annotations, self.mask)
             )
         self.cells = [tuple(part.index_select(0, rows) for part in cell) for cell in self.cells]
         self.fed = self.fed.index_select(0, rows)
         return self
 
 
-class Recurrent(TranslationModel):
+class Rnn(TranslationModel):
     """Source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab).
 
     Luong's order whatever the score: the decoder's recurrence makes a state s, attention to the encoder's outputs (the
@@ -171,68 +171,68 @@ class Recurrent(TranslationModel):
     at the last word and, of the half that reads backwards, at the first. An LSTM's cells begin so too.
     """
 
-    def __init__(self, spec: RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
+    def __init__(self, config: RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
         super().__init__()
-        self.spec = spec
-        d_model, additive = spec.d_model, spec.attention == "additive"
-        self.add_embeddings(spec, src_vocab, tgt_vocab)
+        self.config: RnnConfig = config
+        d_model, additive = config.d_model, config.attention == "additive"
+        self.add_embeddings(lambda vocab: Embedding(vocab, d_model, None, config.dropout), src_vocab, tgt_vocab)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
-            EncoderLayer(spec) for _ in range(spec.encoder_layers)
+            EncoderLayer(config) for _ in range(config.encoder_layers)
         )
         self.decoder: Sequence[Layer] = nn.ModuleList(  # type: ignore[assignment]
-            Layer(spec.cell, 2 * d_model if spec.input_feeding and i == 0 else d_model, d_model)
-            for i in range(spec.decoder_layers)
+            Layer(config.cell, 2 * d_model if config.input_feeding and i == 0 else d_model, d_model)
+            for i in range(config.decoder_layers)
         )
-        self.parts = 2 if spec.cell == "lstm" else 1  # of a layer's state
-        self.first = _linear(d_model, spec.decoder_layers * self.parts * d_model)  # W_s
+        self.parts = 2 if config.cell == "lstm" else 1  # of a layer's state
+        self.first = _linear(d_model, config.decoder_layers * self.parts * d_model)  # W_s
         # Additive: wᵀtanh(W_a s + U_a h). General: sᵀ(W_a h), so that like U_a it is applied once to a source.
         self.query = _linear(d_model, d_model) if additive else nn.Identity()
-        self.key = nn.Identity() if spec.attention == "dot" else _linear(d_model, d_model)
+        self.key = nn.Identity() if config.attention == "dot" else _linear(d_model, d_model)
         self.score_weight = nn.Parameter(torch.empty(1, d_model).normal_(std=d_model**-0.5)) if additive else None
         self.combine = _linear(2 * d_model, d_model)  # W_c
-        self.dropout = nn.Dropout(spec.dropout)
-        self.tie(spec, tgt_vocab)
+        self.dropout = nn.Dropout(config.dropout)
+        self.tie(tgt_vocab)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """Attentional states (batch, target, d_model), each from the source and the target up to it."""
         return self._decode(target, self.start(self.encode(source, lengths)))
 
-    def encode(self, source: Tensor, lengths: Tensor) -> Memory:
+    def encode(self, source: Tensor, lengths: Tensor) -> EncoderOutput:
         """Annotations of the source ids (batch, source), each row `lengths[i]` tokens and then padding."""
         backwards = _backwards(lengths, source.shape[1])
         x = self.source(source)
         for i, layer in enumerate(self.encoder):
             x = layer(self.dropout(x) if i else x, backwards)
-        return Memory(x, attention_mask(1, source.shape[1], lengths))
+        return EncoderOutput(x, attention_mask(1, source.shape[1], lengths))
 
-    def start(self, memory: Memory, beam: int = 1) -> RecurrentState:
+    def start(self, encoded: EncoderOutput, beam: int = 1) -> RnnState:
         """The state before the first token, with `beam` rows for each sentence."""
-        annotations = memory.values  # (sentences, source, d_model)
-        last = memory.mask.sum(dim=(1, 2, 3)) - 1
+        annotations = encoded.values  # (sentences, source, d_model)
+        last = encoded.mask.sum(dim=(1, 2, 3)) - 1
         read = annotations[torch.arange(len(last), device=last.device), last]  # (sentences, d_model)
-        if self.spec.bidirectional:
-            half = self.spec.d_model // 2
+        if self.config.bidirectional:
+            half = self.config.d_model // 2
             read = torch.cat([read[:, :half], annotations[:, 0, half:]], dim=-1)
         first = self.first(read).tanh().repeat_interleave(beam, dim=0)
-        first = first.unflatten(-1, (self.spec.decoder_layers, self.parts, -1))
+        first = first.unflatten(-1, (self.config.decoder_layers, self.parts, -1))
         cells = first.permute(1, 2, 0, 3).contiguous()  # (layers, parts, rows, d_model)
-        return RecurrentState(
+        return RnnState(
             cells=[layer.unbind() for layer in cells],
-            fed=annotations.new_zeros(len(annotations) * beam, 1, self.spec.d_model),
+            fed=annotations.new_zeros(len(annotations) * beam, 1, self.config.d_model),
             keys=self.key(annotations)[:, None],
             annotations=annotations[:, None],
-            mask=memory.mask,
+            mask=encoded.mask,
             beam=beam,
         )
 
-    def step(self, tokens: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+    def step(self, tokens: Tensor, state: RnnState) -> tuple[Tensor, RnnState]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         return self.project(self._decode(tokens, state)), state
 
-    def _decode(self, tokens: Tensor, state: RecurrentState) -> Tensor:
+    def _decode(self, tokens: Tensor, state: RnnState) -> Tensor:
         """Attentional states of the next n positions (rows, n, d_model); the state moves behind them."""
         x = self.target(tokens).to(state.fed.dtype)  # once here rather than at every position
-        if self.spec.input_feeding:  # a position waits for the attention of the one before it
+        if self.config.input_feeding:  # a position waits for the attention of the one before it
             made = []
             for now in x.split(1, dim=1):
                 state.fed = self._attend(self._recur(torch.cat([now, state.fed], dim=-1), state), state)
@@ -243,24 +243,19 @@ class Recurrent(TranslationModel):
         dropped: Tensor = self.dropout(x)
         return dropped
 
-    def _recur(self, x: Tensor, state: RecurrentState) -> Tensor:
+    def _recur(self, x: Tensor, state: RnnState) -> Tensor:
         """All layers of the decoder over n inputs (rows, n, …): states (rows, n, d_model)."""
         for i, layer in enumerate(self.decoder):
             x, state.cells[i] = layer(self.dropout(x) if i else x, state.cells[i])
         return x
 
-    def _attend(self, s: Tensor, state: RecurrentState) -> Tensor:
+    def _attend(self, s: Tensor, state: RnnState) -> Tensor:
         """tanh(W_c [c; s]) for states s (rows, n, d_model) and their contexts c."""
         # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
-        context = attend(
-            self.query(s).reshape(len(state.mask), 1, -1, s.shape[-1]),  # (sentences, 1, beam · n, d_model)
-            state.keys,
-            state.annotations,
-            state.mask,
-            score="dot" if self.score_weight is None else "additive",
-            weight=self.score_weight,
-            name=f"decoder.{len(self.decoder) - 1}.cross",
-        )
+        score = "dot" if self.score_weight is None else "additive"
+        attention = ScoredAttention(score, self.score_weight, f"decoder.{len(self.decoder) - 1}.cross")
+        query = self.query(s).reshape(len(state.mask), 1, -1, s.shape[-1])  # (sentences, 1, beam · n, d_model)
+        context = attend(attention, query, state.keys, state.annotations, state.mask)
         attentional: Tensor = self.combine(torch.cat([context.reshape(s.shape), s], dim=-1)).tanh()
         return attentional
 

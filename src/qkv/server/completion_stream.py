@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv.api.completer import Completer, TextDecoder
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models.transformer import DecoderOnly
+from qkv.models.language_models import DecoderOnly
 
 Event = dict[str, Any]
 

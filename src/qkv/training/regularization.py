@@ -6,7 +6,7 @@ Guided alignment (Chen et al., 2016; Garg et al., 2019) teaches one cross-attent
 alignments: the first head of the decoder's last layer but one, or of its only layer. The query that predicts a token
 should spread its weight evenly over the source tokens aligned with that token; the cross-entropy between the two is
 added to the loss. Tokens without alignment are left out. Only the weights of this head are computed explicitly, from
-the queries and keys of the fused path, so that training costs one more head and nothing else.
+the queries and keys of the fused path, so that the extra cost is one head.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from qkv.core.attention import Attend, MultiHeadAttention, around_attention
 from qkv.core.batches import Batch
 from qkv.core.loss import ROWS, label_smoothed_loss, log_probs, smoothed_cross_entropy
-from qkv.models.attention import MultiHeadAttention, attention_scores
-from qkv.models.base import Model
-from qkv.models.transformer import Transformer
+from qkv.core.transformer import Model, Transformer
+from qkv.models.variants import attention_scores, score_of
 
 # ---- R-Drop ----------------------------------------------------------------------------------------------------------
 
@@ -118,22 +118,23 @@ class GuidedAlignment:
         """Record the queries, keys and mask of the attention computed inside the block."""
         seen: list[Any] = []
 
-        def keep(_: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
-            seen[:] = inputs[0], inputs[1], inputs[3]
+        def keep(
+            attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+        ) -> Tensor:
+            if attention is self.attention:
+                seen[:] = q, k, mask
+            return attend(q, k, v, mask, causal)
 
-        handle = self.attention.register_forward_pre_hook(keep)
-        try:
+        with around_attention(keep):
             yield seen
-        finally:
-            handle.remove()
 
     def log_weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Return log softmax(QKᵀ/√d_k) of the head, in fp32: (batch, target, source)."""
         own = slice(HEAD, HEAD + 1)
-        weight = self.attention.score_weight
+        score, weight = score_of(self.attention)
         with torch.autocast(q.device.type, enabled=False):
             scores = attention_scores(
-                q[:, own].float(), k[:, own].float(), self.attention.score, None if weight is None else weight[own]
+                q[:, own].float(), k[:, own].float(), score, None if weight is None else weight[own]
             )  # (batch, 1, target, source)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.transformer import Transformer
 from qkv.engines.cpu.native_library import NativeBytes, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
 from qkv.engines.cpu.packed_linear import (
@@ -28,7 +29,7 @@ from qkv.engines.cpu.packed_linear import (
     replace_matrices,
 )
 from qkv.engines.cpu.packed_transformer import PackedTransformer, fits
-from qkv.models.transformer import DecoderOnly, Transformer
+from qkv.models.language_models import DecoderOnly
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
 NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeBytes}

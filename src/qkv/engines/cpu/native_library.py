@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.console import say
+from qkv.core.attention import MultiHeadAttention
+from qkv.core.transformer import Embedding, Transformer
 from qkv.engines.cpu.packed_transformer import scaled
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.layers import Embedding
-from qkv.models.transformer import DecoderOnly, Transformer
+from qkv.models.language_models import DecoderOnly
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
@@ -289,8 +289,8 @@ class Layout:
         forward = layer.feed_forward
         made.inner = self.matrix(forward.inner.weight, forward.inner.bias)
         made.outer = self.matrix(forward.outer.weight, forward.outer.bias)
-        if forward.gate is not None:
-            made.gate = self.matrix(forward.gate.weight, None)
+        if (gate := getattr(forward, "gate", None)) is not None:
+            made.gate = self.matrix(gate.weight, None)
         made.attention = self.norm(layer.residuals[0].norm, width)
         made.feed_forward = self.norm(layer.residuals[-1].norm, width)
         return made
@@ -302,7 +302,7 @@ class Layout:
 
     def model(self, model: Transformer | DecoderOnly, *, half: bool) -> Model:
         """All of it; `half` keeps keys and values as bf16."""
-        spec = model.spec
+        spec = model.config
         width = up(spec.d_model, self.panel)
         decoder = [self.layer(layer, width) for layer in model.decoder]
         heads, head = self.heads(model.decoder[0].attention)

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.beam_variants import start_variant
 from qkv.decoding.constraints import Avoid
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
-from qkv.models.state import StepModel
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
 ROWS = 64  # of a sentence: with more, sorting is faster than inserting one by one
@@ -116,7 +116,7 @@ def _advance(search: Search) -> bool:
         return False
     rows = state.newest.numel()
     model.prepare(decoder, rows, 1)
-    steps = 1 + int(min(decoder.spare, max(0, model.target.limit - decoder.length - 1)))
+    steps = 1 + int(min(decoder.spare, max(0, model.target.limit - decoder.position - 1)))
     decoder.spare -= steps - 1  # before the call: if it is interrupted, the positions it wrote are counted
     logits = torch.empty(rows, model.vocabulary)
     chosen = state.length.new_empty(rows) if search.rows > 1 else None

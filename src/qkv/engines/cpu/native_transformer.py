@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
 from qkv.engines.cpu.native_library import Encode, Layout, Step
-from qkv.models.layers import LearnedPositions, SinusoidalPositions
-from qkv.models.transformer import DecoderOnly, Transformer
+from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import rotary_of
 
 # ---- its memory ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class NativeState:
     alive: NDArray[np.bool_] | None = None  # (rows,): those that the next step computes, if not all; others get zeros
 
     @property
-    def length(self) -> int:
+    def position(self) -> int:
         """Tokens so far, of the longest row."""
         return int(self.lengths.max(initial=0))
 
@@ -160,7 +161,7 @@ class Table:
             return None
         with self.growing:
             if end > len(self.made[-1]):
-                self.positions(0, end)
+                self.positions.reach(end)
                 table = self.positions.table.detach()
                 self.made.append(F.pad(table, (0, self.width - table.shape[1])))
             return self.made[-1]
@@ -189,13 +190,13 @@ class NativeTransformer(nn.Module):
     def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, rounded: bool) -> None:
         """`rounded`: weights are bytes, and keys and values are kept as bf16, which halves the memory that is read."""
         super().__init__()
-        self.spec, self.library = model.spec, library
+        self.config, self.library = model.config, library
         self.layout = Layout(library.qkv_lanes(), library.qkv_panel(), rounded)
         self.native = self.layout.model(model, half=rounded)
         self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if rounded else 4
         self.target = Table(model.target.positions, self.native.width)
         self.source = Table(getattr(getattr(model, "source", None), "positions", None), self.native.width)
-        self.rotary = Table(model.decoder[0].attention.rotary, self.native.head)
+        self.rotary = Table(rotary_of(model.decoder[0].attention), self.native.head)
         self.scratch = Scratch()
         for name in ("qkv_step", "qkv_step_size", "qkv_encode", "qkv_encode_size", "qkv_source_size", "qkv_advance"):
             getattr(library, name).restype = ctypes.c_int64
@@ -249,7 +250,7 @@ class NativeTransformer(nn.Module):
 
     def call(self, state: NativeState, tokens: Tensor, n: int, steps: int = 1) -> Step:
         """What the library is told for n tokens of each row, as often as there are steps."""
-        end = state.length + n * steps
+        end = state.position + n * steps
         tables = self.target.reaching(end), self.rotary.reaching(end)
         call = Step(
             sentences=len(state.lengths), beam=state.beam, n=n, threads=torch.get_num_threads(),

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.base import Model
+from qkv.core.attention import MultiHeadAttention
+from qkv.core.transformer import Model
 from qkv.models.convs2s import WeightNorm
 
 # oneDNN keeps a kernel for each shape it has met, up to 1,024: hundreds of megabytes in a search whose batches shrink.

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.models.attention import MultiHeadAttention, attention_mask, rotate
-from qkv.models.layers import ACTIVATIONS, Embedding, FeedForward
-from qkv.models.state import staying
-from qkv.models.transformer import DecoderOnly, Transformer
+from qkv.core.attention import MultiHeadAttention, attention_mask, kept_sentences
+from qkv.core.transformer import Embedding, FeedForward, Transformer
+from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import ACTIVATIONS, PreNormResidual, rotary_of, rotate, score_of
 
 ROOM = 8  # positions by which a cache grows
 SHORT = 128  # tokens up to which a sentence's attention to itself is faster as two products
@@ -68,7 +68,7 @@ class PackedState:
     memory: PackedMemory | None
     beam: int
     dtype: torch.dtype = torch.float32  # of keys and values
-    length: int = 0
+    position: int = 0
     settled: int = 0
     past: list[Tensor] = field(default_factory=list)  # of each layer keys, values (2, sentences, heads, entries, width)
     own: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # 0 for a row's own, else -inf (rows, entries)
@@ -79,7 +79,7 @@ class PackedState:
 
     def select(self, rows: Tensor) -> PackedState:
         sentences = self.past[0].shape[1] if self.past else self.memory.sentences if self.memory else 0
-        if sentences and (stay := staying(rows, self.beam, sentences)) is not None:
+        if sentences and (stay := kept_sentences(rows, self.beam, sentences)) is not None:
             self.past = [both.index_select(1, stay) for both in self.past]
             self.memory = self.memory and self.memory.select(stay)
         if self.past:
@@ -88,16 +88,16 @@ class PackedState:
 
     def make_room(self, rows: int, n: int, shapes: list[tuple[int, int]]) -> None:
         """Let the caches hold n more positions of each row; `shapes` are heads and width of every layer."""
-        end = self.length + n
+        end = self.position + n
         if self.entry(end) > self.own.shape[1]:
             self._grow(rows, end, shapes)
         entries = self.own[:, self.settled :].unflatten(1, (-1, self.beam)).unflatten(0, (-1, self.beam))
-        entries[:, :, self.length - self.settled : end - self.settled].diagonal(dim1=1, dim2=3).zero_()
+        entries[:, :, self.position - self.settled : end - self.settled].diagonal(dim1=1, dim2=3).zero_()
 
     def _grow(self, rows: int, end: int, shapes: list[tuple[int, int]]) -> None:
-        before, filled, shared = self.settled, self.entry(self.length), self._settle()  # (sentences, newly settled)
+        before, filled, shared = self.settled, self.entry(self.position), self._settle()  # (sentences, newly settled)
         first = before + shared.shape[1] * self.beam  # of the old entries that are not settled
-        behind = slice(self.settled, self.entry(self.length))
+        behind = slice(self.settled, self.entry(self.position))
         capacity = self.entry(end + ROOM - 1)
         own = torch.full((rows, capacity), -math.inf, dtype=self.dtype)
         larger = [torch.empty(2, rows // self.beam, h, capacity, width, dtype=self.dtype) for h, width in shapes]
@@ -118,7 +118,7 @@ class PackedState:
         rows, sentences = len(self.own), len(self.own) // self.beam
         if self.beam == 1 or not rows:
             return torch.empty(sentences, 0, dtype=torch.long)
-        entries = self.own[:, self.settled : self.entry(self.length)].unflatten(1, (-1, self.beam))
+        entries = self.own[:, self.settled : self.entry(self.position)].unflatten(1, (-1, self.beam))
         whose = entries.argmax(-1).unflatten(0, (sentences, self.beam))  # (sentences, beam, positions)
         alike = (whose == whose[:, :1]).flatten(0, 1).all(0)
         newly = int(alike.long().cumprod(0).sum())
@@ -132,7 +132,7 @@ class PackedState:
         if n > 1:
             entry = torch.arange(self.own.shape[1])
             position = torch.where(entry < self.settled, entry, self.settled + (entry - self.settled) // self.beam)
-            later = position > torch.arange(self.length, self.length + n)[:, None]  # (n, entries)
+            later = position > torch.arange(self.position, self.position + n)[:, None]  # (n, entries)
             mask = mask.masked_fill(later, -math.inf)
         return mask.reshape(-1, 1, self.beam * n, self.own.shape[1])
 
@@ -152,7 +152,7 @@ class PackedAttention:
     """The matrices of one attention; 1/√d_k is part of W^Q, and what encoder-decoder attention reads is not here."""
 
     def __init__(self, attention: MultiHeadAttention, pack: Pack, *, cross: bool = False) -> None:
-        self.heads, self.width, self.rotary = attention.heads, attention.d_k, attention.rotary
+        self.heads, self.width, self.rotary = attention.heads, attention.d_k, rotary_of(attention)
         self.parts = 1 if cross else 3
         weight, bias = scaled(attention)
         rows = slice(0, self.parts * self.heads * self.width)
@@ -182,8 +182,8 @@ class PackedAttention:
     def to_past(self, y: Tensor, past: Tensor, state: PackedState, mask: Tensor) -> Tensor:
         """The newest n positions attend to those of their own hypothesis: y (rows, n, d_model)."""
         n = y.shape[1]
-        parts = self.split(y, state.beam, state.length)
-        new = past[:, :, :, state.entry(state.length) : state.entry(state.length + n)]
+        parts = self.split(y, state.beam, state.position)
+        new = past[:, :, :, state.entry(state.position) : state.entry(state.position + n)]
         if n == 1:
             new.copy_(parts[1:, :, :, :, 0])
         else:
@@ -211,7 +211,7 @@ class PackedAttention:
 
 def scaled(attention: MultiHeadAttention) -> tuple[Tensor, Tensor | None]:
     """The joint matrix and bias of queries, keys and values, the queries over √d_k if they are to be."""
-    factor = attention.d_k**-0.5 if attention.score == "scaled" else 1.0
+    factor = attention.d_k**-0.5 if score_of(attention)[0] == "scaled" else 1.0
     outputs = attention.qkv.weight.new_ones(len(attention.qkv.weight))
     outputs[: attention.heads * attention.d_k] = factor
     bias = attention.qkv.bias
@@ -221,9 +221,11 @@ def scaled(attention: MultiHeadAttention) -> tuple[Tensor, Tensor | None]:
 class PackedFeedForward:
     def __init__(self, layer: FeedForward, pack: Pack) -> None:
         self.inner, self.outer = pack(layer.inner.weight, layer.inner.bias), pack(layer.outer.weight, layer.outer.bias)
-        self.gate = None if layer.gate is None else pack(layer.gate.weight, None)
-        self.activation = layer.activation
-        self.relu = layer.activation is ACTIVATIONS["relu"]  # the product does it on its way
+        gate = getattr(layer, "gate", None)
+        self.gate = None if gate is None else pack(gate.weight, None)
+        activation = getattr(layer, "activation", "relu")
+        self.activation = ACTIVATIONS[activation]
+        self.relu = activation == "relu"  # the product does it on its way
 
     def __call__(self, x: Tensor) -> Tensor:
         hidden = self.inner(x, relu=True) if self.relu else self.activation(self.inner(x))  # (rows, n, d_ff)
@@ -247,7 +249,7 @@ class PackedLayer:
         self.cross = None if cross is None else PackedAttention(cross, pack, cross=True)
         self.feed_forward = PackedFeedForward(layer.feed_forward, pack)
         self.norms = [lean(residual.norm) for residual in layer.residuals]
-        self.pre = layer.residuals[0].pre
+        self.pre = isinstance(layer.residuals[0], PreNormResidual)
 
     def whole(self, x: Tensor, mask: Tensor | None) -> Tensor:
         x = self._residual(0, x, lambda y: self.attention.within(y, mask))
@@ -275,7 +277,7 @@ class PackedTransformer(nn.Module):
     def __init__(self, model: Transformer | DecoderOnly, pack: Pack, kept: torch.dtype = torch.float32) -> None:
         """`kept` is the type of the keys and values that are remembered."""
         super().__init__()
-        self.spec, self.kept = model.spec, kept
+        self.config, self.kept = model.config, kept
         self.target, self.target_norm = model.target, model.decoder_norm
         self.decoder = [PackedLayer(layer, pack) for layer in model.decoder]
         self.shapes = [(layer.attention.heads, layer.attention.d_k) for layer in model.decoder]
@@ -323,10 +325,10 @@ class PackedTransformer(nn.Module):
         rows, n = tokens.shape
         state.make_room(rows, n, self.shapes)
         mask = state.mask(n)
-        x = embed(self.target, tokens, state.length)
+        x = embed(self.target, tokens, state.position)
         for number, layer in enumerate(self.decoder):
             x = layer.step(x, number, state, mask)
-        state.length += n
+        state.position += n
         return self.output(self.target_norm(x)), state
 
 
@@ -359,7 +361,7 @@ def fits(model: nn.Module) -> bool:
     """Whether the model is one of these: attention to all positions, by products, with heads of one width."""
     return (
         isinstance(model, Transformer | DecoderOnly)
-        and not model.spec.window
-        and model.spec.attention in ("scaled", "dot")
-        and model.spec.key_width == model.spec.value_width
+        and not model.config.window
+        and model.config.attention in ("scaled", "dot")
+        and model.config.key_width == model.config.value_width
     )

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
 from qkv.core.tokenizer import TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.core.translate import longest_outputs
 from qkv.decoding.beam_variants import DecodingOptions
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
-from qkv.models.attention import MultiHeadAttention, is_watched
-from qkv.models.state import Memory
-from qkv.models.transformer import Transformer
+from qkv.models.variants import rotary_of, score_of
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class SlotDecoding:
             return "slots hold the keys and values of a Transformer whose scores are products"
         if triton is None and torch.cuda.is_available():
             return "without Triton the steps cannot be captured"
-        if is_watched():
+        if is_wrapped():
             return "attention is recorded or muted in the plain model alone"
         if isinstance(options, DecodingOptions) and (options.coverage or options.sampling is not None):
             return "coverage and sampling keep more than the search state"
@@ -123,7 +123,7 @@ class SlotDecoding:
         """A little more room than is needed, so that the next call finds it; not beyond what positions were learned."""
         model: Any = self.model
         room = -(-length // step) * step
-        return max(length, min(room, model.spec.max_positions)) if model.spec.positions == "learned" else room
+        return max(length, min(room, model.config.max_positions)) if model.config.positions == "learned" else room
 
     def _room(self, rows: int, capacity: int, source: int) -> int:
         """As many sentences as an eighth of the device's memory can hold the keys and values of."""
@@ -163,7 +163,7 @@ class SlotScheduler:
         self.slots, self.device = slots, model.output.weight.device
         lengths = torch.ones(slots, dtype=torch.long, device=self.device)
         self.search = start(model, options, special, lengths=lengths, capacity=capacity)
-        self.search.decoder = StaticState(model, slots, self.search.rows, capacity, source)
+        self.search.decoder = SlotCache(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
         self.group = max(1, slots // 8)  # the fewest that leave and enter at once: meanwhile the device waits
         self.doors = [Door(self.search, size, source, capacity) for size in sorted({self.group, slots})]
@@ -302,10 +302,10 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 def can_hold(model: object) -> bool:
     """Whether a model's decoder can work on fixed buffers: a Transformer whose scores are products."""
-    return isinstance(model, Transformer) and model.spec.attention != "additive"
+    return isinstance(model, Transformer) and model.config.attention != "additive"
 
 
-class StaticState:
+class SlotCache:
     """The state of `sentences` × `beam` rows, each with room for `capacity` tokens and a source of `source` tokens."""
 
     def __init__(self, model: Transformer, sentences: int, beam: int, capacity: int, source: int) -> None:
@@ -322,36 +322,38 @@ class StaticState:
             self.source_values.append(weight.new_zeros(sentences, source, cross.heads, cross.d_v))
         device = weight.device
         row = torch.arange(rows, dtype=torch.int, device=device)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.position = torch.zeros(rows, dtype=torch.long, device=device)
         self.origin = row[:, None].repeat(1, capacity)  # whose row holds each position; the newest is a row's own
         self.sentence = (row // beam)[:, None].expand(-1, source)
         self.source_length = torch.ones(rows, dtype=torch.long, device=device)
         if model.target.positions is not None:  # as many as the buffers have room for, or a clear refusal
-            model.target.positions(0, capacity)
+            model.target.positions.reach(capacity)
         for layer in model.decoder:
-            if layer.attention.rotary is not None:
-                layer.attention.rotary(0, capacity)
+            if (rotary := rotary_of(layer.attention)) is not None:
+                rotary.reach(capacity)
 
-    def admit(self, slots: Tensor, memory: Memory) -> None:
+    def admit(self, slots: Tensor, encoded: EncoderOutput) -> None:
         """Begin sentences in these slots with what the encoder made of them."""
         rows = (slots[:, None] * self.beam + torch.arange(self.beam, device=slots.device)).flatten()
-        self.length.index_fill_(0, rows, 0)
+        self.position.index_fill_(0, rows, 0)
         self.origin[:, 0].index_copy_(0, rows, rows.int())
-        self.source_length.index_copy_(0, rows, memory.mask.sum(dim=(1, 2, 3)).repeat_interleave(self.beam))
+        self.source_length.index_copy_(0, rows, encoded.mask.sum(dim=(1, 2, 3)).repeat_interleave(self.beam))
         for i, layer in enumerate(self.model.decoder):
             assert layer.cross_attention is not None
-            k, v = layer.cross_attention.project_memory(memory.values)
+            k, v = layer.cross_attention.project_memory(encoded.values)
             for held, new in ((self.source_keys[i], k), (self.source_values[i], v)):
                 held[:, : new.shape[2]].index_copy_(0, slots, new.transpose(1, 2))
 
-    def attend_to_past(self, layer: int, attention: MultiHeadAttention, y: Tensor, window: int) -> Tensor:
-        q, k, v = attention.project(y, start=self.length)  # (rows, heads, 1, width)
-        new = k.squeeze(2), v.squeeze(2)
-        return self._look_up(attention, q, self.keys[layer], self.values[layer], self.origin, self.length, window, new)
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x, self.position)  # (rows, heads, 1, width)
+        new, window = (k.squeeze(2), v.squeeze(2)), self.model.config.window
+        return self._look_up(
+            attention, q, self.keys[layer], self.values[layer], self.origin, self.position, window, new
+        )
 
-    def attend_to_source(self, layer: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         keys, values = self.source_keys[layer], self.source_values[layer]
-        return self._look_up(attention, attention.project_query(y), keys, values, self.sentence, self.source_length)
+        return self._look_up(attention, attention.project_query(x), keys, values, self.sentence, self.source_length)
 
     def _look_up(
         self,
@@ -365,16 +367,17 @@ class StaticState:
         new: New | None = None,
     ) -> Tensor:
         q = q.squeeze(2)
-        if attention.score_weight is not None:  # general: qᵀW takes the place of the query
-            q = torch.einsum("rhd,hde->rhe", q, attention.score_weight)
-        scale = 1 / math.sqrt(attention.d_k) if attention.score == "scaled" else 1.0
+        score, weight = score_of(attention)
+        if weight is not None:  # general: qᵀW takes the place of the query
+            q = torch.einsum("rhd,hde->rhe", q, weight)
+        scale = 1 / math.sqrt(attention.d_k) if score == "scaled" else 1.0
         heads = lookup(q, keys, values, origin, length, scale=scale, window=window, new=new)
         return attention.merge(heads[:, :, None])
 
-    def move(self, n: int) -> None:
-        self.length.add_(n).clamp_(max=self.origin.shape[1] - 1)  # a slot that is free goes on counting
+    def advance(self, tokens: int) -> None:
+        self.position.add_(tokens).clamp_(max=self.origin.shape[1] - 1)  # a slot that is free goes on counting
 
-    def select(self, rows: Tensor) -> StaticState:
+    def select(self, rows: Tensor) -> SlotCache:
         """Let each row go on from one of the same sentence."""
-        reorder(self.origin, rows, self.length, self.beam)
+        reorder(self.origin, rows, self.position, self.beam)
         return self

@@ -24,7 +24,7 @@ if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # half a seco
         triton, tl = import_module("triton"), import_module("triton.language")
 
 BLOCK, WARPS = 32, 1  # positions that `lookup` reads at once, and warps for them
-CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds; as in qkv.core.search
+CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds
 New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
 
 
@@ -131,14 +131,8 @@ def reorder_kernel(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> N
     _reorder[(count,)](origin, rows, length, origin.shape[1], beam, wide=wide, block=64, num_warps=1, num_stages=1)
 
 
-def add_norm(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-    """norm(x + y); one kernel where nobody needs gradients."""
-    fused = triton is not None and x.is_cuda and isinstance(norm, nn.LayerNorm) and not torch.is_grad_enabled()
-    return add_norm_kernel(x, y, norm) if fused else norm(x + y)
-
-
-def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-    assert isinstance(norm, nn.LayerNorm)
+def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """norm(x + y) of a LayerNorm, without gradients."""
     x, y = x.contiguous(), y.contiguous()
     normed, width = torch.empty_like(x), x.shape[-1]
     block = triton.next_power_of_2(width)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import CHUNK, BeamSearch, GreedySearch, Search, SearchState, log_sum_exp
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchState, log_sum_exp
+from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
-from qkv.engines.cuda_decoding.inference_kernels import scan_kernel, tl, triton
-from qkv.models.state import StepModel
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK, scan_kernel, tl, triton
 
 ROWS, CHUNKS = 16, 1024  # the most of a sentence that a program holds
 PART = 64  # positions that are copied at once

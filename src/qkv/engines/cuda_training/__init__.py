@@ -1,4 +1,4 @@
-"""The training pass of a Transformer over sentences laid end to end: no padding, few kernels, gradients by hand.
+"""Training pass of a Transformer over sentences packed without padding: few kernels, hand-written gradients.
 
-Each operation has a Triton kernel and a plain twin in the same file; they compute the same, dropout included.
+Each operation has a Triton kernel and a plain twin in the same file with equal results, dropout included.
 """

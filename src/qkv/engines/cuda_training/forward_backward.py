@@ -1,12 +1,8 @@
-"""The parameters of a model as one tensor each of masters, gradients and working copies.
+"""The training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
 
-Every parameter becomes a view into the masters, so the optimiser, validation and checkpoints know nothing of it; what
-concerns all of them (the norm of the gradient, a moving average, rounding to bf16) is one operation.
-
-The whole training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
-
-The sublayers are those of `qkv.models.transformer`, with its parameters; here they read sentences laid end to end,
-(tokens, d_model), and each returns besides its result the function that takes the gradient of it back.
+All parameters are views into one tensor of fp32 masters, with one tensor of gradients and one of working copies beside
+it, so that the norm of the gradient, a moving average and rounding to bf16 are one operation each. The sublayers are
+those of `qkv.core.transformer`, for unpadded tokens (tokens, d_model); each returns its result and a backward function.
 """
 
 from __future__ import annotations
@@ -18,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qkv.core.attention import MultiHeadAttention
+from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
+    DropoutHash,
     Heads,
-    Noise,
     Rows,
     gelu,
     rectify,
@@ -40,9 +38,7 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     embed_backward,
     loss_and_gradient,
 )
-from qkv.models.attention import MultiHeadAttention
-from qkv.models.layers import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
-from qkv.models.transformer import Transformer
+from qkv.models.variants import VariantFeedForward, rotary_of, score_of
 from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
@@ -62,7 +58,7 @@ class Weight(NamedTuple):
         return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
 
 
-class Weights:
+class FlatWeights:
     """The weights of a model on its device; products are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -114,9 +110,9 @@ LOGITS = 2**30  # numbers at once
 
 
 class Sublayer(NamedTuple):
-    """What a sublayer made of its input, the bias still to be added, and the way back.
+    """Result of a sub-layer without its last bias, and its backward function.
 
-    `back` takes the gradient of `result` and a tensor to which that of the input is added, or None; it returns the sum.
+    `back` takes the gradient of `result` and optionally a tensor; it returns the gradient of the input plus the tensor.
     """
 
     result: Tensor
@@ -124,11 +120,12 @@ class Sublayer(NamedTuple):
     back: Callable[[Tensor, Tensor | None], Tensor]
 
 
-Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
+AnyFeedForward = FeedForward | VariantFeedForward
+Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and its sub-layer
 
 
 def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
+    """Return whether this module covers the model, and its heads fit into a GPU core in this precision."""
     return (
         isinstance(spec, TransformerConfig)
         and spec.attention in ("scaled", "dot")
@@ -138,14 +135,14 @@ def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
     )
 
 
-class Passes:
-    """Forward and backward passes of one model; gradients are added to those of `weights`."""
+class ForwardBackward:
+    """Forward and backward passes of one model; they add to the gradients in `weights`."""
 
     def __init__(
-        self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
+        self, model: Transformer, weights: FlatWeights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
-        assert can_pass(model.spec)
-        self.model, self.weights = model, weights
+        assert can_pass(model.config)
+        self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
         # As they are now: longer sentences in a validation replace them, and a captured pass goes on reading these, of
@@ -203,8 +200,8 @@ class Passes:
 
         return hidden, back
 
-    def _noise(self, module: nn.Module, rate: float) -> Noise:
-        return Noise(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
+    def _noise(self, module: nn.Module, rate: float) -> DropoutHash:
+        return DropoutHash(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
@@ -218,7 +215,7 @@ class Passes:
         Two streams go through them: the sum, and its norm. Post-norm, the norm is both of them from there on; pre-norm,
         each sum is normed for the sublayer that comes next.
         """
-        pre = self.model.spec.norm == "pre"
+        pre = self.model.config.norm == "pre"
         norms: list[Any] = [residual.norm for residual, _ in steps]
         ways: list[Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]] = []
         normed = x
@@ -269,7 +266,10 @@ class Passes:
 
     def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         table = self.weights[embedding.tokens.weight]
-        noise, unseen = self._noise(embedding, embedding.dropout.p), self._noise(embedding.tokens, embedding.unseen)
+        noise, unseen = (
+            self._noise(embedding, embedding.dropout.p),
+            self._noise(embedding.tokens, self.config.token_dropout),
+        )
         learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
         positions = self.sinusoids.get(embedding.positions) if learned is None else learned.table.detach()
         tokens = Tokens(ids, places, embedding.scale, noise, unseen)
@@ -285,14 +285,14 @@ class Passes:
         self, part: MultiHeadAttention, rows: Rows, places: Tensor, *, causal: bool = False
     ) -> Callable[[Tensor], Sublayer]:
         turned = 2 * part.heads * part.d_k  # columns of queries and keys
-        table = None if part.rotary is None else self.sinusoids[part.rotary]
+        table = self.sinusoids.get(rotary_of(part))
 
         def forward(x: Tensor) -> Sublayer:
             weight, bias = self._qkv(part)
             qkv = F.linear(x, weight.value, None if bias is None else bias.value)
             if table is not None:
                 turn(qkv[:, :turned], places, table)
-            heads, noise = _heads(part, causal), self._noise(part, part.dropout)
+            heads, noise = _heads(part, causal), self._noise(part, self.config.attention_dropout)
             parts = _three(qkv.split(_widths(part), dim=1))
             mixed = attend(parts, rows, heads, noise)
 
@@ -318,7 +318,7 @@ class Passes:
             q, kv = F.linear(x, for_q.value), F.linear(memory.values, for_kv.value)
             if bias is not None:
                 q, kv = q + bias.value[: widths[0]], kv + bias.value[widths[0] :]
-            heads, noise = _heads(part, causal=False), self._noise(part, part.dropout)
+            heads, noise = _heads(part, causal=False), self._noise(part, self.config.attention_dropout)
             parts = _three((q, *kv.split(widths[1:], dim=1)))
             mixed = attend(parts, rows, heads, noise)
 
@@ -341,15 +341,15 @@ class Passes:
     def _output_back(self, part: MultiHeadAttention, mixed: Tensor, gradient: Tensor) -> Tensor:
         return _linear_back(self.weights[part.output.weight], mixed, gradient, None)
 
-    def _feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
-        if part.gate is not None:
+    def _feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
+        if isinstance(part, VariantFeedForward) and part.gate is not None:
             return self._gated_feed_forward(part, part.gate)
-        if part.activation is not F.relu:
+        if self.config.activation != "relu":
             return self._gelu_feed_forward(part)
 
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
-            bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
+            bias, noise = self.weights[part.inner.bias], self._noise(part, self.config.activation_dropout)
             if x.is_cuda and not noise.rate:  # the product ends in the maximum
                 hidden = torch._addmm_activation(bias.value, x, inner.value.T)
             else:
@@ -364,10 +364,10 @@ class Passes:
 
         return forward
 
-    def _gelu_feed_forward(self, part: FeedForward) -> Callable[[Tensor], Sublayer]:
+    def _gelu_feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
-            bias, noise = self.weights[part.inner.bias], self._noise(part, part.dropout)
+            bias, noise = self.weights[part.inner.bias], self._noise(part, self.config.activation_dropout)
             hidden, back_to_made = gelu(F.linear(x, inner.value, bias.value), noise)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
@@ -379,12 +379,16 @@ class Passes:
 
         return forward
 
-    def _gated_feed_forward(self, part: FeedForward, gate: nn.Linear) -> Callable[[Tensor], Sublayer]:
+    def _gated_feed_forward(self, part: VariantFeedForward, gate: nn.Linear) -> Callable[[Tensor], Sublayer]:
         """SwiGLU, which has a third matrix and no biases."""
 
         def forward(x: Tensor) -> Sublayer:
             inner, beside, outer = (self.weights[linear.weight] for linear in (part.inner, gate, part.outer))
-            a, b, noise = F.linear(x, inner.value), F.linear(x, beside.value), self._noise(part, part.dropout)
+            a, b, noise = (
+                F.linear(x, inner.value),
+                F.linear(x, beside.value),
+                self._noise(part, self.config.activation_dropout),
+            )
             hidden = swiglu(a, b, noise)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
@@ -432,7 +436,7 @@ def _linear_back(weight: Weight, x: Tensor, gradient: Tensor, into: Tensor | Non
 
 
 def _heads(part: MultiHeadAttention, causal: bool) -> Heads:
-    return Heads(part.heads, part.d_k, part.d_v, part.d_k**-0.5 if part.score == "scaled" else 1.0, causal)
+    return Heads(part.heads, part.d_k, part.d_v, part.d_k**-0.5 if score_of(part)[0] == "scaled" else 1.0, causal)
 
 
 def _three(parts: Sequence[Tensor]) -> QKV:

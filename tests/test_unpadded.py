@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from conftest import sentences, tiny_config, write_pairs
-from qkv.assembly import trainer_for
+from qkv.assembly import build_model, trainer_for
 from qkv.core.batches import Batch
 from qkv.core.dataset import PreparedText
 from qkv.core.loss import label_smoothed_loss
+from qkv.core.transformer import Dropout, Transformer
 from qkv.data.text_preparation import prepare_text
-from qkv.models import Transformer, record
-from qkv.models.attention import heads_of, without
-from qkv.models.build import build
-from qkv.models.layers import Dropout
-from qkv.models.rows import Rows
+from qkv.engines.unpadded import Unpadded
+from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
 
@@ -58,7 +56,7 @@ BATCH = batch([5, 1, 8, 3], [2, 7, 1, 4])
 
 def model_of(**options: Any) -> Transformer:
     torch.manual_seed(1)
-    model = Transformer(dataclasses.replace(SPEC, **options), VOCAB, VOCAB).train()
+    model = build_model(dataclasses.replace(SPEC, **options), VOCAB, VOCAB).train()
     for parameter in model.parameters():  # norms and biases too
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
@@ -117,11 +115,11 @@ def test_recorded_and_muted_heads_are_the_same() -> None:
     model = model_of().eval()
     real = BATCH.labels != 0
     read = torch.arange(BATCH.source.shape[1]) < BATCH.lengths[:, None]
-    known = heads_of(model, torch.device("cpu"))
-    with without([("decoder.1.cross", 1), "encoder.0.self"], known):
-        with record() as padded:
+    known = head_counts(model, torch.device("cpu"))
+    with mute_heads([("decoder.1.cross", 1), "encoder.0.self"], known):
+        with record_attention() as padded:
             expected = model.hidden(*BATCH.inputs)[real]
-        with record() as laid:
+        with record_attention() as laid:
             torch.testing.assert_close(model.hidden_at(real, *BATCH.inputs), expected)
     assert list(laid.weights) == list(padded.weights)
     for name, (weights,) in padded.weights.items():
@@ -141,26 +139,25 @@ def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
 
 def test_other_kinds_leave_padding_out_at_the_end() -> None:
     spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
-    model = build(spec, VOCAB, VOCAB).eval()
+    model = build_model(spec, VOCAB, VOCAB).eval()
     real = BATCH.source > 9
     found = model.hidden_at(real, BATCH.source, BATCH.lengths)
     torch.testing.assert_close(found, model.hidden(BATCH.source, BATCH.lengths)[real])
 
 
-def test_pad_and_take_are_each_others_reverse() -> None:
+def test_pad_and_pack_are_each_others_reverse() -> None:
     real = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
-    rows = Rows(real)
+    rows = Unpadded(real)
     x = torch.randn(1, 2, 6, 5, requires_grad=True)
     padded = rows.pad(x)
     assert padded.shape == (3, 2, 3, 5)
     torch.testing.assert_close(padded.transpose(1, 2)[real], x[0].transpose(0, 1))
-    torch.testing.assert_close(rows.take(padded), x)
+    torch.testing.assert_close(rows.pack(padded), x)
     slope = torch.randn(1, 2, 6, 5)
-    (gradient,) = torch.autograd.grad(rows.take(padded), x, slope)
+    (gradient,) = torch.autograd.grad(rows.pack(padded), x, slope)
     torch.testing.assert_close(gradient, slope)
-    assert rows.lay(torch.arange(9).view(3, 3)).tolist() == [[0, 1, 3, 6, 7, 8]]
-    place = rows.each(lambda start, length: torch.arange(start, length)[:, None])
-    assert place.flatten().tolist() == [0, 1, 0, 0, 1, 2]
+    assert rows.pack_ids(torch.arange(9).view(3, 3)).tolist() == [[0, 1, 3, 6, 7, 8]]
+    assert rows.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
 
 
 # ---- in training -----------------------------------------------------------------------------------------------------

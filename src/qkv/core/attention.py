@@ -1,0 +1,346 @@
+"""Attention (paper, section 3.2): equation 1, masks, several heads, the cache of a decoder, and contexts.
+
+A *context* decides which keys the attentions of a layer use: those of a whole sentence, of teacher forcing, or a cache.
+
+Tensors of heads are (batch, heads, length, width): width is d_k for queries and keys, and d_v for values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SPARE = 16  # positions by which a cache grows
+
+# ---- equation 1 ------------------------------------------------------------------------------------------------------
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(QKᵀ/√d_k): (batch, heads, queries, keys). Keys that are masked out get exactly zero."""
+    return masked_softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), mask)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax over the keys for which `mask` is True."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(dim=-1)
+
+
+def attention_mask(
+    queries: int,
+    keys: int,
+    key_lengths: Tensor | None = None,
+    *,
+    causal: bool = False,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Boolean mask (batch or 1, 1, queries, keys): True where a query may attend to a key.
+
+    The last query has the position of the last key, so the same call serves a whole sequence and its newest tokens.
+    """
+    device = key_lengths.device if key_lengths is not None else device
+    key = torch.arange(keys, device=device)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - key  # (queries, keys)
+    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if key_lengths is None:
+        return allowed[None, None]
+    return allowed & (key < key_lengths[:, None])[:, None, None]  # (batch, 1, queries, keys)
+
+
+# ---- wrappers around attention ---------------------------------------------------------------------------------------
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]  # q, k, v, mask, causal -> heads
+
+
+class Attention(Protocol):
+    """The part of an attention that wrappers use: its name, such as `decoder.1.cross`, and its two forms."""
+
+    name: str
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Equation 1 by a fused kernel where there is one: (batch, heads, queries, d_v)."""
+        ...
+
+    def attend_written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The same as printed: (batch, heads, queries, d_v), and the weights (batch, heads, queries, keys)."""
+        ...
+
+
+Wrap = Callable[[Any, Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+_wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
+
+
+@contextmanager
+def around_attention(wrap: Wrap) -> Iterator[None]:
+    """Call `wrap(attention, attend, q, k, v, mask, causal)` in place of every `attend` inside the block.
+
+    The wrapper calls the `attend` it is given, or computes the heads itself. Of nested blocks the outer one is called
+    first, and its `attend` is the wrapper of the inner one.
+    """
+    token = _wrappers.set((*_wrappers.get(), wrap))
+    try:
+        yield
+    finally:
+        _wrappers.reset(token)
+
+
+def observe_weights(observe: Callable[[str, Tensor], None]) -> Wrap:
+    """A wrapper that computes attention as printed and passes `observe` each attention's name and weights."""
+
+    def wrap(
+        attention: Attention, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        heads, weights = attention.attend_written_out(q, k, v, mask, causal)
+        observe(attention.name, weights.detach())
+        return heads if attend == attention.attend else attend(q, k, v, mask, causal)  # another wrapper is inside
+
+    return wrap
+
+
+def is_wrapped() -> bool:
+    """Whether a wrapper is active, so that an engine must leave attention to the plain model."""
+    return bool(_wrappers.get())
+
+
+def attend(
+    attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Run an attention inside the active wrappers: (batch, heads, queries, d_v)."""
+    call: Attend = attention.attend
+    for wrap in reversed(_wrappers.get()):
+        call = partial(wrap, attention, call)
+    return call(q, k, v, mask, causal)
+
+
+# ---- multi-head attention --------------------------------------------------------------------------------------------
+
+
+class MultiHeadAttention(nn.Module):
+    """Concat(head_1 … head_h)·W^O with head_i = Attention(Q·W_i^Q, K·W_i^K, V·W_i^V) (section 3.2.2)."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, d_model: int, heads: int, d_k: int, d_v: int, *, bias: bool = False, name: str = "") -> None:
+        super().__init__()
+        self.heads, self.d_k, self.d_v, self.name = heads, d_k, d_v, name
+        # W^Q, W^K and W^V of all heads are one matrix, so that self-attention is a single product.
+        self.qkv = nn.Linear(d_model, heads * (2 * d_k + d_v), bias=bias)
+        self.output = nn.Linear(heads * d_v, d_model, bias=bias)
+        for part in self.qkv.weight.split([heads * d_k, heads * d_k, heads * d_v]):
+            nn.init.xavier_uniform_(part)
+        nn.init.xavier_uniform_(self.output.weight)
+        if bias:
+            nn.init.zeros_(self.qkv.bias)
+            nn.init.zeros_(self.output.bias)
+
+    def project(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (batch, length, d_model), each (batch, heads, length, width).
+
+        `position` is that of the first token, as in `Embedding`; attention by content alone does not use it.
+        """
+        widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
+        q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
+        return q, k, v
+
+    def project_query(self, x: Tensor) -> Tensor:
+        """The queries of x alone."""
+        rows = slice(0, self.heads * self.d_k)
+        return self._split_heads(F.linear(x, self.qkv.weight[rows], self._bias(rows)))
+
+    def project_memory(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of the encoder output alone."""
+        rows = slice(self.heads * self.d_k, None)
+        kv = F.linear(encoded, self.qkv.weight[rows], self._bias(rows))
+        k, v = kv.split([self.heads * self.d_k, self.heads * self.d_v], dim=-1)
+        return self._split_heads(k), self._split_heads(v)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Attend, and map the heads back to (batch, queries, d_model).
+
+        `causal` is the mask of a whole sequence attending to itself, for which the fused kernel needs no tensor.
+        """
+        return self.merge(attend(self, q, k, v, mask, causal))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Equation 1 by PyTorch's fused kernel, which never holds the weights."""
+        if causal and mask is not None:
+            mask, causal = whole_mask(q, k, mask, causal), False
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+
+    def attend_written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Equation 1 as printed: the heads, and the weights (batch, heads, queries, keys)."""
+        weights = attention_weights(q, k, whole_mask(q, k, mask, causal))
+        return weights @ v, weights
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """Concatenate heads (batch, heads, queries, d_v) and multiply by W^O: (batch, queries, d_model)."""
+        mapped: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return mapped
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for self-attention in step-by-step decoding."""
+        return KVCache()
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        split: Tensor = x.unflatten(-1, (self.heads, -1))
+        return split.transpose(1, 2)  # (batch, heads, length, width)
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.qkv.bias is None else self.qkv.bias[rows]
+
+
+def whole_mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The mask of the keys combined with the causal one."""
+    if not causal:
+        return mask
+    allowed = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
+    return allowed if mask is None else allowed & mask
+
+
+class KVCache:
+    """Keys and values of the tokens so far in one layer: (rows, heads, capacity, width), filled from the left."""
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens held
+        self.kept: list[Tensor] = []  # keys, values
+        self.spare: list[Tensor] = []  # of the same size, for `select` to copy into: allocating costs more than copying
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store keys and values of n more tokens; return all of them, and the mask of the n newest queries."""
+        start, end = self.length, self.length + k.shape[2]
+        if not self.kept or end > self.kept[0].shape[2]:
+            larger = [new.new_empty(*new.shape[:2], end + SPARE, new.shape[3]) for new in (k, v)]
+            for buffer, old in zip(larger, self.kept, strict=False):
+                buffer[:, :, :start] = old[:, :, :start]
+            self.kept, self.spare = larger, []
+        keys, values = self.kept
+        keys[:, :, start:end], values[:, :, start:end] = k, v
+        self.length = end
+        return keys[:, :, :end], values[:, :, :end], self.mask(k.shape[2], end, k.device)
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """The causal mask of the newest queries; a single one may attend to all keys."""
+        return attention_mask(queries, keys, causal=True, device=device) if queries > 1 else None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may occur several times."""
+        if not self.spare or len(self.spare[0]) < len(rows):
+            self.spare = [old.new_empty(len(rows), *old.shape[1:]) for old in self.kept]
+        chosen = [buffer[: len(rows)] for buffer in self.spare]
+        for buffer, old in zip(chosen, self.kept, strict=True):
+            torch.index_select(old, 0, rows, out=buffer)
+        self.kept, self.spare = chosen, self.kept
+
+
+# ---- contexts: which keys the attentions of a layer see --------------------------------------------------------------
+
+
+class EncoderContext(Protocol):
+    """How the attention of an encoder layer sees the source."""
+
+    @property
+    def position(self) -> int | Tensor:
+        """That of the first token, as in `Embedding`."""
+        ...
+
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
+
+
+class DecoderContext(EncoderContext, Protocol):
+    """How the attentions of a decoder layer see the tokens before, and the source: x (rows, n, d_model) to the same."""
+
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
+
+    def advance(self, tokens: int) -> None:
+        """Move the position past the tokens that all layers have now seen."""
+        ...
+
+
+@dataclass
+class EncoderOutput:
+    """The last layer of the encoder (batch, source, d_model), and the mask (batch, 1, 1, source) of its real tokens."""
+
+    values: Tensor
+    mask: Tensor
+
+
+@dataclass
+class WholeSource:
+    """Context of the encoder: every position attends to all real tokens of its sentence."""
+
+    mask: Tensor | None
+    position: int = 0
+
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        return attention(*attention.project(x), self.mask)
+
+
+@dataclass
+class TeacherForcing:
+    """Context of training: the whole target at once, each position attending to those before it and to the source."""
+
+    encoded: EncoderOutput | None = None  # None: a language model
+    position: int = 0
+
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        return attention(*attention.project(x), causal=True)
+
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        assert self.encoded is not None
+        k, v = attention.project_memory(self.encoded.values)
+        return attention(attention.project_query(x), k, v, self.encoded.mask)
+
+    def advance(self, tokens: int) -> None:
+        """Nothing to move: the target is whole."""
+
+
+@dataclass
+class CachedDecoding:
+    """Context and state of search: the tokens so far as cached keys and values, the source once for all its beams."""
+
+    caches: list[KVCache]
+    sources: list[tuple[Tensor, Tensor]]  # for each layer: keys, values (sentences, heads, source, width)
+    mask: Tensor | None  # (sentences, 1, 1, source); None for a language model, which has no source
+    beam: int
+    position: int = 0
+
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x, self.position)
+        return attention(q, *self.caches[layer].append(k, v))
+
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        # All beams of a sentence read the same source, so they are queries of one attention and nothing is copied.
+        rows, n, width = x.shape
+        q = attention.project_query(x.reshape(rows // self.beam, self.beam * n, width))
+        return attention(q, *self.sources[layer], self.mask).reshape(rows, n, width)
+
+    def advance(self, tokens: int) -> None:
+        self.position += tokens
+
+    def select(self, rows: Tensor) -> CachedDecoding:
+        if self.mask is not None and (kept := kept_sentences(rows, self.beam, len(self.mask))) is not None:
+            self.sources = [(k.index_select(0, kept), v.index_select(0, kept)) for k, v in self.sources]
+            self.mask = self.mask.index_select(0, kept)
+        for cache in self.caches:
+            cache.select(rows)
+        return self
+
+
+def kept_sentences(rows: Tensor, beam: int, sentences: int) -> Tensor | None:
+    """The sentence of each `beam` selected rows; None if they are all sentences in their order."""
+    kept = rows[::beam] // beam
+    return None if torch.equal(kept, torch.arange(sentences, device=rows.device)) else kept

@@ -1,0 +1,395 @@
+"""The Transformer (paper, section 3): embedding, feed-forward, residual connections, layers, encoder and decoder.
+
+Training computes all positions at once (`hidden`), search one step at a time (`encode`, `start`, `step`). Both use the
+same layers: a *context* passed to a layer decides which keys its attentions use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv.core.attention import (
+    CachedDecoding,
+    DecoderContext,
+    EncoderContext,
+    EncoderOutput,
+    MultiHeadAttention,
+    TeacherForcing,
+    WholeSource,
+    attention_mask,
+)
+from qkv.core.config import AttentionModelConfig, ModelConfig, TransformerConfig
+from qkv.core.errors import UsageError
+
+# ---- the parts of a layer (sections 3.1, 3.3 to 3.5) -----------------------------------------------------------------
+
+
+def sinusoids(length: int, d_model: int) -> Tensor:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos of the same: (length, d_model)."""
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))
+    angle = position * frequency  # (length, d_model / 2)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).float()
+
+
+class SinusoidalPositions(nn.Module):
+    """Table of sinusoids that grows when a longer sequence comes."""
+
+    table: Tensor
+
+    def __init__(self, d_model: int, length: int = 512) -> None:
+        super().__init__()
+        self.register_buffer("table", sinusoids(length, d_model), persistent=False)
+
+    def forward(self, position: int | Tensor, length: int) -> Tensor:
+        """The rows of the table for `length` tokens; see `Embedding.forward` for `position`."""
+        if isinstance(position, Tensor):
+            return rows_of_table(self.table, position, length)
+        self.reach(position + length)
+        return self.table[position : position + length]
+
+    def reach(self, length: int) -> None:
+        """Grow the table to at least this many positions."""
+        if length > len(self.table):
+            with torch.inference_mode(False):  # a table that grew during inference must also work in training
+                larger = sinusoids(2 * length, self.table.shape[1]).to(self.table.device, self.table.dtype)
+            self.table = larger
+
+
+def rows_of_table(table: Tensor, position: Tensor, length: int) -> Tensor:
+    """Rows of a position table for starts (rows,) as (rows, length, width), or for positions (1, tokens) as they are.
+
+    The positions must be inside the table: a check would wait for the device.
+    """
+    if position.dim() == 2:
+        return table.index_select(0, position[0])
+    return table[position[:, None] + torch.arange(length, device=position.device)]
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
+
+    def __init__(self, d_model: int, length: int) -> None:
+        super().__init__()
+        # As large as an embedding before its factor √d_model: small beside the word at first.
+        self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
+
+    def forward(self, position: int | Tensor, length: int) -> Tensor:
+        if isinstance(position, Tensor):
+            return rows_of_table(self.table, position, length)
+        self.reach(position + length)
+        return self.table[position : position + length]
+
+    def reach(self, length: int) -> None:
+        """Refuse a sequence of more positions than were learned."""
+        if length > len(self.table):
+            raise UsageError(
+                f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
+                f"learned positions end there; split the text, or train with more or with sinusoidal positions"
+            )
+
+
+def make_positions(kind: str, d_model: int, length: int) -> nn.Module:
+    """The table of positions that is added to embeddings: sinusoids, or vectors learned for `length` positions."""
+    match kind:
+        case "sinusoidal":
+            return SinusoidalPositions(d_model)
+        case "learned":
+            return LearnedPositions(d_model, length)
+    raise UsageError(f'model.positions = "{kind}": not added to embeddings; choose sinusoidal or learned')
+
+
+class Dropout(nn.Dropout):
+    """Dropout whose mask on a CPU takes 16 random bits per number, which is drawn four times as fast as PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_of = 2**16
+        dropped = round(self.p * out_of)
+        if not self.training or not x.is_cpu or not 0 < dropped < out_of:
+            return super().forward(x)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        kept = torch.ge(bits[: x.numel()].view(x.shape), dropped - out_of // 2, out=torch.empty_like(x))
+        return x * kept.mul_(out_of / (out_of - dropped))
+
+
+class Embedding(nn.Module):
+    """Token embedding × √d_model, plus positions, then dropout (sections 3.4, 3.5 and 5.4)."""
+
+    def __init__(self, vocab: int, d_model: int, positions: Any, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, d_model)
+        # After the factor √d_model an embedding has unit variance; as output weights they give unit-sized logits.
+        nn.init.normal_(self.tokens.weight, std=d_model**-0.5)
+        self.positions = positions
+        self.scale = math.sqrt(d_model)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
+        """Vectors of ids (batch, length): (batch, length, d_model).
+
+        `position` is that of the first token: of all rows, or a tensor (batch,) with one for each row. A tensor of the
+        shape of the ids is the position of each token.
+        """
+        x = self.look_up(ids)
+        if self.positions is not None:
+            x = x + self.positions(position, ids.shape[1]).to(x.dtype)
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The scaled embeddings, without positions."""
+        scaled: Tensor = self.tokens(ids) * self.scale
+        return scaled
+
+
+class FeedForward(nn.Module):
+    """FFN(x) = max(0, xW₁ + b₁)W₂ + b₂ (equation 2), the same at each position."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+        for linear in (self.inner, self.outer):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = self.outer(F.relu(self.inner(x)))  # (batch, length, d_ff) in between
+        return mapped
+
+
+class Residual(nn.Module):
+    """LayerNorm(x + Dropout(Sublayer(x)))."""
+
+    def __init__(self, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        normed: Tensor = self.norm(x + self.dropout(sublayer(x)))
+        return normed
+
+
+class Layers:
+    """Constructors of the parts of a stack, as in the paper; variants override them."""
+
+    implemented = frozenset(field.name for field in dataclasses.fields(TransformerConfig))
+
+    def __init__(self, config: AttentionModelConfig) -> None:
+        self.config = config
+        for spec in dataclasses.fields(config):
+            value = getattr(config, spec.name)
+            if spec.name not in self.implemented and value != spec.default:
+                raise UsageError(f"model.{spec.name} = {value}: not an option of the paper's layers: use `build_model`")
+
+    def embedding(self, vocab: int) -> Embedding:
+        return Embedding(vocab, self.config.d_model, self.positions(), self.config.dropout)
+
+    def positions(self) -> nn.Module | None:
+        return make_positions(self.config.positions, self.config.d_model, self.config.max_positions)
+
+    def self_attention(self, name: str) -> MultiHeadAttention:
+        c = self.config
+        return MultiHeadAttention(c.d_model, c.heads, c.key_width, c.value_width, name=name)
+
+    def cross_attention(self, name: str) -> MultiHeadAttention:
+        return self.self_attention(name)
+
+    def feed_forward(self) -> nn.Module:
+        return FeedForward(self.config.d_model, self.config.d_ff)
+
+    def residual(self) -> nn.Module:
+        return Residual(nn.LayerNorm(self.config.d_model), self.config.dropout)
+
+    def final_norm(self) -> nn.Module:
+        """The norm after the last layer: a post-norm stack already ends in one."""
+        return nn.Identity()
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each inside a residual connection."""
+
+    def __init__(self, layers: Layers, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.attention = layers.self_attention(f"encoder.{number}.self")
+        self.feed_forward: Any = layers.feed_forward()
+        self.residuals = nn.ModuleList(layers.residual() for _ in range(2))
+
+    def forward(self, x: Tensor, context: EncoderContext) -> Tensor:
+        x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
+        x = self.residuals[1](x, self.feed_forward)
+        return x  # (batch, source, d_model)
+
+
+class DecoderLayer(nn.Module):
+    """Masked self-attention, encoder-decoder attention and feed-forward, each inside a residual connection.
+
+    A language model has no encoder, and its layers no attention to one.
+    """
+
+    def __init__(self, layers: Layers, number: int, *, cross: bool = True) -> None:
+        super().__init__()
+        self.number = number
+        self.attention = layers.self_attention(f"decoder.{number}.self")
+        self.cross_attention = layers.cross_attention(f"decoder.{number}.cross") if cross else None
+        self.feed_forward: Any = layers.feed_forward()
+        self.residuals = nn.ModuleList(layers.residual() for _ in range(3 if cross else 2))
+
+    def forward(self, x: Tensor, context: DecoderContext) -> Tensor:
+        cross = self.cross_attention
+        x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
+        if cross is not None:
+            x = self.residuals[1](x, lambda y: context.cross_attention(self.number, cross, y))
+        x = self.residuals[-1](x, self.feed_forward)
+        return x  # (rows, n, d_model)
+
+
+def run_stack(embedding: nn.Module, layers: Sequence[nn.Module], norm: nn.Module, ids: Tensor, context: Any) -> Tensor:
+    """Ids (rows, n) through an embedding, all layers and the final norm: (rows, n, d_model)."""
+    x = embedding(ids, context.position)
+    for layer in layers:
+        x = layer(x, context)
+    normed: Tensor = norm(x)
+    return normed
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+State = TypeVar("State", bound="SelectableState")
+Encoded = TypeVar("Encoded")
+
+
+class SelectableState(Protocol):
+    """What a decoder remembers between steps."""
+
+    def select(self: State, rows: Tensor) -> State:
+        """The state of the given rows, in that order; rows of one sentence stay together, `beam` at a time."""
+        ...
+
+
+class StepModel(Protocol[Encoded, State]):
+    """What search needs of a model, an ensemble or an engine. A state that was passed on must not be used again."""
+
+    def encode(self, source: Tensor, lengths: Tensor) -> Encoded:
+        """Run the encoder once: ids (batch, source), of which row i has `lengths[i]` and then padding."""
+        ...
+
+    def start(self, encoded: Encoded, beam: int = 1) -> State:
+        """The state before the first token, with `beam` rows for each sentence."""
+        ...
+
+    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), free to be overwritten, and the new state."""
+        ...
+
+
+class Model(nn.Module):
+    """What training needs of a model: `hidden` of a batch's inputs, and the matrix that makes logits of it."""
+
+    config: ModelConfig
+    output: nn.Linear  # (vocab, d_model), without a bias
+    hidden: Callable[..., Tensor]  # inputs -> (batch, length, d_model); the loss projects it in parts
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Logits for every position: (batch, length, vocab)."""
+        return self.project(self.hidden(*inputs))
+
+    def hidden_at(self, real: Tensor, *inputs: Tensor) -> Tensor:
+        """`hidden` at the positions that are `real` (batch, length), without padding: (tokens, d_model)."""
+        return self.hidden(*inputs)[real]
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.output.weight)
+
+    def add_output(self, vocab: int, tied: Embedding | None) -> None:
+        """The output matrix: its own, or that of an embedding (section 3.4)."""
+        d_model = self.config.d_model
+        self.output = nn.Linear(d_model, vocab, bias=False)
+        nn.init.normal_(self.output.weight, std=d_model**-0.5)
+        if tied is not None:
+            self.output.weight = tied.tokens.weight
+
+
+class TranslationModel(Model):
+    """Source ids (batch, source), their lengths (batch,) and target ids (batch, target) to logits over the target."""
+
+    config: Any  # the dataclass of its kind, or a ring's extension of it
+    source: Embedding
+    target: Embedding
+    encode: Callable[[Tensor, Tensor], Any]
+    start: Callable[..., Any]
+    step: Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+    def add_embeddings(self, embedding: Callable[[int], Embedding], src_vocab: int, tgt_vocab: int) -> None:
+        if self.config.tie == "all" and src_vocab != tgt_vocab:
+            raise UsageError(
+                f'model.tie = "all" makes one matrix of vocabularies of {src_vocab} and {tgt_vocab} tokens: '
+                f'share the vocabulary, or set model.tie = "output"'
+            )
+        self.source, self.target = embedding(src_vocab), embedding(tgt_vocab)
+
+    def tie(self, tgt_vocab: int) -> None:
+        self.add_output(tgt_vocab, None if self.config.tie == "none" else self.target)
+        if self.config.tie == "all":
+            self.source.tokens.weight = self.target.tokens.weight
+
+
+class Transformer(TranslationModel):
+    """Encoder-decoder (figure 1); `layers` builds the parts, by default the paper's."""
+
+    encoder: Sequence[EncoderLayer]
+    decoder: Sequence[DecoderLayer]
+
+    def __init__(self, config: TransformerConfig, src_vocab: int, tgt_vocab: int, layers: Layers | None = None) -> None:
+        super().__init__()
+        self.config = config
+        layers = layers or Layers(config)
+        self.add_embeddings(layers.embedding, src_vocab, tgt_vocab)
+        self.encoder = nn.ModuleList(EncoderLayer(layers, i) for i in range(config.encoder_layers))  # type: ignore[assignment]
+        self.decoder = nn.ModuleList(DecoderLayer(layers, i) for i in range(config.decoder_layers))  # type: ignore[assignment]
+        self.encoder_norm, self.decoder_norm = layers.final_norm(), layers.final_norm()
+        self.tie(tgt_vocab)
+
+    def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
+        """The decoder's last layer (batch, target, d_model), each position from the source and the target before it."""
+        return self.run_decoder(target, TeacherForcing(self.encode(source, lengths)))
+
+    def encode(self, source: Tensor, lengths: Tensor) -> EncoderOutput:
+        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        return EncoderOutput(self.run_encoder(source, WholeSource(mask)), mask)
+
+    def start(self, encoded: EncoderOutput, beam: int = 1) -> CachedDecoding:
+        crosses = [layer.cross_attention for layer in self.decoder if layer.cross_attention is not None]
+        sources = [cross.project_memory(encoded.values) for cross in crosses]
+        return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], sources, encoded.mask, beam)
+
+    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        logits = self.project(self.run_decoder(tokens, state))
+        state.advance(tokens.shape[1])
+        return logits, state
+
+    def run_encoder(self, source: Tensor, context: EncoderContext) -> Tensor:
+        return run_stack(self.source, self.encoder, self.encoder_norm, source, context)
+
+    def run_decoder(self, target: Tensor, context: DecoderContext) -> Tensor:
+        return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
+
+
+StateT = TypeVar("StateT", bound=DecoderContext)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,94 @@
+"""Modules for inference on a GPU: one kernel each in place of several, with the parameters of the plain modules.
+
+`use_fused_modules` changes the class of a model's modules in place, so that parameters and their names stay. Each fused
+module falls back to the plain one where gradients are needed, on a CPU, and without Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qkv.core.transformer import Embedding, FeedForward, Residual
+from qkv.engines.cuda_decoding.inference_kernels import add_norm_kernel, triton
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash
+from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
+from qkv.models.variants import TokenDropoutEmbedding, VariantFeedForward
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def use_fused_modules(model: ModelT) -> ModelT:
+    """Replace the plain modules of a model by fused ones, in place."""
+    for module in model.modules():
+        module.__class__ = FUSED.get(type(module), type(module))
+    return model
+
+
+def runs_fused(x: Tensor) -> bool:
+    """Whether a fused product or norm may compute with x."""
+    return x.is_cuda and not torch.is_grad_enabled()
+
+
+class FusedEmbedding(Embedding):
+    """Embedding of one token per row, each at its own position, as one kernel."""
+
+    def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
+        if self.training or not isinstance(position, Tensor) or position.dim() != 1:
+            return super().forward(ids, position)
+        table: Tensor | None = getattr(self.positions, "table", None)
+        no_dropout = DropoutHash(0.0, position, 0)
+        tokens = Tokens(ids.squeeze(1).contiguous(), position, self.scale, no_dropout, no_dropout)
+        return embed(tokens, self.tokens.weight, table)[:, None]
+
+
+class FusedTokenDropoutEmbedding(FusedEmbedding, TokenDropoutEmbedding):
+    """The same for a model that was trained with token dropout, which is off in inference."""
+
+
+class FusedResidual(Residual):
+    """LayerNorm(x + Sublayer(x)) with the sum and the norm as one kernel."""
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if triton is None or not runs_fused(x) or not isinstance(self.norm, nn.LayerNorm):
+            return super().forward(x, sublayer)
+        return add_norm_kernel(x, self.dropout(sublayer(x)), self.norm)
+
+
+class FusedFeedForward(FeedForward):
+    """Feed-forward whose first product ends in the maximum of equation 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not runs_fused(x):
+            return super().forward(x)
+        mapped: Tensor = self.outer(product_with_relu(x, self.inner))
+        return mapped
+
+
+class FusedVariantFeedForward(VariantFeedForward):
+    """The same for ReLU with dropout behind it; other activations are left as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.activation != "relu" or not runs_fused(x):
+            return super().forward(x)
+        mapped: Tensor = self.outer(product_with_relu(x, self.inner))
+        return mapped
+
+
+def product_with_relu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """max(0, xWᵀ + b) as one operation."""
+    flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t())
+    hidden: Tensor = flat.unflatten(0, x.shape[:-1])
+    return hidden
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    Embedding: FusedEmbedding,
+    TokenDropoutEmbedding: FusedTokenDropoutEmbedding,
+    Residual: FusedResidual,
+    FeedForward: FusedFeedForward,
+    VariantFeedForward: FusedVariantFeedForward,
+}

@@ -1,0 +1,61 @@
+"""The Transformer's stacks by themselves: the decoder as a language model, the encoder to fill in hidden tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from qkv.core.attention import CachedDecoding, DecoderContext, TeacherForcing, WholeSource, attention_mask
+from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, StateT, run_stack
+from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
+
+
+class DecoderOnly(Model):
+    """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
+
+    config: DecoderOnlyConfig
+    decoder: Sequence[DecoderLayer]
+
+    def __init__(self, config: DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.target = layers.embedding(vocab)
+        self.decoder = nn.ModuleList(DecoderLayer(layers, i, cross=False) for i in range(config.layers))  # type: ignore[assignment]
+        self.decoder_norm = layers.final_norm()
+        self.add_output(vocab, self.target if config.tie == "output" else None)
+
+    def hidden(self, target: Tensor) -> Tensor:
+        return self.run_decoder(target, TeacherForcing())
+
+    def start(self, encoded: None = None, beam: int = 1) -> CachedDecoding:
+        """The state before the first token: without a source, it takes any number of rows."""
+        return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], [], None, beam)
+
+    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        logits = self.project(self.run_decoder(tokens, state))
+        state.advance(tokens.shape[1])
+        return logits, state
+
+    def run_decoder(self, target: Tensor, context: DecoderContext) -> Tensor:
+        return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
+
+
+class EncoderOnly(Model):
+    """Ids (batch, length), some of them hidden, to logits of the token at every position."""
+
+    config: EncoderOnlyConfig
+    encoder: Sequence[EncoderLayer]
+
+    def __init__(self, config: EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.source = layers.embedding(vocab)
+        self.encoder = nn.ModuleList(EncoderLayer(layers, i) for i in range(config.layers))  # type: ignore[assignment]
+        self.encoder_norm = layers.final_norm()
+        self.add_output(vocab, self.source if config.tie == "output" else None)
+
+    def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
+        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSource(mask))

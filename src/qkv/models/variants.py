@@ -1,0 +1,341 @@
+"""Variants of the Transformer's layers: other scores, windows, positions, norms, activations and dropouts.
+
+`VariantLayers` builds the paper's own part wherever a config asks for nothing else, and a part from below otherwise.
+A new variant is a class here, a branch in `VariantLayers` and a choice among the options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkv.core.attention import KVCache, MultiHeadAttention, masked_softmax, whole_mask
+from qkv.core.transformer import Embedding, Layers, Residual, SinusoidalPositions
+from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
+
+
+class VariantLayers(Layers):
+    """Constructors for every option of an attention model."""
+
+    config: AttentionModelConfig
+    implemented = frozenset(
+        field.name
+        for kind in (TransformerConfig, DecoderOnlyConfig, EncoderOnlyConfig)
+        for field in dataclasses.fields(kind)
+    )
+
+    def embedding(self, vocab: int) -> Embedding:
+        c = self.config
+        if c.token_dropout:
+            return TokenDropoutEmbedding(vocab, c.d_model, self.positions(), c.dropout, c.token_dropout)
+        return super().embedding(vocab)
+
+    def positions(self) -> nn.Module | None:
+        return None if self.config.positions in ("rotary", "none") else super().positions()
+
+    def self_attention(self, name: str) -> MultiHeadAttention:
+        return self._attention(name, rotary=self.config.positions == "rotary", window=self.config.window)
+
+    def cross_attention(self, name: str) -> MultiHeadAttention:
+        return self._attention(name, rotary=False, window=0)  # source and target have no common distance
+
+    def _attention(self, name: str, *, rotary: bool, window: int) -> MultiHeadAttention:
+        c = self.config
+        widths = c.d_model, c.heads, c.key_width, c.value_width
+        if c.attention == "scaled" and not (rotary or window or c.attention_dropout):
+            return MultiHeadAttention(*widths, bias=c.bias, name=name)
+        return VariantAttention(
+            *widths,
+            score=c.attention,
+            rotary=rotary,
+            window=window,
+            bias=c.bias,
+            dropout=c.attention_dropout,
+            name=name,
+        )
+
+    def feed_forward(self) -> nn.Module:
+        c = self.config
+        if c.activation == "relu" and not c.activation_dropout:
+            return super().feed_forward()
+        return VariantFeedForward(c.d_model, c.d_ff, c.activation_dropout, c.activation)
+
+    def residual(self) -> nn.Module:
+        part = PreNormResidual if self.config.norm == "pre" else Residual
+        return part(self.norm(), self.config.dropout)
+
+    def final_norm(self) -> nn.Module:
+        return self.norm() if self.config.norm == "pre" else super().final_norm()
+
+    def norm(self) -> nn.Module:
+        """LayerNorm, or RMSNorm (Zhang & Sennrich, 2019): no mean, no bias."""
+        d_model = self.config.d_model
+        return nn.RMSNorm(d_model, eps=1e-5) if self.config.rms_norm else nn.LayerNorm(d_model)
+
+
+# ---- positions -------------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021): turn each pair (2i, 2i + 1) of x by the angle of its position.
+
+    `table` holds the sinusoids, (length, d_k), or (rows, 1, length, d_k) with one table per row: sines and cosines of
+    the same angles. The product of a query and a key then depends on the distance between them alone.
+    """
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.complex(table[..., 1::2].float(), table[..., 0::2].float())
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_scores(q: Tensor, k: Tensor, score: str = "scaled", weight: Tensor | None = None) -> Tensor:
+    """How well each key matches each query, before the softmax: (…, queries, keys).
+
+    `scaled` is qᵀk/√d_k (equation 1) and `dot` qᵀk. With learned weights, `general` is qᵀWk (Luong et al., 2015) and
+    `additive` wᵀtanh(q + k) (Bahdanau et al., 2015), whose two matrices are the projections that made q and k.
+    """
+    if score == "additive":
+        assert weight is not None
+        together = (q[..., :, None, :] + k[..., None, :, :]).tanh()  # (…, queries, keys, d_k)
+        return (together @ weight[..., None, :, None]).squeeze(-1)
+    if score == "general":
+        assert weight is not None
+        q = q @ weight
+    scores = q @ k.transpose(-2, -1)
+    return scores / math.sqrt(q.shape[-1]) if score == "scaled" else scores
+
+
+class ScoredAttention:
+    """Attention with any score function, by heads that are projected elsewhere: see `Attention` in core/attention."""
+
+    def __init__(self, score: str, weight: Tensor | None, name: str, dropout: float = 0.0, window: int = 0) -> None:
+        self.score, self.weight, self.name, self.dropout, self.window = score, weight, name, dropout, window
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """By PyTorch's fused kernel, but for additive scores, which are no product of matrices."""
+        if self.score == "additive":
+            return self.attend_written_out(q, k, v, mask, causal)[0]
+        if self.weight is not None:  # general: qᵀW takes the place of the query
+            q = q @ self.weight
+        scale, window = None if self.score == "scaled" else 1.0, self._window(q, mask)
+        if window and q.shape[-2] > 2 * window:  # in a shorter sequence the blocks would overlap most of it
+            return attend_in_window(q, k, v, mask, window, causal=causal, dropout=self.dropout, scale=scale)
+        if window or (causal and mask is not None):
+            mask, causal = self.whole_mask(q, k, mask, causal), False
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout, is_causal=causal, scale=scale)
+
+    def attend_written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        scores = attention_scores(q, k, self.score, self.weight)
+        weights = masked_softmax(scores, self.whole_mask(q, k, mask, causal))
+        return F.dropout(weights, self.dropout) @ v, weights
+
+    def whole_mask(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+        if not (window := self._window(q, mask)):
+            return whole_mask(q, k, mask, causal)
+        allowed = window_mask(q.shape[-2], k.shape[-2], window, causal=causal, device=q.device)
+        return allowed if mask is None else with_padding(allowed, mask)
+
+    def _window(self, q: Tensor, mask: Tensor | None) -> int:
+        """The window still to be applied: a mask that has a row for each query, from a cache, already contains it."""
+        return self.window if mask is None or mask.shape[-2] != q.shape[-2] else 0
+
+
+class VariantAttention(MultiHeadAttention):
+    """Multi-head attention with another score, rotary positions, a window, or dropout on the weights."""
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        d_k: int,
+        d_v: int,
+        *,
+        score: str = "scaled",
+        rotary: bool = False,
+        window: int = 0,
+        bias: bool = False,
+        dropout: float = 0.0,
+        name: str = "",
+    ) -> None:
+        super().__init__(d_model, heads, d_k, d_v, bias=bias, name=name)
+        self.score, self.window, self.dropout = score, window, dropout
+        self.rotary = SinusoidalPositions(d_k) if rotary else None
+        self.score_weight: nn.Parameter | None = None
+        if score == "general":
+            self.score_weight = nn.Parameter(torch.empty(heads, d_k, d_k).normal_(std=d_k**-1.0))
+        elif score == "additive":
+            self.score_weight = nn.Parameter(torch.empty(heads, d_k).normal_(std=d_k**-0.5))
+
+    def project(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        if self.rotary is not None:
+            table = self.rotary(position, x.shape[1])
+            table = table[:, None] if table.dim() == 3 else table  # a table for each row, alike for all heads
+            q, k = rotate(q, table), rotate(k, table)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        return self._scored().attend(q, k, v, mask, causal)
+
+    def attend_written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._scored().attend_written_out(q, k, v, mask, causal)
+
+    def new_cache(self) -> KVCache:
+        return WindowCache(self.window) if self.window else KVCache()
+
+    def _scored(self) -> ScoredAttention:
+        dropout = self.dropout if self.training else 0.0
+        return ScoredAttention(self.score, self.score_weight, self.name, dropout, self.window)
+
+
+def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
+    """The score function of an attention, and its weights."""
+    return (attention.score, attention.score_weight) if isinstance(attention, VariantAttention) else ("scaled", None)
+
+
+def rotary_of(attention: MultiHeadAttention) -> SinusoidalPositions | None:
+    """The table by which an attention turns queries and keys, if it does."""
+    return attention.rotary if isinstance(attention, VariantAttention) else None
+
+
+# ---- windows: restricted self-attention (paper, section 4) -----------------------------------------------------------
+
+
+def window_mask(
+    queries: int, keys: int, window: int, *, causal: bool = False, device: torch.device | None = None
+) -> Tensor:
+    """Like `attention_mask`, for keys at most `window` positions away from the query."""
+    key = torch.arange(keys, device=device)
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - key  # (queries, keys)
+    allowed = distance.abs() <= window
+    return (allowed & (distance >= 0) if causal else allowed)[None, None]
+
+
+def with_padding(allowed: Tensor, real: Tensor) -> Tensor:
+    """Mask out padding keys too; every query keeps its own position, so that no row is empty."""
+    queries, keys = allowed.shape[-2:]
+    own = torch.eye(keys, dtype=torch.bool, device=allowed.device)[keys - queries :]
+    return (allowed & real) | own
+
+
+def attend_in_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: int,
+    *,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention to a window in O(window · n): blocks of `window` queries, each with the keys around it.
+
+    A block sees its own keys and those of the block before it and, unless causal, after it. Blocks become rows of the
+    batch, so that the kernel works on (batch · blocks, heads, window, 3 · window) and nothing is n × n.
+    """
+    batch, n = q.shape[0], q.shape[2]
+    blocks = -(-n // window)
+    after = 0 if causal else window
+    ends = (window, blocks * window - n + after)  # keys before the first block, and behind the last
+
+    def around(x: Tensor) -> Tensor:  # (batch, heads, n, width) → (batch · blocks, heads, keys around a block, width)
+        cut = F.pad(x, (0, 0, *ends)).unfold(2, 2 * window + after, window)  # (batch, heads, blocks, width, keys)
+        return cut.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    query = F.pad(q, (0, 0, 0, blocks * window - n)).unflatten(2, (blocks, window))
+    query = query.transpose(1, 2).flatten(0, 1)  # (batch · blocks, heads, window, d_k)
+    real = q.new_ones(1, n, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    real = F.pad(real, ends).unfold(1, 2 * window + after, window)  # (batch or 1, blocks, keys)
+    real = real.expand(batch, -1, -1).flatten(0, 1)[:, None, None]
+    distance = torch.arange(window, device=q.device)[:, None] + window - torch.arange(real.shape[-1], device=q.device)
+    near = (distance <= window) & (distance >= (0 if causal else -window))  # (window, keys)
+    allowed = (near & real) | (distance == 0)
+    heads: Tensor = F.scaled_dot_product_attention(query, around(k), around(v), allowed, dropout_p=dropout, scale=scale)
+    heads = heads.unflatten(0, (batch, blocks))
+    return heads.transpose(1, 2).flatten(2, 3)[:, :, :n]
+
+
+class WindowCache(KVCache):
+    """Cache of which the newest queries see no more than a window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys, values, _ = super().append(k, v)
+        n = k.shape[2]
+        keys, values = keys[:, :, -(self.window + n) :], values[:, :, -(self.window + n) :]
+        return keys, values, window_mask(n, keys.shape[2], self.window, causal=True, device=k.device)
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        return None
+
+
+# ---- embedding, feed-forward, residual -------------------------------------------------------------------------------
+
+
+class TokenDropoutEmbedding(Embedding):
+    """Token cutoff (Shen et al., 2020): in training some tokens are nothing but their position."""
+
+    def __init__(self, vocab: int, d_model: int, positions: Any, dropout: float, rate: float) -> None:
+        super().__init__(vocab, d_model, positions, dropout)
+        self.rate = rate
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        x = super().look_up(ids)
+        if self.training:
+            x = x * (torch.rand(ids.shape, device=x.device) >= self.rate)[..., None]
+        return x
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
+
+
+class VariantFeedForward(nn.Module):
+    """Feed-forward with another activation, or dropout behind it.
+
+    SwiGLU (Shazeer, 2020) is (SiLU(xW₁) ⊙ xV)W₂: a third matrix, and no biases.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0, activation: str = "relu") -> None:
+        super().__init__()
+        gated = activation == "swiglu"
+        self.activation, self.dropout = activation, dropout
+        self.inner = nn.Linear(d_model, d_ff, bias=not gated)
+        self.outer = nn.Linear(d_ff, d_model, bias=not gated)
+        self.gate = nn.Linear(d_model, d_ff, bias=False) if gated else None
+        for linear in filter(None, (self.inner, self.outer, self.gate)):
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = ACTIVATIONS[self.activation](self.inner(x))  # (batch, length, d_ff)
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout, self.training)
+        mapped: Tensor = self.outer(hidden)
+        return mapped
+
+
+class PreNormResidual(Residual):
+    """x + Dropout(Sublayer(LayerNorm(x))): easier to train when deep; the stack then needs a norm at its end."""
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        summed: Tensor = x + self.dropout(sublayer(self.norm(x)))
+        return summed
