@@ -37,22 +37,22 @@ class Client:
     def __init__(self, port: int, begin: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.next, self.asked, self.began, self.got = begin, -1, 0.0, b""
+        self.next, self.sent, self.began, self.received = begin, -1, 0.0, b""
 
     def send(self, requests: list[bytes]) -> None:
-        self.asked, self.next, self.got = self.next, (self.next + 1) % len(requests), b""
+        self.sent, self.next, self.received = self.next, (self.next + 1) % len(requests), b""
         self.began = time.perf_counter()
-        self.socket.sendall(requests[self.asked])
+        self.socket.sendall(requests[self.sent])
 
     def receive(self) -> tuple[int, bytes] | None:
         """Return status and body once the response is complete, otherwise None."""
         more = self.socket.recv(1 << 20)
         if not more:
             raise ConnectionError("the server closed the connection")
-        self.got += more
-        head, found, body = self.got.partition(b"\r\n\r\n")
+        self.received += more
+        head, separator, body = self.received.partition(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", head, re.I)
-        if not found or length is None or len(body) < int(length[1]):
+        if not separator or length is None or len(body) < int(length[1]):
             return None
         return int(head.split(None, 2)[1]), body
 
@@ -66,13 +66,13 @@ class Load:
         self.errors: list[str] = []
         self.mixed = 0
         self.requests: list[bytes] = []
-        self.answers: list[list[str]] = []  # expected translations of each request
+        self.expected: list[list[str]] = []  # expected translations of each request
         sentences = list(expected)
         for first in range(0, len(sentences), size):
             texts = [sentences[(first + i) % len(sentences)] for i in range(size)]
             body = {"q": texts if size > 1 else texts[0], "source": languages[0], "target": languages[1]}
             self.requests.append(request("/translate", body))
-            self.answers.append([expected[text] for text in texts])
+            self.expected.append([expected[text] for text in texts])
 
     def run(self, clients: int, seconds: float, pids: list[int]) -> float:
         """Run clients for some seconds and return sentences per second; prints the server's memory every minute."""
@@ -103,9 +103,9 @@ class Load:
             self.errors.append(f"{status} {body!r}")
             return
         self.latencies.append(time.perf_counter() - client.began)
-        found = json.loads(body)["translatedText"]
-        got = found if self.size > 1 else [found]
-        self.mixed += sum(a != b for a, b in zip(got, self.answers[client.asked], strict=True))
+        text = json.loads(body)["translatedText"]
+        texts = text if self.size > 1 else [text]
+        self.mixed += sum(a != b for a, b in zip(texts, self.expected[client.sent], strict=True))
 
 
 def request(path: str, body: Any) -> bytes:
@@ -122,7 +122,7 @@ def memory(pids: list[int]) -> float:
     return sum(int(size[1]) for size in sizes if size) / 1024
 
 
-def busy(pids: list[int]) -> float:
+def cpu_seconds(pids: list[int]) -> float:
     """Processor time of some processes, in seconds."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
     return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
@@ -153,7 +153,7 @@ def start(run: str, workers: int, options: list[str]) -> tuple[subprocess.Popen[
         time.sleep(0.2)
 
 
-def whole_command(run: str, lines: list[str], count: int) -> float:
+def translate_command(run: str, lines: list[str], count: int) -> float:
     """Sentences per second of `qkv translate` with a file of `count` sentences, including its start."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
@@ -181,47 +181,56 @@ def main() -> None:
     lines = list(dict.fromkeys(list(read_lines(arguments.file))[: arguments.lines]))
     offline = qkv.load(arguments.run, device="cpu", workers=arguments.workers)
     assert isinstance(offline, qkv.Translator)
-    expected = dict(zip(lines, (found.text for found in offline.translate(lines)), strict=True))
+    expected = dict(zip(lines, (result.text for result in offline.translate(lines)), strict=True))
     server, port = start(arguments.run, arguments.workers, options)
-    languages = offline.config.data.src_lang, offline.config.data.tgt_lang
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {len(lines)} sentences")
     try:
-        for number in range(arguments.rounds):
-            began, passes = time.monotonic(), 0
-            own = [pid for pid in processes(os.getpid()) if pid != server.pid]
-            used = busy(own)
-            while time.monotonic() - began < min(20, arguments.seconds):
-                offline.translate(lines)
-                passes += 1
-            used = (busy(own) - used) / (passes * len(lines))
-            alone = passes * len(lines) / (time.monotonic() - began)
-            listening, *models = processes(server.pid)
-            before, clients = (busy([listening]), busy(models)), time.process_time()
-            load = Load(port, expected, languages, arguments.sentences)
-            served = load.run(arguments.clients, arguments.seconds, processes(server.pid))
-            spent = busy([listening]) - before[0], busy(models) - before[1]
-            clients = 1000 * (time.process_time() - clients) / (len(load.latencies) * arguments.sentences)
-            front, back = (1000 * each / (len(load.latencies) * arguments.sentences) for each in spent)
-            command = whole_command(arguments.run, lines, min(MAX_SENTENCES, len(load.latencies) * arguments.sentences))
-            taken = sorted(load.latencies)
-            p50, p95, p99 = (1000 * taken[int(len(taken) * q)] for q in (0.5, 0.95, 0.99))
-            print(
-                f"round {number + 1}: served {served:.0f}/s; qkv translate {command:.0f}/s = {served / command:.2f}; "
-                f"in warm processes {alone:.0f}/s = {served / alone:.2f}; "
-                f"p50 {p50:.0f} ms, p95 {p95:.0f} ms, p99 {p99:.0f} ms; {len(taken):,} requests, "
-                f"{len(load.errors)} errors, {load.mixed} mixed up; {memory(processes(server.pid)):.1f} MB",
-                flush=True,
-            )
-            print(
-                f"  processor time a sentence: offline {1000 * used:.2f} ms, "
-                f"served {front:.2f} (listening) + {back:.2f} (models) + {clients:.2f} (clients) ms",
-                flush=True,
-            )
-            for error in load.errors[:3]:
-                print(error)
+        for number in range(1, arguments.rounds + 1):
+            measure_round(number, arguments, offline, expected, server.pid, port)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
+
+
+def measure_round(
+    number: int, arguments: argparse.Namespace, offline: Any, expected: dict[str, str], server: int, port: int
+) -> None:
+    """Measure the three ways one after another and print a line for each kind of figure."""
+    lines, began, repetitions = list(expected), time.monotonic(), 0
+    offline_processes = [pid for pid in processes(os.getpid()) if pid != server]
+    offline_cpu = cpu_seconds(offline_processes)
+    while time.monotonic() - began < min(20, arguments.seconds):
+        offline.translate(lines)
+        repetitions += 1
+    offline_cpu = (cpu_seconds(offline_processes) - offline_cpu) / (repetitions * len(lines))
+    offline_rate = repetitions * len(lines) / (time.monotonic() - began)
+
+    listening, *models = processes(server)
+    before = cpu_seconds([listening]), cpu_seconds(models), time.process_time()
+    load = Load(port, expected, (offline.config.data.src_lang, offline.config.data.tgt_lang), arguments.sentences)
+    served_rate = load.run(arguments.clients, arguments.seconds, processes(server))
+    after = cpu_seconds([listening]), cpu_seconds(models), time.process_time()
+    sentences = len(load.latencies) * arguments.sentences
+    listening_ms, models_ms, clients_ms = (1000 * (b - a) / sentences for a, b in zip(before, after, strict=True))
+
+    command_rate = translate_command(arguments.run, lines, min(MAX_SENTENCES, sentences))
+    latencies = sorted(load.latencies)
+    p50, p95, p99 = (1000 * latencies[int(len(latencies) * q)] for q in (0.5, 0.95, 0.99))
+    print(
+        f"round {number}: served {served_rate:.0f}/s; "
+        f"qkv translate {command_rate:.0f}/s = {served_rate / command_rate:.2f}; "
+        f"in warm processes {offline_rate:.0f}/s = {served_rate / offline_rate:.2f}; "
+        f"p50 {p50:.0f} ms, p95 {p95:.0f} ms, p99 {p99:.0f} ms; {len(latencies):,} requests, "
+        f"{len(load.errors)} errors, {load.mixed} mixed up; {memory(processes(server)):.1f} MB",
+        flush=True,
+    )
+    print(
+        f"  processor time a sentence: offline {1000 * offline_cpu:.2f} ms, "
+        f"served {listening_ms:.2f} (listening) + {models_ms:.2f} (models) + {clients_ms:.2f} (clients) ms",
+        flush=True,
+    )
+    for error in load.errors[:3]:
+        print(error)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_a_run_as_a_config_says_that_its_weights_are_not_used(
     words = ("train", tiny, "--src", other[0], "--tgt", other[1], "--run", tmp_path / "run")
     done: Done = call(*words, *(word for setting in sets for word in ("--set", setting)))
     assert done.code == 0, done.err
-    assert f"to go on with those it has, give --from {tiny}" in done.err
+    assert f"to start from its weights, give --from {tiny}" in done.err
 
 
 def test_a_language_model_goes_on_with_other_text(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def test_a_missing_or_damaged_part(copy: Path, call: Call) -> None:
         ("tokenizer.json", "{", 1, "not a tokenizer, or cut off"),
         ("tokenizer.json", '{"format": "other"}', 1, "not a qkv tokenizer"),
         ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 9}', 1, "tokenizer format version 9"),
-        ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 1, "sides": [{}]}', 1, "a damaged tokenizer"),
+        ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 1, "sides": [{}]}', 1, "damaged tokenizer"),
         ("tokenizer.json", None, 2, "cannot read the tokenizer"),
         ("config.toml", "[model]\nhead = 3\n", 2, "unknown option model.head"),
         ("config.toml", None, 2, "config.toml"),
@@ -461,7 +461,7 @@ def test_other_writes_to_a_full_disk_are_told_in_one_line(
         write = JsonlLog.event
 
         def limited(log: JsonlLog, kind: str, *arguments: Any) -> None:
-            if kind == "train":
+            if kind in ("train", "valid"):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
             write(log, kind, *arguments)
 

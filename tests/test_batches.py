@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, islice
 from typing import Any
 
@@ -38,6 +38,7 @@ from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn, pair_dropout
+from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
 from qkv.options import TokenizerConfig
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
@@ -193,6 +194,14 @@ def test_micro_batches_are_worth_a_pass_even_if_padded() -> None:
     assert batches.MIN_TOKENS <= choose_micro_tokens(src, tgt, 25_000) < 2 * batches.MIN_TOKENS
 
 
+def test_the_smallest_micro_batch_is_reached() -> None:
+    src, tgt = realistic(300, 22, 0.6)  # so few sentences that all sizes have more than 5 % padding
+    short = np.minimum(src, 200), np.minimum(tgt, 200)
+    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS) == batches.MIN_TOKENS
+    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS - 2) == 2 * batches.MIN_TOKENS - 2
+    assert choose_micro_tokens(*short, 4 * batches.MIN_TOKENS) == batches.MIN_TOKENS
+
+
 def test_micro_batches_hold_the_longest_sentence() -> None:
     src, tgt = np.random.default_rng(0).integers(1, 900, (2, 40))  # so few and so different that all padding is large
     src[7] = 900
@@ -242,7 +251,7 @@ class FakeStore:
 def updates_of(**options: Any) -> PairBatches:
     store: Any = options.pop("store", None) or FakeStore()
     if dropout := options.pop("dropout", 0.0):
-        options["cut"] = pair_dropout(both(), dropout)
+        options["cut"] = partial(pair_dropout, probability=dropout)
     return PairBatches(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
 
 
@@ -372,3 +381,63 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
     wait_until(lambda: len(made) >= ahead)
     time.sleep(0.1)  # time enough for one too many
     assert len(made) == ahead
+
+
+def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many streams over a store ask for it: each takes a second for two million pairs."""
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        real = getattr(batches, name)
+        monkeypatch.setattr(batches, name, lambda *a, **k: calls.append(name) or real(*a, **k))
+
+    count("plan_epoch")
+    count("choose_micro_tokens")
+    store = FakeStore(sentences=2000)
+    streams = [updates_of(store=store, micro_tokens=0) for _ in range(3)]
+    for updates in streams:
+        updates.describe(0)
+        assert len(updates.plan(0)) == len(streams[0].plan(0))
+        list(islice(updates.starting(Position(0, 0)), 2))
+    assert Counter(calls) == {"plan_epoch": 1, "choose_micro_tokens": 1}
+    other = updates_of(store=store, micro_tokens=50)
+    other.plan(0)
+    assert calls.count("plan_epoch") == 2, "another size is another plan"
+    for epoch in range(5):
+        streams[0].plan(epoch)
+    assert len(store.plans) <= batches.PLANS_CACHED
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_packed_batches_hold_every_row_once(world: int) -> None:
+    """In parts of at most about so many tokens on each side."""
+    store: Any = FakeStore()
+    plainly = list(islice(updates_of(store=store, tokens=2000).starting(Position(0, 0)), 12))
+    packed: list[list[PackedUpdate]] = []
+    for rank in range(world):
+        stream = PackedPairs(
+            store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, rank=rank, world=world
+        )
+        packed.append(list(islice(stream.starting(Position(0, 0)), 12)))  # type: ignore[arg-type]
+    for number, update in enumerate(plainly):
+        parts = [batch for mine in packed for batch in mine[number].packed]
+        assert len(parts) > 3
+        rows = [row for batch in parts for row in batch.rows(both().tgt.pad)]
+        found = Counter((tuple(s[:-1].tolist()), tuple(labels[:-1].tolist())) for s, _, labels in rows)
+        assert found == Counter(pairs_in([update]))
+        assert sum(mine[number].tokens for mine in packed) == update.tokens
+
+
+def test_packed_batches_are_as_full_as_their_budget() -> None:
+    """Counted from the beginning of the update, so that each holds about as much; no row is longer than a budget."""
+    store: Any = FakeStore()
+    stream = PackedPairs(store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3)
+    rows = np.concatenate(stream.plan(0)[0])
+    parts = stream._parts(rows)
+    assert np.concatenate(parts).tolist() == rows.tolist()
+    total = np.maximum(*(np.cumsum(store.lengths(side)[rows] + 1) for side in ("src", "tgt")))
+    ends = np.cumsum([len(part) for part in parts])
+    assert len(parts) == -(-int(total[-1]) // 64)
+    for number, end in enumerate(ends.tolist(), 1):
+        assert total[end - 1] <= 64 * number
+        assert end == len(rows) or total[end] > 64 * number, "the next row would not fit"

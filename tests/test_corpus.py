@@ -10,6 +10,7 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -17,7 +18,8 @@ import zstandard
 from qkv.core import corpus as module
 from qkv.core.corpus import decompress, read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
-from qkv.data.formats import find_text, infer_languages
+from qkv.data import formats
+from qkv.data.formats import find_text, infer_languages, read_lines
 from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
@@ -226,6 +228,24 @@ def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, b"one\n", b"eins\n")
     with pytest.raises(UsageError, match="one kind only"):
         find_text((pair, CorpusConfig(text="a.en")), DataConfig(root=str(tmp_path)))
+
+
+def test_a_long_line_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts it is read in: adding each to what came before takes time that grows with its square."""
+
+    class Part(bytes):
+        def __add__(self, other: bytes) -> bytes:
+            raise AssertionError("joined part by part")
+
+        __radd__ = __add__
+
+        def split(self, *arguments: Any) -> list[bytes]:
+            return [Part(part) for part in super().split(*arguments)]
+
+    parts = [b"one\ntw", b"o", b"", b" too\n\nthr", b"ee", b"\n", b"la", b"st"]
+    monkeypatch.setattr(formats, "read_any_file", lambda path: map(Part, parts))
+    (tmp_path / "a.txt").touch()
+    assert read_lines(str(tmp_path / "a.txt")) == ["one", "two too", "", "three", "last"]
 
 
 # ---- languages -------------------------------------------------------------------------------------------------------

@@ -98,6 +98,20 @@ def test_too_little_running_text_to_hold_some_out(tmp_path: Path, lines: int, wa
         running_text(tmp_path, "a line\n" * lines, valid_size=remedy)
 
 
+@pytest.mark.parametrize("lines", [1, 3])
+def test_long_lines_of_running_text_are_held_out_in_part(tmp_path: Path, lines: int) -> None:
+    line = "  ".join(f"word{n} \u0301and\r more" for n in range(2000))
+    text = "\ufeff" * 0 + (line + "\n") * lines
+    prepared = running_text(tmp_path, text, max_length=16)
+    tgt = prepared.tokenizers.tgt
+    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    assert ids == tgt.encode_text(text), "the tokens of the whole lines, and newlines where the text has them"
+    valid = tgt.decode_text(prepared.valid.stream.tolist())
+    assert 0.05 < len(valid) / len(text) < 0.2
+    raw = prepared.valid_text[1].read_text(encoding="utf-8")
+    assert unicodedata.normalize("NFC", raw) == valid.replace("\r", " ")
+
+
 def test_documents_end(tmp_path: Path) -> None:
     documents = ["first\nof two lines", "second", "third"] * 5
     text = "".join(json.dumps({"text": each}) + "\n" for each in documents)
@@ -451,7 +465,8 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     about = json.loads(call("evaluate", writer, tmp_path / "other.txt", "--json").out)
     assert set(about) == {"nats_per_character", "bits_per_byte", "perplexity"}
     assert "is a language model, which cannot do this: use qkv complete" in call("translate", writer).error
-    assert "has no source" in call("evaluate", writer, tmp_path / "other.txt", tmp_path / "other.txt").error
+    two_files = tmp_path / "other.txt", tmp_path / "other.txt"
+    assert "is not a translation model" in call("evaluate", writer, *two_files).error
 
 
 def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
@@ -460,7 +475,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
     done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
     assert done.code == 0, done.err
     assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
-    assert "give either" in call("train", "--text", "a", "--src", "b").error
+    assert "give one of the two" in call("train", "--text", "a", "--src", "b").error
     assert "give --text too" in call("train", "--valid-text", "a").error
     wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
     assert "translates: give pairs" in wrong.error

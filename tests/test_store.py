@@ -11,20 +11,23 @@ import signal
 import subprocess
 import sys
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qkv.api import run_training
 from qkv.api.run_training import several_sentences
-from qkv.core import corpus, preparation
+from qkv.core import corpus, files, preparation
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.preparation import Filter
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import text_preparation
 from qkv.data.text_preparation import prepare_text
-from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
+from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 
 CHARS = TokenizerConfig(kind="char")
 WORDS = "cat dog house tree sleeps sees likes the a big small café naïve never always".split()
@@ -99,6 +102,7 @@ def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = ("read", "train", "valid", "encoding", "empty", "duplicate", "too_long", "ratio")
     assert [train[name] for name in names] == [54, 43, 0, 2, 2, 4, 2, 1]
     assert [held[name] for name in names] == [5, 0, 3, 0, 1, 0, 1, 0], "a validation set keeps what memory allows"
+    assert (train["in_training"], held["in_training"]) == (0, 2)
     assert len(prepared.train) == 43
     assert len(prepared.valid) == 3
     told = str(prepared.report).split("\n")
@@ -486,3 +490,191 @@ def test_standard_input_is_one_file(split: DataConfig) -> None:
     data = DataConfig(train=(CorpusConfig(src="-"),), valid=(CorpusConfig(src="-"),))
     with pytest.raises(UsageError, match="only one file"):
         prepare_text(data, CHARS, Path("unused"))
+
+
+# ---- nothing wrong is reused -----------------------------------------------------------------------------------------
+
+
+def test_changed_ids_are_noticed(split: DataConfig, tmp_path: Path) -> None:
+    """A disk that lost its cache leaves files of the right size with zeros in them."""
+    folder, said = tmp_path / "store", list[str]()
+    whole = content(prepare_text(split, CHARS, folder).folder)
+    for name in ("train.src.ids", "valid.tgt.lengths", "valid.src.txt"):
+        path = folder / name
+        path.write_bytes(bytes(path.stat().st_size))
+        with pytest.raises(QkvError, match=rf"{name}: damaged, its checksum is wrong: delete .* and prepare again"):
+            PreparedText.open(folder)
+        said.clear()
+        assert content(prepare_text(split, CHARS, folder, say=said.append).folder) == whole
+        assert len(said) == 1
+        assert f"{name}: damaged" in said[0]
+
+
+def test_all_files_are_flushed_before_they_get_their_name(
+    split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[str] = set()
+    rename, at_renaming = os.rename, list[set[str]]()
+    monkeypatch.setattr(files, "sync", lambda path: flushed.add(path.name.lstrip(".").split(".json.")[0]))
+    monkeypatch.setattr(os, "rename", lambda *paths: (at_renaming.append(set(flushed)), rename(*paths)))
+    folder = prepare_text(split, CHARS, tmp_path / "store").folder
+    (before,) = at_renaming
+    assert {path.name for path in folder.iterdir() if path.suffix != ".json"} <= before
+    assert {"manifest", "tokenizers.json"} <= before
+    assert tmp_path.name in flushed, "and the folder after it"
+
+
+def test_a_store_without_checksums_still_opens(split: DataConfig, tmp_path: Path) -> None:
+    """As older versions wrote them: a run goes on with it, a new preparation takes its place."""
+    folder, said = tmp_path / "store", list[str]()
+    first = prepare_text(split, CHARS, folder)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["checksums"]
+    for row in manifest["report"]:
+        del row["in_training"]
+    manifest["settings"] = {"data": {"valid_size": 0}, "seed": 1}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    old = PreparedText.open(folder)
+    assert texts(old, "train") == texts(first, "train")
+    assert "kept" in str(old.report)
+    assert texts(prepare_text(split, CHARS, folder, say=said.append), "train") == texts(first, "train")
+    assert said == [f"{folder}: made from other text, with other options or by an older version: preparing again"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_of_two_that_prepare_the_same_text_one_wins(split: DataConfig, tmp_path: Path, shared: bool) -> None:
+    data = dataclasses.replace(split, store=str(tmp_path / "shared")) if shared else split
+    folder, inner = tmp_path / "store", list[PreparedText]()
+
+    def meanwhile(stage: str, done: int, total: int | None) -> None:
+        if stage == "tokenise" and not inner:
+            inner.append(prepare_text(data, CHARS, folder))
+            inode.append(inner[0].folder.stat().st_ino)
+
+    inode: list[int] = []
+    outer = prepare_text(data, CHARS, folder, progress=meanwhile)
+    assert outer.folder == inner[0].folder
+    assert outer.folder.stat().st_ino == inode[0], "the first one stays"
+    assert texts(outer, "train") == texts(inner[0], "train")
+    assert [path.name for path in outer.folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_unfinished_store_is_not_read(split: DataConfig, tmp_path: Path) -> None:
+    """A draft is whole, with its manifest, for a moment before it gets its name."""
+    data = dataclasses.replace(split, store=str(tmp_path / "shared"))
+    done = prepare_text(data, CHARS, tmp_path / "run").folder
+    done.rename(done.with_name(f".preparing-{platform.node()}-{os.getpid()}-00"))
+    again = prepare_text(data, CHARS, tmp_path / "run").folder
+    assert again == done
+    assert len(list(done.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("at", [1, 3, 10])
+def test_killed_while_flushing(tmp_path: Path, at: int) -> None:
+    spec = write(tmp_path, sentences(300))
+    sabotage = f"""
+from qkv.core import files
+real, calls = files.sync, []
+def sync(path):
+    calls.append(path)
+    if len(calls) == {at}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path)
+files.sync = sync
+"""
+    code = KILLED.replace("folder, stage", f"{sabotage}\nfolder, stage", 1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "none"], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "store").exists()
+    prepare_text(DataConfig(train=(spec,)), CHARS, tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"]
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+def without(values: Any, word: str) -> bool:
+    return all(word not in text for text in values)
+
+
+def short(lengths: Any, most: int) -> bool:
+    return sum(lengths) <= most
+
+
+def test_a_filter_is_part_of_the_key(split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new filter, or one with other options, never reuses text that was made without it."""
+
+    def prepared(*filters: Filter) -> PreparedText:
+        return prepare_text(split, CHARS, tmp_path / "store", filters=filters, say=lambda line: None)
+
+    cats = Filter("cats", partial(without, word="cat"), "text", "no cat")
+    plainly, filtered = prepared(), prepared(cats)
+    expected = [pair for pair in sentences(300) if "cat" not in pair[0]]
+    assert texts(filtered, "train") == expected
+    assert len(plainly.train) == 300
+    assert filtered.report.rows[0]["cats"] == 300 - len(expected)
+    assert len(filtered.valid) == 20, "a given validation set is taken as it is"
+    assert "cats" in str(filtered.report)
+    with monkeypatch.context() as patch:
+        forbid(patch, "decompress_all")
+        prepared(cats)
+    dogs = prepared(cats._replace(keep=partial(without, word="dog"), key="no dog"))
+    assert len(dogs.train) == sum("dog" not in src for src, _ in sentences(300))
+    strict = Filter("long", partial(short, most=60), "tokens", "<= 60", on_validation=True)
+    both = prepared(cats, strict)
+    assert all(len(src) + len(tgt) + 2 <= 60 for part in ("train", "valid") for src, tgt in texts(both, part))
+    assert both.report.rows[1]["long"] == 20 - len(both.valid) > 0
+
+
+def test_validation_pairs_that_occur_in_training_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "HASHES_AT_ONCE", 64)
+    pairs = sentences(300)
+    train = write(tmp_path, pairs)
+    seen = [pairs[7], (f" {pairs[150][0]} ", pairs[150][1]), pairs[299], (pairs[3][0], "another translation")]
+    valid = [write(tmp_path, sentences(20, seed=1) + seen, "one"), write(tmp_path, pairs[:2] * 2, "two")]
+    report = prepare_text(DataConfig(train=(train,), valid=tuple(valid)), CHARS, tmp_path / "store").report
+    assert [row["in_training"] for row in report.rows] == [0, 3, 4]
+    assert "in training" in str(report)
+    rest = DataConfig(train=(train,), valid=(write(tmp_path, sentences(20, seed=1), "three"),))
+    assert "in training" not in str(prepare_text(rest, CHARS, tmp_path / "other").report)
+
+
+# ---- slices and rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [0, 7, 90])
+def test_holding_out_goes_by_slices(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    sources = np.random.default_rng(0).integers(400, size=1_000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    dropped = np.random.default_rng(1).random(1_000) < 0.1
+    whole, parts = (np.where(dropped, preparation.Disposition.EMPTY, 0).astype(np.uint8) for _ in range(2))
+    preparation.hold_out(sources, whole, wanted, seed=5)
+    monkeypatch.setattr(preparation, "HASHES_AT_ONCE", 64)
+    preparation.hold_out(sources, parts, wanted, seed=5)
+    assert (parts == whole).all()
+    held_out = whole == preparation.Disposition.VALID
+    assert held_out.sum() >= (wanted or 50)
+    assert not set(sources[held_out].tolist()) & set(sources[whole == 0].tolist())
+    assert (whole[dropped] == preparation.Disposition.EMPTY).all()
+
+
+def test_many_rows_at_once_are_those_one_by_one(split: DataConfig, tmp_path: Path) -> None:
+    store = prepare_text(split, CHARS, tmp_path / "store").train
+    random = np.random.default_rng(0)
+    for indices in (random.permutation(300), random.integers(300, size=50), np.array([299, 0, 0]), np.array([], int)):
+        for side in ("src", "tgt"):
+            ids, lengths = store.rows(side, indices)
+            assert lengths.tolist() == [len(store.row(side, i)) for i in indices]
+            assert ids.tolist() == [token for i in indices for token in store.row(side, i).tolist()]
+    assert store.rows("src", np.arange(300)).ids.tolist() == np.concatenate([store.src(i) for i in range(300)]).tolist()
+
+
+def test_the_seed_of_training_does_not_change_the_text(tmp_path: Path) -> None:
+    """So that trainings with several seeds are compared on one text."""
+    data = DataConfig(train=(write(tmp_path, sentences(400)),), store=str(tmp_path / "shared"))
+    one, two, other = (
+        run_training._prepare(tmp_path / "run", Config(data=each, tokenizer=CHARS).replace(train={"seed": seed}))
+        for each, seed in ((data, 1), (data, 2), (dataclasses.replace(data, seed=2), 1))
+    )
+    assert one.folder == two.folder != other.folder
+    assert texts(one, "valid") != texts(other, "valid")

@@ -291,6 +291,24 @@ def test_threads_that_share_a_dropout_get_what_each_gets_alone() -> None:
         sys.setswitchinterval(before)
 
 
+def test_dropout_keeps_the_length_limit() -> None:
+    """A sentence that would get longer than it keeps its stored tokens; the others do not change."""
+    side = learned("bpe").src
+    texts = ["the cat sleeps in a lovely garden " * 9, "the cat sleeps", "small birds sing"]
+    rows = [side.encode(text) for text in texts]
+    ids, lengths = np.array([i for row in rows for i in row], side.dtype), np.array(list(map(len, rows)))
+    seeds = np.array([5, 6, 7], np.uint64)
+    _, free = BpeDropout(side, 0.5).segment(ids, lengths, seeds)
+    limit = int(lengths[0]) + 3
+    assert free[0] > limit > free[1]
+    limited, new_lengths = BpeDropout(side, 0.5, max_length=limit).segment(ids, lengths, seeds)
+    assert new_lengths.tolist() == [lengths[0], free[1], free[2]]
+    assert limited[: lengths[0]].tolist() == rows[0]
+    assert [side.decode(row) for row in np.split(limited, np.cumsum(new_lengths)[:-1])] == texts
+    _, short = BpeDropout(side, 0.5, max_length=1).segment(ids, lengths, seeds)
+    assert short.tolist() == lengths.tolist(), "a stored sentence that is longer stays as it is"
+
+
 def test_dropout_is_for_bpe() -> None:
     with pytest.raises(UsageError, match='kind "bpe", not "unigram"'):
         BpeDropout(learned("unigram").src, 0.1)
