@@ -1,9 +1,8 @@
 """Minimum Bayes risk: of several translations, the one that the others agree with most (Kumar and Byrne, 2004).
 
 The candidates represent the distribution of the model, so the best is the one with the highest expected utility when
-each candidate in turn is taken as the reference: a sample as often as it was drawn, a hypothesis of a beam, which occurs
-once however probable it is, by its probability among them. The utility is sacreBLEU's chrF or BLEU of a sentence; the
-n-grams of a candidate are counted once, and those that two of them share are found for all pairs at the same time.
+each candidate in turn is taken as the reference: a sample as often as it was drawn, a hypothesis of a beam by its
+probability, because it occurs only once. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a candidate are counted once, and those that two of them share are found for all pairs at the same time.
 """
 
 from __future__ import annotations
