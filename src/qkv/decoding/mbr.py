@@ -2,7 +2,8 @@
 
 The candidates represent the distribution of the model, so the best is the one with the highest expected utility when
 each candidate in turn is taken as the reference: a sample as often as it was drawn, a hypothesis of a beam by its
-probability, because it occurs only once. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a candidate are counted once, and those that two of them share are found for all pairs at the same time.
+probability, because it occurs only once. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a
+candidate are counted once, and the shared n-grams of two candidates are found for all pairs at the same time.
 """
 
 from __future__ import annotations
