@@ -29,10 +29,10 @@ import torch
 from qkv.api.output_journal import End, Entry, Journal, Part, journal_of, part_of
 from qkv.assembly import Run
 from qkv.console import say
-from qkv.core.corpus import is_stream
+from qkv.core.corpus import COMPRESSED, is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.formats import COMPRESSED, open_text, read_any_file
+from qkv.data.formats import open_text, read_any_file
 
 CHARACTERS = 1 << 20  # of text in a chunk, however few lines that is: memory is bounded by it
 POLL = 0.5  # seconds between two looks at the other processes
