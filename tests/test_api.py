@@ -274,6 +274,9 @@ def test_the_likely_scores_above_the_unlikely(translator: Translator) -> None:
     right, wrong = translator.score(["One cat.", "One cat."], ["Uno gatto.", "Rosso casa corre."])
     assert right.logprob > wrong.logprob + 3
     assert translator.score("One cat.", "Uno gatto.").logprob == pytest.approx(right.logprob, abs=1e-4)
+    scored: list[int] = []
+    translator.score("One cat.", "Uno gatto.", progress=scored.append)
+    assert sum(scored) == 1
     assert translator.score("One cat.", "").tokens == ["</s>"]
     assert translator.score([], []) == []
     with pytest.raises(UsageError, match="2 sources but 1 targets"):

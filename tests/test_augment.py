@@ -30,7 +30,7 @@ import qkv
 from conftest import WORDS, Call, sentences, write_pairs
 from qkv import cli
 from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
-from qkv.api.file_translation import Crew
+from qkv.api.file_translation import ProcessGroup
 from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
@@ -460,8 +460,8 @@ def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monke
     text.write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
     how: dict[str, Any] = {"kind": "back-translation", "noise": EDUNOV}
     whole = qkv.augment("run", text, tmp_path / "whole.tsv", **how)
-    crews, found = [Crew(0, 2), Crew(1, 2)], dict[str, Any]()
-    monkeypatch.setattr(Crew, "here", lambda: crews[int(threading.current_thread().name)])
+    groups, found = [ProcessGroup(0, 2), ProcessGroup(1, 2)], dict[str, Any]()
+    monkeypatch.setattr(ProcessGroup, "from_environment", lambda: groups[int(threading.current_thread().name)])
 
     def run(rank: int) -> None:
         found[str(rank)] = qkv.augment("run", text, tmp_path / "out.tsv", **how)
@@ -474,7 +474,7 @@ def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monke
     assert (tmp_path / "out.tsv").read_bytes() == (tmp_path / "whole.tsv").read_bytes()
     assert found["0"].counts == whole.counts
     assert found["1"].counts == {}
-    monkeypatch.setattr(Crew, "here", lambda: crews[0])
+    monkeypatch.setattr(ProcessGroup, "from_environment", lambda: groups[0])
     with pytest.raises(UsageError, match="several processes can share neither"):
         qkv.augment("run", text, "-", **how)
 
@@ -623,7 +623,7 @@ def test_killed_and_gone_on_with(
     assert not out.exists()
     small_chunks(monkeypatch, 8)
     again = call(*arguments)
-    assert again.err.startswith(f"{out}: going on, 16 lines are done\n")
+    assert again.err.startswith(f"{out}: resuming, 16 lines are done\n")
     unbroken = call("augment", *how, "-o", whole)
     assert out.read_bytes() == whole.read_bytes()
     assert told_counts(again.err) == told_counts(unbroken.err)

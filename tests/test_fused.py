@@ -17,8 +17,9 @@ from qkv.core.batches import Batch, pad
 from qkv.core.dataset import Rows
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.transformer import Transformer
-from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
-from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training import refused_model
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
+from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.options import DecoderOnlyConfig, TransformerConfig
@@ -78,7 +79,7 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
         loss.backward()
         total += torch.stack([loss.detach(), nll])
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
-    passes = Passes(model, Weights(model, torch.float32), smoothing=0.1, pad=0)
+    passes = ForwardBackward(model, FlatWeights(model, torch.float32), smoothing=0.1, pad=0)
     passes.weights.grads.zero_()
     with torch.no_grad():
         sums = passes.run(end_to_end(batches, step))
@@ -103,8 +104,8 @@ def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, obj
     """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
     dropout = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2, "token_dropout": 0.1}
     model = small(**dropout, **options)
-    weights = Weights(model, torch.float32)
-    passes = Passes(model, weights, smoothing=0.1, pad=0, r_drop=r_drop)
+    weights = FlatWeights(model, torch.float32)
+    passes = ForwardBackward(model, weights, smoothing=0.1, pad=0, r_drop=r_drop)
     passes.seed.copy_(torch.tensor([7, -3]))
     batch = end_to_end([pairs(3, 6, 2, 20)], 8)
     with torch.no_grad():
@@ -155,7 +156,7 @@ def test_the_two_passes_of_r_drop_drop_differently() -> None:
     model = small(dropout=0.3)
     batch, losses = end_to_end([pairs(3, 6, 2, 20)], 8), []
     for r_drop in (1e-9, 10.0):
-        passes = Passes(model, Weights(model, torch.float32), smoothing=0.1, pad=0, r_drop=r_drop)
+        passes = ForwardBackward(model, FlatWeights(model, torch.float32), smoothing=0.1, pad=0, r_drop=r_drop)
         passes.seed.copy_(torch.tensor([7, -3]))
         with torch.no_grad():
             losses.append(float(passes.run(batch)[0]))
@@ -166,7 +167,7 @@ def test_positions_reach_as_far_as_rows_do() -> None:
     model, batch = small(), pairs(3, 1, 600, 600)
     loss, _ = label_smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
     fresh = small()
-    passes = Passes(fresh, Weights(fresh, torch.float32), smoothing=0.1, pad=0)
+    passes = ForwardBackward(fresh, FlatWeights(fresh, torch.float32), smoothing=0.1, pad=0)
     with torch.no_grad():
         assert float(passes.run(end_to_end([batch], 1))[0]) == pytest.approx(loss.item(), rel=1e-5)
 
@@ -176,7 +177,7 @@ def test_dropout_is_even_and_differs_by_place_and_seed() -> None:
     masks = []
     for seed in ([1, 2], [2, 2], [1, 3]):
         for site in (1, 2):
-            dropped = drop(ones, Noise(0.1, torch.tensor(seed, dtype=torch.int32), site))
+            dropped = drop(ones, DropoutHash(0.1, torch.tensor(seed, dtype=torch.int32), site))
             assert dropped.mean() == pytest.approx(1.0, abs=0.003)
             assert dropped.mean(0).std() == pytest.approx((1 / 9 / 512) ** 0.5, rel=0.15)  # columns are independent
             masks.append((dropped == 0).float() - 0.1)
@@ -210,9 +211,9 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
-        assert not can_pass(TransformerConfig(**options))  # type: ignore[arg-type]
-    assert not can_pass(DecoderOnlyConfig())
-    assert can_pass(TransformerConfig())
+        assert refused_model(TransformerConfig(**options))  # type: ignore[arg-type]
+    assert refused_model(DecoderOnlyConfig())
+    assert refused_model(TransformerConfig()) is None
 
 
 KERNELS = """
@@ -221,7 +222,7 @@ from qkv.engines.cuda_training import attention_kernels as attention
 from qkv.engines.cuda_training import elementwise_kernels as elementwise
 from qkv.engines.cuda_training import norm_kernels as norm
 from qkv.engines.cuda_training import vocabulary_kernels as vocabulary
-from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
+from qkv.engines.cuda_training.elementwise_kernels import Heads, DropoutHash, Rows
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums
 
 torch.manual_seed(0)
@@ -232,7 +233,7 @@ def close(ours, plain):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 for rate in (0.0, 0.3):
-    noise = Noise(rate, seed, 5)
+    noise = DropoutHash(rate, seed, 5)
     for width in (24, 64):
         x, y, d, dz = torch.randn(4, 37, width).unbind()
         for shift in (torch.randn(width), None):
@@ -251,7 +252,7 @@ for rate in (0.0, 0.3):
     ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
     table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
     for at, unseen in ((positions, 0.0), (None, 0.0), (positions, 0.4)):
-        tokens = vocabulary.Tokens(ids, places, 3.0, noise, Noise(unseen, seed, 6))
+        tokens = vocabulary.Tokens(ids, places, 3.0, noise, DropoutHash(unseen, seed, 6))
         close([vocabulary.embed_kernel(tokens, table, at)], [vocabulary.embed_plain(tokens, table, at)])
         sums = [[torch.zeros(9, 24), torch.zeros(7, 24)] for _ in range(2)]
         for own, function in zip(sums, (vocabulary.embed_backward_kernel, vocabulary.embed_backward_plain)):

@@ -20,7 +20,7 @@ from qkv.core.trainer import PlainTrainStep, Trainer
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training import attention_kernels
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.engines.cuda_training.elementwise_kernels import Heads, Noise, Rows
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, Heads, Rows
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
 from qkv.training.distributed import TorchrunWorld
 from qkv.training.memory_limits import MemoryLimitedStep
@@ -45,7 +45,7 @@ def test_attention_of_every_tile(dtype: torch.dtype, causal: bool, rate: float) 
     starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
     rows = Rows(starts, starts, torch.tensor([0, 2, 4, 6, 8, 10]).int().cuda(), (3, 2, 2, 2, 4))
     heads = Heads(2, 64, 64, 0.125, causal)
-    noise = Noise(rate, torch.tensor([12345, -77], dtype=torch.int32).cuda(), 5)
+    noise = DropoutHash(rate, torch.tensor([12345, -77], dtype=torch.int32).cuda(), 5)
     tokens = int(lengths.sum())
     q, k, v, d = torch.randn(4, tokens, 128, device="cuda").to(dtype).unbind()
     plain = attention_kernels.attend_plain((q, k, v), rows, heads, noise)

@@ -16,9 +16,10 @@ from conftest import tiny_config
 from qkv.assembly import Run, build_model, optimizer_for
 from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
+from qkv.core.transformer import Transformer
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
-from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, lying, matrices, orthogonal
+from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, as_wide_matrices, matrices, orthogonal
 
 OPTIMIZERS = ["adam", "adamw", "muon", "soap"]
 TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=1, decoder_layers=1, d_k=3, bias=True)
@@ -99,11 +100,25 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
         if parameter not in inside:
             assert moved.abs().max() <= 0.01 * 1.001  # Adam's first step has one size
             continue
-        for part in lying([moved], [inside[parameter]]):
+        for part in as_wide_matrices([moved], [inside[parameter]]):
             values = singular_values(part) / (0.01 * RMS * math.sqrt(part.shape[1]))
             known = values[values > 0.05]  # a gradient may have no more directions than that
             assert len(known)
             assert known.max() < 1.2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
+def test_weight_decay_shrinks_every_matrix(name: str) -> None:
+    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
+    model = Transformer(TINY, 17, 17)
+    before = weights(model)
+    optimizer = build(model, name, rate=0.01, weight_decay=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        factor = 1 - 0.01 * 0.1 if parameter.dim() > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), old * factor, rtol=1e-6, atol=0)
 
 
 def test_the_matrices_are_those_inside_the_layers() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from qkv import __version__
-from qkv.api.file_translation import Chunk, Crew, Work, fingerprint, translate_file, translate_lines
+from qkv.api.file_translation import Chunk, ProcessGroup, Work, fingerprint, translate_file, translate_stream
 from qkv.api.pair_filters import FATES, Filters, Noise, Settled, beside, settle
 from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
@@ -239,16 +239,16 @@ def augment(
     noise. The same call goes on with what was stopped or killed. `others` are runs that decide together with this one;
     `-` is standard input or output, which is .tsv.
     """
-    crew, text, output = Crew.here(), str(text), str(output)
+    group, text, output = ProcessGroup.from_environment(), str(text), str(output)
     how: dict[str, Any] = {**options}
     seed, progress, filters = how.pop("seed", None), how.pop("progress", _unheard), filters or Filters()
     names = [text, *([] if references is None else [str(references)])]
-    form = _check_files(names, output, crew)
+    form = _check_files(names, output, group)
     if back is not None and not filters.ranked and form != "jsonl":
         raise UsageError("a round trip tells how likely pairs are, and nothing asks: set min_logprob or keep")
-    if workers is None and not others and crew.world == 1:
+    if workers is None and not others and group.world == 1:
         workers = worker_count(Path(text).stat().st_size // BYTES_A_TOKEN if Path(text).is_file() else 0)
-    where = crew.device(device)
+    where = group.device(device)
     translator = Translator(run, weights=weights, device=where, dtype=dtype, workers=workers, others=others)
     way_back = None if back is None else Translator(back, device=where, dtype=dtype)
     augmenter = Augmenter(
@@ -259,12 +259,12 @@ def augment(
     work = _work(augmenter, form, references is not None, progress)
     if _passes_on(output):
         with writer(output) as write:
-            counts = translate_lines(lines, lambda rows: rows and write(rows.removesuffix("\n")), work, size=CHUNK)
+            counts = translate_stream(lines, lambda rows: rows and write(rows.removesuffix("\n")), work, size=CHUNK)
     else:
         task = _task(augmenter, weights, dtype=dtype, form=form, references=references is not None)
         about = {"command": command, "input": text}
         counts = translate_file(
-            lines, Path(output), work, size=CHUNK, task=task, about=about, crew=crew, progress=progress
+            lines, Path(output), work, size=CHUNK, task=task, about=about, group=group, progress=progress
         )
     return Augmented(output, {name: counts[name] for name in FATES if counts[name]}, counts["tabs"])
 
@@ -273,7 +273,7 @@ def _unheard(done: int) -> None:
     """No progress shown."""
 
 
-def _check_files(names: Sequence[str], output: str, crew: Crew) -> str:
+def _check_files(names: Sequence[str], output: str, group: ProcessGroup) -> str:
     """How the output is laid out, if it and the files to read are what this can work with."""
     if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: what is written is plain text: name it without {Path(output).suffix}")
@@ -285,7 +285,7 @@ def _check_files(names: Sequence[str], output: str, crew: Crew) -> str:
     streams = [name for name in names if is_stream(open_text(name, ""))]
     if streams.count("-") > 1:
         raise UsageError("standard input (-) can be only one file")
-    if crew.world > 1 and (_passes_on(output) or streams):
+    if group.world > 1 and (_passes_on(output) or streams):
         raise UsageError("several processes can share neither standard input nor output: give two files")
     return form
 

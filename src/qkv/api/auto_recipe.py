@@ -1,4 +1,4 @@
-"""The recipe a user gets without a config: chosen from the amount of text and the speed of the device, with reasons."""
+"""The recipe of a training without a config: chosen by the amount of text and the speed of the device, with reasons."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from qkv.options import (
     TranslationConfig,
 )
 
-MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # how long training may take unless the user says
-WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the clock runs: a GPU loads its kernels in the first ones
+MINUTES = {"cpu": 30.0, "cuda": 60.0, "mps": 60.0}  # length of a training unless the user sets it
+WARM_UP = {"cpu": 1, "cuda": 10, "mps": 10}  # updates before the measurement: a GPU loads its kernels in the first ones
 FEWEST = 100  # steps
-GIVEN = 30  # passes, for kinds of model whose size is left as it is
-TOKENS_A_PARAMETER = 1.0  # to read, at least: with fewer a smaller model learns as much or more (NOTES.md)
+GIVEN = 30  # passes, for the kinds of model without a table of sizes
+TOKENS_A_PARAMETER = 1.0  # at least: with fewer tokens, a smaller model learns as much or more (NOTES.md)
 
-ADAPTING = 10.0  # passes over other text that are worth while for a trained model
-ADAPTING_RATE = 0.3  # of the rate that suits a new one
+ADAPTING = 10.0  # useful passes over new text, for a trained model
+ADAPTING_RATE = 0.3  # factor on the learning rate of a new model
 
 R_DROP = 5.0  # its weight
-TWICE = 15  # passes from which R-Drop, which takes each of them twice, is worth more than further ones
+TWICE = 15  # with at least so many passes, R-Drop (two passes each) gains more than further passes
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model for texts of up to so many pairs or tokens."""
+    """A model for texts with at most `limit` pairs or tokens."""
 
     limit: float
     model: ModelConfig
-    passes: float  # over the text that are worth while; with fewer there is less dropout, in proportion
+    passes: float  # useful passes over the text; with fewer, dropout is lower in proportion
     r_drop: bool = False  # if there is time for it; dropout is a third less then
 
 
@@ -102,7 +102,7 @@ def choose(
 
 @dataclass(frozen=True)
 class Plan:
-    """A recipe that could be, and how often it reads the text in the time there is, or in the user's steps."""
+    """A candidate recipe, and its passes over the text within the time limit or the user's steps."""
 
     config: Config
     size: Size
@@ -112,7 +112,7 @@ class Plan:
 
 
 class Chooser:
-    """Chooses a recipe around what the user has fixed, and gives its reasons."""
+    """Chooses a recipe around the options that the user has fixed, and keeps the reasons."""
 
     def __init__(
         self, config: Config, prepared: PreparedText, minutes: float, fixed: Collection[str], ranks: int, trained: bool
@@ -140,7 +140,7 @@ class Chooser:
         return self._settle(plan, text)
 
     def _largest_that_fits(self, sizes: list[Size], dropout: float) -> Plan:
-        """The last of these models that has time to read as many tokens as it has parameters, or else the first."""
+        """Return the largest model with time to read as many tokens as it has parameters, or else the smallest."""
         for size in reversed(sizes):
             plan = self._plan(size, dropout)
             read, held = plan.passes * self.tokens, parameters(plan.config.model, self.prepared.tokenizers)
@@ -154,7 +154,7 @@ class Chooser:
         return plan
 
     def _plan(self, size: Size, dropout: float) -> Plan:
-        """A model with what suits it, measured."""
+        """Return the plan for a model of this size; its speed is measured."""
         config = self._suited(dataclasses.replace(size.model, dropout=dropout))
         seconds = seconds_a_pass(config, self.prepared, self.ranks)
         if not self.steps:
@@ -167,7 +167,7 @@ class Chooser:
         return Plan(config, size, updates, seconds, min(passes, config.train.epochs or math.inf))
 
     def _twice(self, plan: Plan) -> Plan:
-        """The same with R-Drop, if it is worth it, if there is time and if nothing that the user says is against it."""
+        """Return the plan with R-Drop, if it helps, time allows it, and no fixed option is against it."""
         if not plan.size.r_drop or "train.r_drop" in self.fixed or plan.passes < TWICE:
             return plan
         dropout = round(plan.config.model.dropout * 2 / 3, 2)
@@ -182,11 +182,11 @@ class Chooser:
         return twice
 
     def _settle(self, plan: Plan, text: Size) -> Config:
-        """The config of a plan: its length, and what goes by that."""
+        """Return the config of a plan, with length, warm-up, dropout and intervals."""
         config = plan.config
         steps, why = self._length(plan)
         made = min(steps / plan.updates, config.train.epochs or math.inf)
-        if not config.train.r_drop:  # what is read a few times only is not learned by heart
+        if not config.train.r_drop:  # few passes over the text do not overfit
             config = self._set(config, model={"dropout": round(text.model.dropout * min(1.0, made / text.passes), 2)})
         parts = max(1, round(steps / max(50, min(1000, steps / 10))))  # alike, so that none comes just before the end
         often = {"validate_every": math.ceil(steps / parts), "log_every": max(1, min(50, steps // 20))}
@@ -201,7 +201,7 @@ class Chooser:
         return config
 
     def _length(self, plan: Plan) -> tuple[int, str]:
-        """How many steps, and why so many."""
+        """Return the number of steps, and the reason."""
         if self.steps:
             return self.steps, "as you say"
         steps, epochs = round(min(plan.size.passes, plan.passes) * plan.updates), plan.config.train.epochs
@@ -214,19 +214,19 @@ class Chooser:
         return max(1, steps), why
 
     def _suited(self, model: ModelConfig) -> Config:
-        """A config of this model, with the optimisation that suits it."""
+        """Return a config for this model, with a suitable optimizer, schedule and learning rate."""
         if not self.trained:
             model = _shaped(model, shared=self.config.tokenizer.shared)
-        # Where the rate falls to nothing, an average of the last weights is worse than the last ones alone.
+        # If the rate falls to zero, an average of the last weights is worse than the last weights.
         train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0, "average": 0}
         train["schedule"] = "wsd" if isinstance(model, TransformerConfig) else "cosine"
-        # Muon learns more from an update, but on a CPU it takes too long, and it wants whole matrices.
+        # Muon learns more from an update, but it is too slow on a CPU and needs whole matrices.
         if isinstance(model, TransformerConfig) and self.device != "cpu" and self.config.train.parallel != "sharded":
             train["optimizer"] = "muon"
         if not isinstance(model, TranslationConfig):
-            train["label_smoothing"] = 0.0  # what is measured is the likelihood itself
+            train["label_smoothing"] = 0.0  # validation measures the likelihood
         config = self._set(self.config, model=vars(model), train=train)
-        # They turn pairs of numbers, and the width of a head may be the user's.
+        # Rotary positions rotate pairs of numbers, and the user may have set an odd head width.
         if (
             isinstance(config.model, TransformerConfig | DecoderOnlyConfig)
             and not self.trained
@@ -237,7 +237,7 @@ class Chooser:
         return self._set(config, train={"learning_rate": round(lower * _rate(config), 5)})
 
     def _set(self, config: Config, **sections: Mapping[str, Any]) -> Config:
-        """The config with these options, but for those that the user has fixed."""
+        """Return the config with these options, except those that the user has fixed."""
         free = {
             section: {key: value for key, value in values.items() if f"{section}.{key}" not in self.fixed}
             for section, values in sections.items()
@@ -245,31 +245,31 @@ class Chooser:
         return config.replace(**free)
 
     def _tokens_per_step(self, passes: float) -> int:
-        """For so many passes at the most: as the text wants it, and never less than the user's micro-batches."""
+        """Return a batch size for at most so many passes, not below the user's micro-batches."""
         longest = max(self.config.data.max_length + 1, self.config.train.micro_tokens)
         return max(longest, tokens_per_step(self.tokens, passes * self.tokens, self.device))
 
 
 def tokens_a_pass(store: TokenStore) -> int:
-    """Target tokens, </s> included, in one pass over all corpora with their weights."""
+    """Return the target tokens, </s> included, of one pass over all weighted corpora."""
     weights = np.asarray(store.weights)[store.corpus]
     return max(1, round(float(weights @ (np.asarray(store.lengths("tgt")) + 1.0))))
 
 
 def updates_a_pass(config: Config, prepared: PreparedText) -> int:
-    """How many updates one pass takes: more than tokens / tokens_per_step, as batches are padded and not all full."""
+    """Return the updates in one pass: more than tokens / tokens_per_step, because of padding."""
     return len(updates_for(config, prepared).plan(0))
 
 
 def seconds_a_pass(config: Config, prepared: PreparedText, ranks: int = 1) -> float:
-    """Training time for a pass over the text, measured on a few real updates of a model that is then thrown away.
+    """Return the training time of one pass, measured on a few updates of a model that is then discarded.
 
-    Of several ranks only one measures, its share of an update, and the others are taken to add no time of their own.
+    With several ranks, rank 0 measures its share of an update; communication is not counted.
     """
     spec = config.train
     share = max(config.data.max_length + 1, spec.tokens_per_step // ranks)
     if choose_device(spec.device).type == "cpu":
-        # A full update of a large model takes a CPU half a minute, and a small one tells as much.
+        # A full update of a large model takes half a minute on a CPU; a small one measures the same.
         share = min(share, max(1024, config.data.max_length + 1))
     sizes = {"tokens_per_step": share, "micro_tokens": min(spec.micro_tokens, share)}
     trainer = trainer_for(config.replace(train=sizes), prepared)
@@ -287,7 +287,7 @@ def seconds_a_pass(config: Config, prepared: PreparedText, ranks: int = 1) -> fl
 
 
 def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
-    """The model with what goes with any size of it."""
+    """Return the model with the options that suit every size."""
     if isinstance(model, TranslationConfig) and not shared:
         model = dataclasses.replace(model, tie="output")
     if isinstance(model, AttentionModelConfig):
@@ -296,7 +296,7 @@ def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
 
 
 def _sizes(config: Config, prepared: PreparedText, tokens: int) -> tuple[list[Size], int]:
-    """The models to choose from, and how much text there is to choose by; those of other kinds are as they are."""
+    """Return the models to choose from, and the amount of text to choose by; other kinds keep their size."""
     if isinstance(config.model, TransformerConfig):
         return PAIRS, len(prepared.train)
     if isinstance(config.model, DecoderOnlyConfig):
@@ -318,7 +318,7 @@ def tokens_per_step(tokens: int, read: float, device: str) -> int:
 
 
 def _rate(config: Config) -> float:
-    """The peak learning rate: narrow models bear larger steps. The paper's schedule has its own, times this."""
+    """Return the peak learning rate, larger for narrow models; the paper's schedule takes it as a factor."""
     if config.train.schedule == "paper":
         return 1.0
     rate, width = (4e-3, 256) if config.train.optimizer == "muon" else (1e-3, 512)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from qkv.assembly import Run
+from qkv.console import say
 from qkv.core.device import choose_device, choose_precision
 from qkv.core.errors import UsageError
 from qkv.core.transformer import Model, StepModel, TranslationModel
@@ -34,7 +35,9 @@ class Loaded(Generic[M]):
         self.config = self.run.config
         self.tokenizers = self.run.tokenizers
         self.device = choose_device(device)
-        model = self.run.model(self.device, weights)
+        model, loaded = self.run.load_model(self.device, weights)
+        if self.run.in_training():  # a later call may find better weights under the same name
+            say(f"{self.run.path} is in training: using {loaded}")
         if not isinstance(model, self.model_class):
             what, use = USES.get(type(self.config.model), TRANSLATES)
             raise UsageError(f"{self.run.path} is {what}, which cannot do this: use {use}")

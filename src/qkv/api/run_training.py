@@ -42,7 +42,7 @@ SETTLED = (
 )
 FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
 
-SAMPLE = 2000  # source lines, evenly over the training text, in which sentences are counted
+SAMPLE = 2000  # source lines, spread evenly over the training text, whose sentences are counted
 
 
 def train(
@@ -123,7 +123,7 @@ class TensorBoardLog:
 
 
 def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> Path:
-    """The folder to train in: a new one, or that of a run to go on with."""
+    """Return the folder of a new run, or of the run to resume."""
     if resume:
         if config is not None:
             raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
@@ -141,14 +141,14 @@ def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> P
 
 
 def _leave(made: list[Path]) -> None:
-    """Of folders made for a run, those in which nothing came to be are needed by nobody."""
+    """Remove run folders that contain no files."""
     with suppress(OSError):  # one is not empty
         for folder in made:
             folder.rmdir()
 
 
 def _follow(folder: Path) -> tuple[Run, PreparedText]:
-    """The run that rank 0 has opened, as the other ranks see it."""
+    """Open the run of rank 0 on another rank."""
     run = Run(folder)
     if not run.exists() or not run.store.is_dir():
         raise QkvError(
@@ -167,7 +167,7 @@ def _begin(
     ranks: int = 1,
     start: Run | None = None,
 ) -> tuple[Run, PreparedText]:
-    """A new run, which exists once its text is prepared and its config settled: until then, begin again at will."""
+    """Start a new run; `run.json` marks it as complete once the text is prepared and the config is final."""
     if Run(folder).exists():
         raise UsageError(
             f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run"
@@ -202,7 +202,7 @@ def several_sentences(prepared: PreparedText) -> float:
 
 
 def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
-    """The config with the settings, and with everything that the weights of a run depend on as it is there."""
+    """Return the config with the settings applied; options that the weights of `start` depend on come from there."""
     there = start.config
     start.weights()  # refuses a run that has none yet
     named = {key: getattr(config.data, key) or getattr(there.data, key) for key in ("src_lang", "tgt_lang")}
@@ -216,7 +216,7 @@ def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
 
 
 def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
-    """A run to go on with, and its text as it was when the run began, whatever has become of the files since."""
+    """Open a run to resume, with the text as it was prepared when the run began."""
     run = Run.open(folder)
     changed = run.config.assign(settings)
     paths = [path for path, _, _ in run.config.difference(changed)]
@@ -240,7 +240,7 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
 
 
 def _check_text(config: Config) -> None:
-    """Refuse pairs where plain text is wanted, and the reverse."""
+    """Refuse pairs for a model of plain text, and plain text for a translation model."""
     plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
     if isinstance(config.model, TranslationConfig):
         if plain:
@@ -252,7 +252,7 @@ def _check_text(config: Config) -> None:
 
 
 def _prepare(folder: Path, config: Config, start: Run | None = None) -> PreparedText:
-    """The text in ids: of subwords that are learned from it, or that come with the weights to begin with."""
+    """Prepare the text; the vocabulary is learned from it, or comes from the run `start`."""
     running_text = isinstance(config.model, DecoderOnlyConfig)  # a language model reads on where a line ends
     try:
         with bars() as report:
@@ -271,7 +271,7 @@ def _prepare(folder: Path, config: Config, start: Run | None = None) -> Prepared
 
 
 def _headline(config: Config, prepared: PreparedText, world: World) -> str:
-    """One line about what is about to be trained."""
+    """Describe model, text and device in one line."""
     together = f", with {world.size - 1} more, {config.train.parallel} parallel" if world.size > 1 else ""
     return (
         f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "

@@ -248,7 +248,7 @@ def augment(
     torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
     """
     from qkv.api import augment as make
-    from qkv.api.file_translation import Crew, count_lines
+    from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say
 
@@ -258,7 +258,7 @@ def augment(
     }
     if no_split:
         options["split"] = False
-    first = not Crew.here().rank
+    first = not ProcessGroup.from_environment().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:
         summary = make(

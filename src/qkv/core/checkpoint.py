@@ -73,13 +73,13 @@ class Clock:
         return (progress.tokens - tokens) / seconds, stalled / seconds
 
     def count_training(self, progress: Progress) -> float:
-        """Add the seconds since the last reading to those of the training, without validating and saving."""
+        """Count the seconds since the last reading as training, without validating and saving."""
         seconds = self.count(progress)
         progress.training_seconds += seconds
         return seconds
 
     def count(self, progress: Progress) -> float:
-        """Add the seconds since the last reading to those of the run, and begin again."""
+        """Count the seconds since the last reading, and begin again."""
         now = time.perf_counter()
         seconds = now - self.since
         progress.seconds += seconds

@@ -45,7 +45,7 @@ def describe(device: torch.device) -> str:
 
 
 class World:
-    """The processes that train one model together, as one of them sees them; this class is a process alone.
+    """The processes that train one model together; this class is one process alone.
 
     `qkv.training.distributed` has the one that torchrun starts. Rank 0 prepares the text, validates and writes files.
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class QkvError(Exception):
-    """The work failed; the message says what was wrong, where, and what to do."""
+    """The work failed; the message names the problem, its place and the remedy."""
 
     exit_code = 1
 
@@ -21,7 +21,7 @@ class UsageError(QkvError):
 
 
 class Interrupted(Exception):
-    """A signal asked for a stop, and the work has stopped in good order."""
+    """A signal stopped the work, and everything is saved."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

@@ -37,13 +37,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     _write(path, lambda temporary: save_file(whole, temporary, dict(metadata or {"format": "pt"})))
 
 
-def read_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """Read a safetensors file; a missing, truncated or foreign one is an error that says so."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def read_tensors(path: Path, metadata: dict[str, str] | None = None) -> dict[str, Tensor]:
+    """Read a safetensors file, and its metadata into `metadata`; refuse a missing, truncated or foreign file."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(path, device=device)
+        with safe_open(path, framework="pt") as file:
+            if metadata is not None:
+                metadata.update(file.metadata() or {})
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise QkvError(f"{path}: no such weights: look into {path.parent} for the ones there are") from None
     except (SafetensorError, OSError) as error:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qkv.core.batches import UpdateStream
     from qkv.core.config import TrainConfig
 
-WSD_DECAY = 0.3  # the last share of the steps, in which the rate of schedule = "wsd" falls to zero
+WSD_DECAY = 0.3  # schedule = "wsd": share of the steps at the end, during which the rate falls to zero
 
 
 def learning_rate(step: int, options: TrainConfig, d_model: int, last_step: int = 0) -> float:
@@ -21,7 +21,7 @@ def learning_rate(step: int, options: TrainConfig, d_model: int, last_step: int 
     All schedules rise linearly over `warmup` steps. Then the paper's (equation 3) and inverse_sqrt fall with 1/√step,
     cosine and linear reach zero at the last step, constant stays, and wsd (warm-up, stable, decay) stays until the last
     30 % of the steps, where it falls to zero as 1 − √x (Hägele et al., 2024). `learning_rate` is the peak; for the
-    paper's schedule, whose peak follows from d_model and warmup, it is a factor.
+    paper's schedule it is a factor, because d_model and warmup decide the peak.
     """
     last_step = last_step or options.steps
     warmup = max(1, options.warmup)

@@ -1,4 +1,4 @@
-"""The run folder, which holds everything that a training leaves behind, and the log that is written into it.
+"""The run folder: the results of one training, and its log.
 
 ```
 run.json          format, versions, date and command of its creation
@@ -8,7 +8,7 @@ weights/          best, average and step-N .safetensors; start, if the run began
 state/step-N/     the state that a resumed training continues from
 log.jsonl         one line for each logged step and each validation
 tensorboard/      the same as TensorBoard events
-scores.json       validation scores of the weights, and the name of those used by default
+scores.json       validation scores of the weights, and the default weights
 card.md           the same for people
 store/            the tokenised training text
 alignment.json    the heads that align words best, once `qkv align` has measured them
@@ -72,7 +72,7 @@ class Run:
         """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
 
         `several_sentences` is the share of source lines with several sentences. `store` is the folder of the tokenised
-        text, if it is outside the run folder. `start` is a run whose weights training begins with; they are copied.
+        text, if it is outside the run folder. training begins with a copy of the weights of `start`.
         """
         import torch
 
@@ -240,10 +240,13 @@ class Run:
 
     def model(self, device: torch.device, weights: str = "") -> Model:
         """Return the trained model, ready for use."""
-        model = self.build_model()
-        path = self.weights(weights)
-        load_weights(model, files.read_tensors(path), path)
-        return model.to(device).eval()
+        return self.load_model(device, weights)[0]
+
+    def load_model(self, device: torch.device, weights: str = "") -> tuple[Model, str]:
+        """Return the trained model, ready for use, and the name and step of its weights."""
+        model, path, about = self.build_model(), self.weights(weights), dict[str, str]()
+        load_weights(model, files.read_tensors(path, about), path)
+        return model.to(device).eval(), f"{path.stem} weights of step {int(about.get('step', 0)):,}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import StepModel
 
-CHUNK = 64  # neighbours in the vocabulary whose maximum is looked at first
+CHUNK = 32  # neighbours whose maximum `top_k` ranks first: torch sorts up to 128 numbers quickly
 CACHED = 2**17  # numbers that stay in the cache of a core
 LEAVING = 0.25  # sentences leave a batch in groups of at least this part of it: leaving copies the decoder state
 
@@ -309,9 +309,10 @@ class BeamSearch(Search):
         state, beam, vocab = self.state, self.rows, logits.shape[1]
         values, shift = self.allowed(logits)
         before = (state.logprob + shift)[:, :, None]
-        scores = values + before  # (sentences, beam, vocab): log-probabilities of whole hypotheses
         preferred = self.preferred(values)
-        best, flat = self.rank(scores if preferred is values else preferred + before)
+        ranking = None if preferred is values else preferred.add_(before)
+        scores = values.add_(before)  # (sentences, beam, vocab): log-probabilities of whole hypotheses
+        best, flat = self.rank(scores if ranking is None else ranking)
         totals = scores.flatten(1).gather(1, flat).masked_fill_(best == -math.inf, -math.inf)
         parents, tokens = flat // vocab, flat % vocab
         ends = tokens == self.special.eos
@@ -348,12 +349,13 @@ class BeamSearch(Search):
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of each row (rows, n), largest first, and their indices; of equals the lower, NaN last.
 
-    This is the tie order of the search. `torch.topk` promises none. Sorting everything is slow, so chunks are ranked by
+    This is the tie order of the search; `torch.topk` promises none. Sorting everything is slow, so chunks are ranked by
     their maximum first: a chunk that holds one of the k best is itself among the k best chunks, in the same order.
+    NaN becomes -inf in `values`.
     """
-    values = values.nan_to_num(-math.inf, math.inf, -math.inf)
+    values.nan_to_num_(-math.inf, math.inf, -math.inf)
     (rows, n), whole = values.shape, values.shape[1] // CHUNK
-    if whole <= 2 * k:
+    if whole <= k or n <= 4 * CHUNK:
         best, order = values.sort(dim=1, descending=True, stable=True)
         return best[:, :k], order[:, :k]
     _, chunks = top_k(values[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(2), k)
@@ -422,11 +424,9 @@ def search(
     `longest` limits each output; by default to the source's length + `extra_length`, as in the paper. Each hypothesis
     begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length and score.
     """
-    if prefix is None:
-        prefix = source.new_empty(len(source), 0)
+    prefix = source.new_empty(len(source), 0) if prefix is None else prefix
     check_prefix(prefix, special)
-    if longest is None:
-        longest = lengths - 1 + options.extra_length
+    longest = lengths - 1 + options.extra_length if longest is None else longest
     capacity = max(int(longest.max()), prefix.shape[1]) + 2
     run = start(model, options, special, lengths=lengths, capacity=capacity, numbers=numbers)
     run.place(torch.arange(len(source), device=source.device), longest, prefix)

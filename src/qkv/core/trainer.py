@@ -84,7 +84,7 @@ class TrainStep(Protocol):
         """Give the model with the weights that are validated and kept; on rank 0 only, it is complete."""
 
     def spare_model(self) -> Any:
-        """Return a model of this shape whose weights may be overwritten, once training has ended."""
+        """Return a model of this shape to overwrite after the training."""
 
 
 # ---- one update ------------------------------------------------------------------------------------------------------

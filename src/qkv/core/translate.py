@@ -159,7 +159,10 @@ def search_all(
     src, tgt = tokenizers.src, tokenizers.tgt
     longest = longest_outputs(sources, options)
     for batch in batches_by_length(sources, options, device):
-        begun = [torch.tensor(prefixes[i] if prefixes else (), dtype=torch.long) for i in batch]
+        prefix = None
+        if prefixes and any(prefixes[i] for i in batch):
+            begun = [torch.tensor(prefixes[i], dtype=torch.long) for i in batch]
+            prefix = torch.nn.utils.rnn.pad_sequence(begun, batch_first=True, padding_value=-1).to(device)
         rows = [np.asarray(sources[i], np.int64) for i in batch]
         found = search(
             model,
@@ -168,7 +171,7 @@ def search_all(
             options,
             SpecialTokens(tgt.bos, tgt.eos, tgt.pad),
             longest=torch.tensor([longest[i] for i in batch], device=device),
-            prefix=torch.nn.utils.rnn.pad_sequence(begun, batch_first=True, padding_value=-1).to(device),
+            prefix=prefix,
             numbers=[numbers[i] if numbers else i for i in batch],
             start=start,
         )

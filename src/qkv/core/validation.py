@@ -180,7 +180,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lan
     hypotheses, references = (
         [unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references)
     )
-    metric = BLEU(tokenize=bleu_tokenizer(tgt_lang), force=True)  # force: no warning that the text looks tokenised
+    metric = BLEU(tokenize=bleu_tokenizer(tgt_lang), force=True)  # force: no warning about tokenised text
     return float(metric.corpus_score(hypotheses, [references]).score)
 
 

@@ -1,4 +1,4 @@
-"""The model card: how a run was made and how well it does, for people."""
+"""The model card: origin, text and scores of a run, in Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelCo
 
 
 def card(run: Run, prepared: PreparedText) -> str:
-    """Markdown from what the run folder knows; nothing in it is typed by hand."""
+    """Return the card as Markdown, generated from the files of the run folder."""
     config, scores, made = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
     translates = isinstance(config.model, TranslationConfig)
@@ -38,13 +38,13 @@ def card(run: Run, prepared: PreparedText) -> str:
 
 
 def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
-    """How many parameters a model has, counted without making it."""
+    """Return the number of parameters of a model, without allocating them."""
     with torch.device("meta"):
         return parameter_count(build_model(spec, tokenizers.src.size, tokenizers.tgt.size))
 
 
 def shape(spec: ModelConfig) -> str:
-    """The size of a model in words, and where its positions are not the paper's."""
+    """Describe the size of a model, and its positions unless they are the paper's."""
     if isinstance(spec, TranslationConfig):
         layers = f"{spec.encoder_layers} + {spec.decoder_layers}"
     else:
@@ -58,12 +58,12 @@ def shape(spec: ModelConfig) -> str:
 
 
 def unit(config: Config) -> str:
-    """What the text consists of."""
+    """Return the unit of the text: pairs or lines."""
     return "pairs" if isinstance(config.model, TranslationConfig) else "lines"
 
 
 def vocabulary(tokenizers: TokenizerPair) -> str:
-    """The size of one shared vocabulary, or of both."""
+    """Describe the size of the shared vocabulary, or of both."""
     src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
     return f"{tgt} tokens" if tokenizers.shared else f"{src} + {tgt} tokens"
 

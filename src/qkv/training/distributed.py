@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun says to each process
 BUCKET = 1 << 24  # numbers summed at once: few messages, and little memory beside the gradients
-POLL = 0.02  # seconds between two looks for rank 0's word
+POLL = 0.02  # seconds between two queries for rank 0's word
 GRACE = 20  # seconds to stop in good order after a signal; torchrun kills 10 seconds later
 _worlds = itertools.count()
 
 
 class TorchrunWorld(World):
-    """The processes of torchrun that train one model together, as one of them sees them."""
+    """The processes of torchrun that train one model together."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         super().__init__(rank, size)
@@ -102,7 +102,7 @@ class TorchrunWorld(World):
             return tensor
         from torch.distributed.tensor import distribute_tensor
 
-        # Every rank has the whole tensor and takes its own part: nothing is sent.
+        # Each rank cuts its part from the whole tensor: nothing is sent.
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -142,7 +142,7 @@ def joined() -> Iterator[World]:
     if gpus and _local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(_local_rank())
     store, rank, size = next(iter(rendezvous("env://")))
-    store = dist.PrefixStore(f"qkv {next(_worlds)}", store)  # type: ignore[attr-defined]  # what was said before is past
+    store = dist.PrefixStore(f"qkv {next(_worlds)}", store)  # type: ignore[attr-defined]  # a new prefix hides the words of earlier trainings
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, rank=rank, world_size=size)
     world = TorchrunWorld(rank, size, store)
     with _limited_patience():
@@ -175,7 +175,7 @@ def _blame(world: TorchrunWorld, error: Exception) -> None:
         error.add_note(f"This was {own}.")
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(error)  # for the summary with which torchrun ends
+    get_error_handler().record_exception(error)  # for the summary of torchrun
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class TextValidation(Validation):
 
 
 class LanguageModelTask:
-    """Running text in blocks of the model's context; each token is predicted from those before it."""
+    """Running text in blocks of the model's context; the model predicts each token from the tokens before it."""
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         return BlockBatches(text.train, length=config.data.max_length, **update_options(config, device, world))
@@ -80,7 +80,7 @@ def running_text(ids: Any, config: Config, tokenizer: Tokenizer) -> Iterator[Bat
 
 
 class MaskedLanguageModelTask:
-    """Lines of plain text in which some tokens are hidden and must be filled in."""
+    """Lines of plain text with hidden tokens; the model fills them in."""
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         masked = _masked(config)

@@ -1,8 +1,8 @@
-"""What Muon and SOAP have in common: a rule of their own for the matrices inside the layers, AdamW for everything else.
+"""Muon and SOAP for the matrices inside the layers, with AdamW for all other parameters.
 
-A step is made of tensor operations alone and never waits for the device, so it can be captured in a CUDA graph; the
-learning rate may be a tensor there. As with torch's fused Adam, a step is left out on the device itself where the
-tensor `found_inf` is 1, and gradients are divided by the tensor `grad_scale`. Both are attributes that a caller sets.
+A step consists of tensor operations and never waits for the device, so a CUDA graph can capture it; the learning rate
+may be a tensor. As in torch's fused Adam, the attribute `found_inf` = 1 skips a step on the device, and gradients are
+divided by the attribute `grad_scale`. The training step sets both.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Group = dict[str, Any]
 
 
 def matrices(model: nn.Module) -> dict[Tensor, list[int]]:
-    """The weights of the linear maps inside the layers, and how many rows each matrix that lies in them has.
+    """Return the weights of the linear maps inside the layers, and the number of rows of each matrix in them.
 
     W^Q, W^K and W^V are three matrices in one parameter, the gates of a recurrent cell three or four. Embeddings,
-    positions and the output are tables of vectors and no maps of a space to another: they are not here.
+    positions and the output are tables of vectors, not linear maps between spaces, so they are left to AdamW.
     """
     found: dict[Tensor, list[int]] = {}
     for module in model.modules():
@@ -45,14 +45,14 @@ def matrices(model: nn.Module) -> dict[Tensor, list[int]]:
     return found
 
 
-def lying(tensors: Iterable[Tensor], rows: Iterable[list[int]]) -> list[Tensor]:
-    """Views of the matrices in these tensors, each at least as wide as high: what is alike then has one shape."""
+def as_wide_matrices(tensors: Iterable[Tensor], rows: Iterable[list[int]]) -> list[Tensor]:
+    """Return views of the matrices in these tensors, tall ones transposed, so that equal shapes can be batched."""
     parts = (part for tensor, each in zip(tensors, rows, strict=True) for part in tensor.split(each))
     return [part if part.shape[0] <= part.shape[1] else part.mT for part in parts]
 
 
 def by_shape(pieces: Sequence[Tensor]) -> list[list[int]]:
-    """Places of the pieces, those of one shape together, so that they can be worked on as one stack."""
+    """Group the indices of the pieces by shape, so that each group can be computed as one stack."""
     places: dict[torch.Size, list[int]] = {}
     for place, piece in enumerate(pieces):
         places.setdefault(piece.shape, []).append(place)
@@ -60,7 +60,7 @@ def by_shape(pieces: Sequence[Tensor]) -> list[list[int]]:
 
 
 def build_adamw(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW: Adam with decoupled weight decay, which leaves norms and biases alone."""
+    """Return AdamW: Adam with decoupled weight decay, without decay of norms and biases."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
@@ -70,9 +70,9 @@ def build_adamw(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer
 
 
 class MatrixOptimizer(torch.optim.Optimizer, ABC):
-    """The frame: the first group holds the matrices, the others what AdamW takes care of."""
+    """Base class: the first group holds the matrices, the other groups are updated by AdamW."""
 
-    _step_supports_amp_scaling = True  # so torch's GradScaler leaves both of these to the step
+    _step_supports_amp_scaling = True  # torch's GradScaler then does not apply these two itself
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
 
@@ -90,7 +90,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
-        """One step of the matrices in these parameters; what `unless_skipped` and `rate` say holds for it."""
+        """Update the matrices in these parameters; `unless_skipped` and `rate` make a skipped step change nothing."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -111,24 +111,24 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def rate(self, group: Group) -> Tensor | float:
-        """The learning rate: zero in a step that is left out."""
+        """Return the learning rate: zero in a skipped step."""
         rate: Tensor | float = group["lr"]
         return rate if self.found_inf is None else rate * (1 - self.found_inf)
 
     def unless_skipped(self, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-        """These tensors, or the ones before them in a step that is left out: what averages both does not change."""
+        """Return the new tensors, or the old ones in a skipped step, so that averages of the two do not change."""
         if self.found_inf is None:
             return new
         return [torch.where(self.found_inf > 0, before, now) for now, before in zip(new, old, strict=True)]
 
     def count(self, steps: list[Tensor]) -> None:
-        """One more step for each, but where it is left out."""
+        """Count one more step, unless it is skipped."""
         torch._foreach_add_(steps, 1)
         if self.found_inf is not None:
             torch._foreach_sub_(steps, [self.found_inf.reshape(())] * len(steps))
 
     def slots(self, parameters: Iterable[Tensor], name: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """The state under this name, made where there is none."""
+        """Return the state under this name; create missing state."""
         found = []
         for parameter in parameters:
             state = self.state[parameter]
@@ -168,7 +168,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
 
 
 def zero(parameter: Tensor) -> Tensor:
-    """A counter beside a parameter."""
+    """Return a counter on the parameter's device."""
     return torch.zeros((), device=parameter.device)
 
 
@@ -176,7 +176,7 @@ def zero(parameter: Tensor) -> Tensor:
 
 
 MOMENTUM = 0.95
-RMS = 0.2  # about that of Adam's steps, so that one learning rate serves both (Liu et al., 2025)
+RMS = 0.2  # about that of Adam's steps, so that both can have one learning rate (Liu et al., 2025)
 
 # a, b and c of x ← ax + bx³ + cx⁵, one line a step: together the best polynomial of their kind for singular values
 # between 0.001 and 1 (Amsel et al., 2025: Polar Express). They allow for a norm 2 % above the true one.
@@ -190,9 +190,9 @@ POLAR = (
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The orthogonal matrices nearest to x (…, rows, columns), no higher than wide: x = UΣVᵀ gives about UVᵀ.
+    """Return the orthogonal matrices nearest to x (…, rows, columns), rows ≤ columns: about UVᵀ for x = UΣVᵀ.
 
-    A Newton–Schulz iteration, which is products of matrices alone: in bf16 on a GPU, where that is all they need.
+    A Newton–Schulz iteration uses matrix products only; on a GPU, bf16 is precise enough for it.
     """
     x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)  # no singular value above 1
@@ -209,9 +209,9 @@ class Muon(MatrixOptimizer):
         momenta = self.slots(parameters, "momentum_buffer", torch.zeros_like)
         grads = self.unless_skipped(grads, momenta)
         torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
-        ahead = lying(torch._foreach_lerp(grads, momenta, MOMENTUM), rows)
+        ahead = as_wide_matrices(torch._foreach_lerp(grads, momenta, MOMENTUM), rows)
         self.decay(parameters, group)
-        places = lying([p.detach() for p in parameters], rows)
+        places = as_wide_matrices([p.detach() for p in parameters], rows)
         for stack in by_shape(ahead):
             steps = orthogonal(torch.stack([ahead[i] for i in stack]))  # (matrices, rows, columns)
             steps = steps * (self.rate(group) * RMS * math.sqrt(steps.shape[-1]))
@@ -240,7 +240,7 @@ class Matrix:
         return self.state.get(f"{name}.{self.number}")
 
     def covariance(self, side: str, like: Tensor) -> Tensor:
-        """That of a side, made with its basis where there is none."""
+        """Return the covariance of a side; create it and its basis if they are missing."""
         if self.slot(side) is None:
             self.state[f"{side}.{self.number}"] = torch.zeros_like(like)
             self.state[f"{side}_basis.{self.number}"] = torch.eye(len(like), device=like.device, dtype=like.dtype)
@@ -248,7 +248,7 @@ class Matrix:
 
 
 class Soap(MatrixOptimizer):
-    """SOAP for the matrices inside the layers, AdamW for the rest. `every` = 0 leaves the bases alone: this is Adam.
+    """SOAP for the matrices inside the layers, AdamW for the rest; with `every` = 0 it is Adam.
 
     Moments are kept where Adam keeps them; matrix number i of a parameter has the slots `left.i` and `right.i`, its
     covariances, and `left_basis.i` and `right_basis.i`.
@@ -257,7 +257,7 @@ class Soap(MatrixOptimizer):
     def __init__(self, *arguments: Any, every: int = EVERY, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.every = every
-        self._calls = -1  # of `step`; the first one looks into the state, which may be that of a resumed run
+        self._calls = -1  # of `step`; the first call reads it from the state of a resumed run
 
     def update(self, parameters: list[Tensor], grads: list[Tensor], rows: list[list[int]], group: Group) -> None:
         averages, squares = (self.slots(parameters, name, torch.zeros_like) for name in ("exp_avg", "exp_avg_sq"))
@@ -268,7 +268,9 @@ class Soap(MatrixOptimizer):
         grads = self.unless_skipped(grads, averages)
         torch._foreach_lerp_(averages, grads, 1 - group["betas"][0])
         owners = [(self.state[p], i) for p, each in zip(parameters, rows, strict=True) for i in range(len(each))]
-        views = (lying(tensors, rows) for tensors in ([p.detach() for p in parameters], grads, averages, squares))
+        views = (
+            as_wide_matrices(tensors, rows) for tensors in ([p.detach() for p in parameters], grads, averages, squares)
+        )
         found = [Matrix(*four, *owner) for *four, owner in zip(*views, owners, strict=True)]
         stacks = [[found[i] for i in places] for places in by_shape([matrix.weight for matrix in found])]
         for stack in stacks:
@@ -282,7 +284,7 @@ class Soap(MatrixOptimizer):
             self._descend(stack, group)
 
     def _observe(self, stack: list[Matrix], group: Group) -> None:
-        """Average GGᵀ and GᵀG over the steps, for matrices of one shape."""
+        """Update the averages of GGᵀ and GᵀG, for matrices of one shape."""
         grad = torch.stack([matrix.grad for matrix in stack])  # (matrices, rows, columns)
         for side, size in zip(("left", "right"), grad.shape[1:], strict=True):
             if size <= LARGEST:
@@ -291,7 +293,7 @@ class Soap(MatrixOptimizer):
                 torch._foreach_lerp_(old, self.unless_skipped(new, old), 1 - group["betas"][1])
 
     def _descend(self, stack: list[Matrix], group: Group) -> None:
-        """Adam's step in the eigenbases, for matrices of one shape."""
+        """Take Adam's step in the eigenbases, for matrices of one shape."""
         beta1, beta2 = group["betas"]
         left, right = (_stacked([matrix.slot(f"{side}_basis") for matrix in stack]) for side in ("left", "right"))
         step = torch.stack([matrix.state["step"] for matrix in stack])[:, None, None]
@@ -305,14 +307,14 @@ class Soap(MatrixOptimizer):
 
     @torch.no_grad()
     def refresh(self, *, first: bool = False) -> None:
-        """Turn the bases towards the eigenvectors of the covariances, or into them the `first` time.
+        """Rotate the bases towards the eigenvectors of the covariances; the `first` time, compute these.
 
-        They stay in order of their eigenvalues, and the second moments follow, so that both keep belonging together.
+        The bases stay sorted by eigenvalue; the second moments are permuted in the same way.
         """
         group = self.param_groups[0]
         for parameter, rows in zip(group["params"], group["rows"], strict=True):
             state = self.state[parameter]
-            squares = lying([state["exp_avg_sq"]], [rows]) if "exp_avg_sq" in state else []
+            squares = as_wide_matrices([state["exp_avg_sq"]], [rows]) if "exp_avg_sq" in state else []
             for number, square in enumerate(squares):
                 for dim, side in enumerate(("left", "right")):
                     if f"{side}.{number}" not in state:
@@ -328,7 +330,7 @@ class Soap(MatrixOptimizer):
 
 
 def _turned(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """LᵀxR: x (matrices, rows, columns) as its bases see it."""
+    """Return LᵀxR: x (matrices, rows, columns) in the eigenbases."""
     if left is not None:
         x = left.mT @ x
     return x if right is None else x @ right

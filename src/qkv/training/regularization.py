@@ -6,7 +6,7 @@ Guided alignment (Chen et al., 2016; Garg et al., 2019) teaches one cross-attent
 alignments: the first head of the decoder's last layer but one, or of its only layer. The query that predicts a token
 should spread its weight evenly over the source tokens aligned with that token; the cross-entropy between the two is
 added to the loss. Tokens without alignment are left out. Only the weights of this head are computed explicitly, from
-the queries and keys of the fused path, so that training costs one more head and nothing else.
+the queries and keys of the fused path, so that the extra cost is one head.
 """
 
 from __future__ import annotations

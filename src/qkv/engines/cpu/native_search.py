@@ -20,17 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions
+from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions, SpecialTokens
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.beam_variants import start_variant
 from qkv.decoding.constraints import Avoid
+from qkv.engines import SEARCH_STEP, AllowList
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
 ROWS = 64  # of a sentence: with more, sorting is faster than inserting one by one
+
+
+SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 
 
 class Step(ctypes.Structure):
@@ -86,10 +90,14 @@ class NativeBeamSearch(BeamSearch):
         return chosen
 
 
-def start_native(model: StepModel[Any, Any], *arguments: Any, **options: Any) -> Search:
+def start_native(
+    model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
+) -> Search:
     """Return the search that the options ask for, in C where it can be (`qkv.core.search.start_search`)."""
-    search = start_variant(model, *arguments, **options, greedy=NativeGreedySearch, beam=NativeBeamSearch)
-    if isinstance(model, NativeTransformer) and refused(search):
+    steps: dict[str, Any] = {"greedy": NativeGreedySearch, "beam": NativeBeamSearch}
+    reason = SEARCH.refusal(options)
+    search = start_variant(model, options, special, **arguments, **({} if reason else steps))
+    if isinstance(model, NativeTransformer) and (reason or refused(search)):
         living: Any = LivingRows(model, search)
         search.model = living
     return search

@@ -28,15 +28,42 @@ from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialToken
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import longest_outputs
-from qkv.decoding.beam_variants import DecodingOptions
+from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.variants import rotary_of, score_of
+from qkv.options import TransformerConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 MOST = 512  # sentences at a time: more do not make a large GPU any faster
 LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
+
+
+MODEL = AllowList(
+    "model",
+    TransformerConfig,
+    **SIZES,
+    kind=("transformer",),
+    attention=("scaled", "dot", "general"),  # scores that are products
+    window=number,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+)
+SEARCH = AllowList(
+    "search",
+    SearchOptions,
+    **dict.fromkeys(("beam", "n_best", "alpha", "extra_length", "batch_tokens", "min_length"), number),
+    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram", "groups", "diversity"), number),
+    length_penalty=("gnmt", "average", "none"),
+    max_length=lambda value: value is None or number(value),
+    processors=lambda processors: isinstance(processors, tuple),  # `supports` checks each
+    coverage=(0.0,),  # coverage and sampling keep more than the search state
+    sampling=(None,),
+)
 
 
 class SlotDecoding:
@@ -53,14 +80,14 @@ class SlotDecoding:
 
     def supports(self, options: SearchOptions) -> str | None:
         """Return None, or the reason why the steps of such a search cannot have a fixed shape."""
-        if not can_hold(self.model):
-            return "slots hold the keys and values of a Transformer whose scores are products"
+        config = self.model.config if isinstance(self.model, Transformer) else None
+        for reason in (MODEL.refusal(config), SEARCH.refusal(options)):
+            if reason is not None:
+                return reason
         if triton is None and torch.cuda.is_available():
             return "without Triton the steps cannot be captured"
         if is_wrapped():
             return "attention is recorded or muted in the plain model alone"
-        if isinstance(options, DecodingOptions) and (options.coverage or options.sampling is not None):
-            return "coverage and sampling keep more than the search state"
         if not all(processor.capturable for processor in options.logits_processors()):
             return "a logits processor needs values on the host"
         return None
@@ -298,11 +325,6 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 
 # ---- its memory ------------------------------------------------------------------------------------------------------
-
-
-def can_hold(model: object) -> bool:
-    """Whether a model's decoder can work on fixed buffers: a Transformer whose scores are products."""
-    return isinstance(model, Transformer) and model.config.attention != "additive"
 
 
 class SlotCache:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv.core.transformer import Embedding, FeedForward, Residual
 from qkv.engines.cuda_decoding.inference_kernels import add_norm_kernel, triton
-from qkv.engines.cuda_training.elementwise_kernels import Noise
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash
 from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
 from qkv.models.variants import TokenDropoutEmbedding, VariantFeedForward
 
@@ -40,7 +40,7 @@ class FusedEmbedding(Embedding):
         if self.training or not isinstance(position, Tensor) or position.dim() != 1:
             return super().forward(ids, position)
         table: Tensor | None = getattr(self.positions, "table", None)
-        no_dropout = Noise(0.0, position, 0)
+        no_dropout = DropoutHash(0.0, position, 0)
         tokens = Tokens(ids.squeeze(1).contiguous(), position, self.scale, no_dropout, no_dropout)
         return embed(tokens, self.tokens.weight, table)[:, None]
 

@@ -24,7 +24,7 @@ if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # half a seco
         triton, tl = import_module("triton"), import_module("triton.language")
 
 BLOCK, WARPS = 32, 1  # positions that `lookup` reads at once, and warps for them
-CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds; as in qkv.core.search
+CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds
 New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
 
 

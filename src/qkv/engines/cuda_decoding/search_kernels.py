@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import CHUNK, BeamSearch, GreedySearch, Search, SearchState, log_sum_exp
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens, log_sum_exp
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
-from qkv.engines.cuda_decoding.inference_kernels import scan_kernel, tl, triton
+from qkv.engines import SEARCH_STEP, AllowList
+from qkv.engines.cuda_decoding.inference_kernels import CHUNK, scan_kernel, tl, triton
 
+SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 ROWS, CHUNKS = 16, 1024  # the most of a sentence that a program holds
 PART = 64  # positions that are copied at once
 
@@ -55,9 +57,12 @@ class TritonBeamSearch(BeamSearch):
         return extend_beams(self.state, logits, total, largest, self.penalties, self.special.eos)
 
 
-def start_triton(model: StepModel[Any, Any], *arguments: Any, **options: Any) -> Search:
+def start_triton(
+    model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
+) -> Search:
     """Return the search that the options ask for, by kernels where it can be (`qkv.core.search.start_search`)."""
-    return start_variant(model, *arguments, **options, greedy=TritonGreedySearch, beam=TritonBeamSearch)
+    steps: dict[str, Any] = {"greedy": TritonGreedySearch, "beam": TritonBeamSearch}
+    return start_variant(model, options, special, **arguments, **({} if SEARCH.refusal(options) else steps))
 
 
 def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Attention (equation 1) inside sentences that lie end to end, forward and backward: one tile a sentence and head.
+"""Attention (equation 1) inside packed sentences, forward and backward: one tile for each sentence and head.
 
-Most sentences are short: all scores of one fit into the registers of a core, so nothing is computed in blocks, nothing
-is kept for the backward pass but what came in, and each element is read and written once. Sentences of like length
-share a launch, because a tile is a square with room for the longest of them. For the few that are longer,
-`long_attention_kernels` has kernels that go through the square block by block.
+Most sentences are short: all scores of a sentence fit into the registers of one core. So there are no blocks, the
+backward pass needs the inputs only, and each element is read and written once. Sentences of similar length share a
+launch, because a tile is a square for the longest of them. `long_attention_kernels` computes longer sentences block by
+block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.engines.cuda_decoding.inference_kernels import tl, triton
 from qkv.engines.cuda_training import long_attention_kernels
-from qkv.engines.cuda_training.elementwise_kernels import QKV, Heads, Noise, Rows, arguments, constants, drop
+from qkv.engines.cuda_training.elementwise_kernels import QKV, DropoutHash, Heads, Rows, arguments, constants, drop
 from qkv.engines.cuda_training.packed_batch import TILES
 
 if triton is not None:
@@ -26,19 +26,19 @@ WARPS = {16: 1, 32: 2, 64: 4, 128: 8}  # of tiles that are computed whole
 WIDEST = 256  # bytes in a row of such a tile: its scores must fit into a core
 
 
-def attend(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
+def attend(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
     """softmax(qkᵀ · scale)v inside each row: (queries, heads · d_v)."""
     chosen = attend_kernel if triton is not None and qkv[0].is_cuda else attend_plain
     return chosen(qkv, rows, heads, noise)
 
 
-def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: Noise) -> None:
-    """The gradients of q, k and v, written into tensors that lie like them."""
+def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
+    """Write the gradients of q, k and v into tensors with the same layout."""
     chosen = attend_backward_kernel if triton is not None and d_out.is_cuda else attend_backward_plain
     chosen(d_out, qkv, into, rows, heads, noise)
 
 
-def attend_plain(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
+def attend_plain(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
     out = qkv[0].new_zeros(len(qkv[0]), heads.count * heads.d_v)
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
@@ -47,7 +47,7 @@ def attend_plain(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
     return out
 
 
-def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: Noise) -> None:
+def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
         given = _split(d_out[square.queries] * square.real_queries[..., None], heads)
@@ -85,15 +85,15 @@ class _Square:
         scores = (q @ k.mT).mul_(heads.scale).masked_fill_(~seen, -1e30)
         return scores.softmax(-1).masked_fill_(~seen, 0.0)
 
-    def dropped(self, weights: Tensor, heads: Heads, noise: Noise) -> Tensor:
-        """Dropout of weights, or of their gradients; they are numbered as the tiles lie."""
+    def dropped(self, weights: Tensor, heads: Heads, noise: DropoutHash) -> Tensor:
+        """Apply dropout to weights or their gradients; elements are numbered in the order of the tiles."""
         if not noise.rate:
             return weights
         rows, count, side, _ = weights.shape
         row, head, i, j = (torch.arange(n, device=weights.device) for n in (rows, count, side, side))
         tiles = (self.first + row[:, None]) * heads.count + head
         index = (tiles[..., None, None] * self.tile + i[:, None]) * self.tile + j
-        return drop(weights, noise, index.to(torch.int32))  # what is too large for that wraps around, as in a kernel
+        return drop(weights, noise, index.to(torch.int32))  # larger numbers wrap around, as in a kernel
 
 
 def _squares(rows: Rows) -> Iterator[_Square]:
@@ -120,7 +120,7 @@ def _joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
+def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
     out = qkv[0].new_empty(len(qkv[0]), heads.count * heads.d_v)
     for number, tile in enumerate(TILES):
         if not rows.most[number]:
@@ -133,7 +133,7 @@ def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: Noise) -> Tensor:
     return out
 
 
-def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: Noise) -> None:
+def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
     strides = [x.stride(0) for x in into]
     for number, tile in enumerate(TILES):
         if not rows.most[number]:
@@ -249,7 +249,7 @@ if triton is not None:
             d_weight = tl.where(stays, d_weight * factor, 0.0)
         gradient = tl.dot(tl.trans(dropped.to(given.dtype)), given, input_precision="ieee")
         write(d_v_out, gradient, k_start, at, k_count, d_v_row, head * d_v, d_v, width_v)
-        # Through the softmax: each score's gradient is its weight times how far its own lies above the mean.
+        # Softmax: a score's gradient is its weight times (gradient of the weight − mean gradient).
         d_score = weight * (d_weight - tl.sum(weight * d_weight, axis=1)[:, None])
         d_score = (d_score * (scale * LN_2)).to(query.dtype)
         gradient_q = tl.dot(d_score, key, input_precision="ieee")

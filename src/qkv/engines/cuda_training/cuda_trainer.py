@@ -1,7 +1,7 @@
 """Training step for a GPU: hand-written passes over sentences packed without padding, replayed as CUDA graphs.
 
 The step makes the same updates with the same optimizer; only the arithmetic is done in another order. Packed sentences
-need not have like lengths: unless `train.micro_tokens` is set, an update mixes more lengths than on the plain path.
+may differ in length: unless `train.micro_tokens` is set, an update mixes more lengths than on the plain path.
 Sentences that are too long for the kernels take the plain path, within the same update.
 
 Small models are bound by kernel launches, not by arithmetic, and a graph is launched at once. All that changes from
@@ -24,8 +24,10 @@ from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
 from qkv.core.transformer import Transformer
 from qkv.core.validation import update_options
+from qkv.engines import FLAG, AllowList, number, text
 from qkv.engines.cuda_decoding.inference_kernels import triton
-from qkv.engines.cuda_training.forward_backward import Passes, Weights, can_pass
+from qkv.engines.cuda_training import refused_model
+from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap
@@ -39,28 +41,42 @@ PADDED_TOGETHER = 256  # rows of a packed batch that are padded together
 LENGTH_GROUPS = 16  # an update is cut into so many parts of like lengths: similar sizes need few graphs
 
 
+TRAIN = AllowList(
+    "train",
+    TrainConfig,
+    **dict.fromkeys(("steps", "epochs", "tokens_per_step", "micro_tokens", "warmup", "learning_rate", "clip"), number),
+    **dict.fromkeys(("beta1", "beta2", "eps", "weight_decay", "label_smoothing", "r_drop", "ema", "average"), number),
+    **dict.fromkeys(("validate_every", "patience", "log_every", "seed"), number),
+    **dict.fromkeys(("device", "name"), text),
+    optimizer=("adam", "adamw", "muon", "soap"),
+    schedule=("paper", "inverse_sqrt", "cosine", "linear", "constant", "wsd"),
+    precision=("auto", "fp32", "bf16"),
+    metric=("bleu", "loss"),
+    tensorboard=FLAG,
+    parallel=("data", "sharded"),
+    guided_alignment=(0.0,),  # it reads attention weights
+    checkpointing=(False,),
+)
+
+
 def supports(config: Config, device: torch.device, world: World = ALONE) -> str | None:
     """Return None if `CudaTrainStep` can train this config on the device, else the reason why not."""
     options = config.train
+    if (reason := TRAIN.refusal(options)) is not None:
+        return reason
+    if options.parallel == "sharded" and world.size > 1:
+        return "it does not shard weights"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a CUDA GPU that computes in bf16 (Ampere or later)"
     if triton is None:
         return "it needs Triton"
-    if not can_pass(config.model, choose_precision(options.precision, device)):
-        return "its kernels do not cover this model and precision"
-    if options.guided_alignment:
-        return "guided alignment reads attention weights"
-    if options.checkpointing:
-        return "it does not recompute activations"
-    if options.parallel == "sharded" and world.size > 1:
-        return "it does not shard weights"
-    return None
+    return refused_model(config.model, choose_precision(options.precision, device))
 
 
 def packed_updates(
     config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
 ) -> PackedPairs:
-    """Return the stream of updates whose sentences are packed without padding, where their length allows it."""
+    """Return a stream of updates with sentences packed without padding; too long ones are padded."""
     options, longest = config.train, LONGEST
     if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
         # Rows that BPE-dropout makes longer are refused with a message on the plain path.
@@ -188,8 +204,8 @@ class CudaGraphs:
         max_rows: Sequence[int] = (),
     ) -> None:
         """`max_rows` is the number of rows of each tile that a batch is expected to have at most."""
-        self.weights = Weights(model, dtype)
-        self.passes = Passes(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
+        self.weights = FlatWeights(model, dtype)
+        self.passes = ForwardBackward(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
         self.optimizer, self.clip = optimizer, spec.clip
         self.device = self.weights.masters.device
         number = self.weights.masters.new_zeros
@@ -204,7 +220,7 @@ class CudaGraphs:
         self._prepare_optimizer()
 
     def _flatten(self, ema: Ema) -> Tensor:
-        """Move the moving average into one tensor, laid out like the weights."""
+        """Move the moving average into one tensor with the layout of the weights."""
         whole = self.weights.masters.clone()
         views = self.weights.views(whole)
         for view, weight in zip(views, ema.weights, strict=True):
@@ -229,7 +245,7 @@ class CudaGraphs:
 
     @torch.no_grad()
     def add_gradient(self, batch: PackedBatch, seed: int) -> None:
-        """Run one pass; add its gradient, loss and tokens to those of the update."""
+        """Run one pass; add its gradient, loss and tokens to the update."""
         self.passes.seed.copy_(_halves(seed), non_blocking=True)
         self.totals[2] += batch.tokens
         if self.pool is None:
@@ -304,7 +320,7 @@ class CudaGraphs:
             torch.cuda.empty_cache()
 
     def _make_room(self, batch: PackedBatch) -> None:
-        """Leave room in the graphs for the most rows met so far, and a quarter more."""
+        """Capture graphs for the most rows met so far, and a quarter more."""
         for tile, count in enumerate(batch.counts):
             if count > self.max_rows[tile]:
                 self.max_rows[tile] = count + count // 4

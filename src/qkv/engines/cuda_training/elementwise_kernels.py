@@ -1,17 +1,13 @@
-"""Dropout without a mask in memory: whether an element is kept follows from its index, a seed and its place.
+"""Elementwise kernels: dropout, activations, rotary positions, and the layout of sentences and heads for attention.
 
-The forward and the backward pass ask the same question and get the same answer, on any device. The answer is an integer
-hash of three rounds, a fifth of the work of the usual generator (Philox), and even and uncorrelated enough to drop by.
+Dropout keeps no mask in memory: a hash of element index, seed and layer decides, equal in the forward and the backward
+pass and on any device. The integer hash has three rounds, a fifth of the work of the usual generator (Philox), and is
+uniform and uncorrelated enough for dropout.
 
-What the feed-forward layers do between their matrices: max(0, x) or SwiGLU with its dropout, and the way back.
+The feed-forward activations are max(0, x) and SwiGLU with their dropout and gradients; GELU uses PyTorch's operations.
 
-GELU is written with PyTorch's own operations.
-
-Rotary positions: queries and keys turned by the angles of their places, in place, and back again.
-
-A turn is undone by the opposite one, and so is its gradient: the backward pass needs nothing of the forward pass.
-
-Where sentences and heads lie, for the kernels of attention: what they are told, and how they read and write.
+Rotary positions rotate queries and keys in place. The inverse rotation undoes it and is its gradient too, so the
+backward pass needs nothing from the forward pass.
 """
 
 from __future__ import annotations
@@ -33,12 +29,12 @@ SIGN = -(2**31)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Dropout of one place: its rate, and where its random bits come from."""
+class DropoutHash:
+    """Dropout of one layer: its rate, and the source of its random bits."""
 
     rate: float
     seed: Tensor  # (2,) int32, drawn anew for every pass
-    site: int  # a number of its own for every place that drops
+    site: int  # a different number for every dropout layer
 
     @property
     def threshold(self) -> int:
@@ -46,19 +42,19 @@ class Noise:
 
     @property
     def salt(self) -> int:
-        """The place as bits to begin with."""
+        """Initial bits of the hash, from the layer's number."""
         return self.site * FIRST & 0x7FFFFFFF
 
     @property
     def scale(self) -> float:
-        """What the kept elements are multiplied by, so that the mean stays."""
+        """Factor on the kept elements, so that the mean stays."""
         return 1 / (1 - self.rate)
 
 
-def kept(noise: Noise, index: Tensor) -> Tensor:
-    """Which elements of these numbers (int32, not to be used again) stay: the plain twin of `_keep`.
+def kept(noise: DropoutHash, index: Tensor) -> Tensor:
+    """Return a mask of the kept elements for these indices (int32, overwritten): the plain twin of `_keep`.
 
-    Words are signed here, so shifts are of what is left of the sign; in place, because memory is what this waits for.
+    Words are signed here, so each shift masks the sign bits; in place, because memory bandwidth is the limit.
     """
     x, scratch = index, torch.empty_like(index)
     start, second = noise.seed.unbind()
@@ -82,8 +78,8 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def drop(x: Tensor, noise: Noise, index: Tensor | None = None) -> Tensor:
-    """Dropout of a whole tensor, whose elements are numbered by `index`, or as they lie."""
+def drop(x: Tensor, noise: DropoutHash, index: Tensor | None = None) -> Tensor:
+    """Apply dropout to a tensor; `index` numbers its elements, by default in memory order."""
     if not noise.rate:
         return x
     if index is None:
@@ -108,42 +104,42 @@ if triton is not None:
 
 PROGRAMS = 128  # that share the rows for each block of columns
 ROWS, COLUMNS = 16, 256
-BLOCK = 1024  # numbers of a program that takes them as they lie
+BLOCK = 1024  # elements for each program, in memory order
 
 
-def rectify(x: Tensor, noise: Noise) -> Tensor:
+def rectify(x: Tensor, noise: DropoutHash) -> Tensor:
     """dropout(max(0, x)), in place of x."""
     chosen = rectify_kernel if triton is not None and x.is_cuda and noise.rate else rectify_plain
     return chosen(x, noise)
 
 
-def rectify_plain(x: Tensor, noise: Noise) -> Tensor:
+def rectify_plain(x: Tensor, noise: DropoutHash) -> Tensor:
     return drop(x.relu_(), noise)
 
 
-def rectify_kernel(x: Tensor, noise: Noise) -> Tensor:
+def rectify_kernel(x: Tensor, noise: DropoutHash) -> Tensor:
     _rectify[(triton.cdiv(x.numel(), BLOCK),)](
         x, noise.seed, noise.salt, x.numel(), noise.scale, block=BLOCK, threshold=noise.threshold
     )
     return x
 
 
-def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
+def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
     """The gradient of x in place of that of `hidden` (rows, d_ff), its sum over the rows added to `into` (d_ff,).
 
-    What was kept and positive is what is positive now: nothing has to be drawn again.
+    Kept positive elements are still positive, so dropout need not be computed again.
     """
     chosen = rectify_backward_kernel if triton is not None and hidden.is_cuda else rectify_backward_plain
     chosen(d_hidden, hidden, noise, into)
 
 
-def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
+def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
     found = torch.where(hidden > 0, d_hidden.float() * noise.scale, 0.0)
     d_hidden.copy_(found)
     into += found.sum(0)
 
 
-def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise, into: Tensor) -> None:
+def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
     rows, width = hidden.shape
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
     _rectify_backward[(programs, triton.cdiv(width, COLUMNS))](
@@ -151,7 +147,7 @@ def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: Noise, into
     )
 
 
-def gelu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def gelu(x: Tensor, noise: DropoutHash) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """dropout(gelu(x)), and the way back."""
 
     def back(gradient: Tensor) -> Tensor:
@@ -161,30 +157,30 @@ def gelu(x: Tensor, noise: Noise) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return drop(F.gelu(x), noise), back
 
 
-def swiglu(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+def swiglu(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
     """dropout(silu(a) ⊙ b), of (rows, d_ff) each."""
     chosen = swiglu_kernel if triton is not None and a.is_cuda else swiglu_plain
     return chosen(a, b, noise)
 
 
-def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
     """The gradients of a and b in place of them."""
     chosen = swiglu_backward_kernel if triton is not None and a.is_cuda else swiglu_backward_plain
     chosen(d_hidden, a, b, noise)
 
 
-def swiglu_plain(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+def swiglu_plain(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
     return drop(F.silu(a) * b, noise)
 
 
-def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
     given = drop(d_hidden, noise)
     d_a = torch.ops.aten.silu_backward(given * b, a)
     torch.mul(given, F.silu(a), out=b)
     a.copy_(d_a)
 
 
-def swiglu_kernel(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
+def swiglu_kernel(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
     hidden, count = torch.empty_like(a), a.numel()
     _swiglu[(triton.cdiv(count, BLOCK),)](
         hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
@@ -192,7 +188,7 @@ def swiglu_kernel(a: Tensor, b: Tensor, noise: Noise) -> Tensor:
     return hidden
 
 
-def swiglu_backward_kernel(d_hidden: Tensor, a: Tensor, b: Tensor, noise: Noise) -> None:
+def swiglu_backward_kernel(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
     count = a.numel()
     _swiglu_backward[(triton.cdiv(count, BLOCK),)](
         d_hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
@@ -307,7 +303,7 @@ QKV = tuple[Tensor, Tensor, Tensor]  # (tokens, heads · width) each
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the sentences lie: queries of row r at starts[r] … starts[r + 1], its keys likewise.
+    """Position of each sentence: row r has the queries starts[r] … starts[r + 1], and keys in the same way.
 
     Rows are ordered by tile; those of tile i are first[i] … first[i + 1], and at most most[i] of them.
     """
@@ -320,7 +316,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Heads:
-    """How the columns of q, k and v (tokens, heads · width) are shared by the heads."""
+    """Columns of each head in q, k and v (tokens, heads · width)."""
 
     count: int
     d_k: int
@@ -329,15 +325,15 @@ class Heads:
     causal: bool
 
 
-def arguments(qkv: QKV, number: int, rows: Rows, heads: Heads, noise: Noise) -> tuple[object, ...]:
-    """What all kernels are told of the rows of a tile; scores are in powers of 2."""
+def arguments(qkv: QKV, number: int, rows: Rows, heads: Heads, noise: DropoutHash) -> tuple[object, ...]:
+    """Return the arguments of all kernels for the rows of a tile; scores are exponents of 2."""
     scale = heads.scale * math.log2(math.e)
     strides = (x.stride(0) for x in qkv)
     return (rows.queries, rows.keys, rows.first[number:], noise.seed, noise.salt, scale, noise.scale, *strides)
 
 
-def constants(tile: int, heads: Heads, noise: Noise) -> dict[str, object]:
-    """What they are compiled for."""
+def constants(tile: int, heads: Heads, noise: DropoutHash) -> dict[str, object]:
+    """Return the compile-time constants of the kernels."""
     return {
         "heads": heads.count,
         "d_k": heads.d_k,
@@ -355,7 +351,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def read(x, start, at, count, stride, column, d: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The part of a head, d columns from `column` on, of those tokens `at` of a row that there are; else 0."""
+        """Load d columns of a head for the tokens `at` of a row; tokens past its end are 0."""
         inside = tl.arange(0, width)[None]
         real = (at[:, None] < count) & (inside < d)
         return tl.load(x + (start + at[:, None]) * stride + column + inside, mask=real, other=0.0)
@@ -369,7 +365,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def scores(query, key, scale, i, j, k_count, causal: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of queries i and keys j of a row: qkᵀ, far below all others where there is none to be seen; and which are."""
+        """Return qkᵀ of queries i and keys j of a row, −1e30 for masked pairs, and the mask."""
         seen = (j[None] < k_count) & (i[:, None] >= 0)  # of both, so that it is a square
         if causal:
             seen = seen & (j[None] <= i[:, None])

@@ -19,8 +19,8 @@ from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Resid
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     QKV,
+    DropoutHash,
     Heads,
-    Noise,
     Rows,
     gelu,
     rectify,
@@ -30,7 +30,7 @@ from qkv.engines.cuda_training.elementwise_kernels import (
     turn,
 )
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
-from qkv.engines.cuda_training.packed_batch import LONGEST, PADDING, PackedBatch
+from qkv.engines.cuda_training.packed_batch import LONGEST, PackedBatch
 from qkv.engines.cuda_training.vocabulary_kernels import (
     Tokens,
     agreeing_loss_and_gradients,
@@ -39,7 +39,6 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     loss_and_gradient,
 )
 from qkv.models.variants import VariantFeedForward, rotary_of, score_of
-from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -58,7 +57,7 @@ class Weight(NamedTuple):
         return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
 
 
-class Weights:
+class FlatWeights:
     """The weights of a model on its device; products are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -110,9 +109,9 @@ LOGITS = 2**30  # numbers at once
 
 
 class Sublayer(NamedTuple):
-    """What a sublayer made of its input, the bias still to be added, and the way back.
+    """Result of a sub-layer without its last bias, and its backward function.
 
-    `back` takes the gradient of `result` and a tensor to which that of the input is added, or None; it returns the sum.
+    `back` takes the gradient of `result` and optionally a tensor; it returns the gradient of the input plus the tensor.
     """
 
     result: Tensor
@@ -121,27 +120,15 @@ class Sublayer(NamedTuple):
 
 
 AnyFeedForward = FeedForward | VariantFeedForward
-Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and what is inside
+Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and its sub-layer
 
 
-def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this module knows such a model, and its heads fit into the core of a GPU in this precision."""
-    return (
-        isinstance(spec, TransformerConfig)
-        and spec.attention in ("scaled", "dot")
-        and not spec.window
-        and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
-        and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
-    )
-
-
-class Passes:
-    """Forward and backward passes of one model; gradients are added to those of `weights`."""
+class ForwardBackward:
+    """Forward and backward passes of one model; they add to the gradients in `weights`."""
 
     def __init__(
-        self, model: Transformer, weights: Weights, *, smoothing: float, pad: int, r_drop: float = 0.0
+        self, model: Transformer, weights: FlatWeights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
-        assert can_pass(model.config)
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
@@ -200,8 +187,8 @@ class Passes:
 
         return hidden, back
 
-    def _noise(self, module: nn.Module, rate: float) -> Noise:
-        return Noise(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
+    def _noise(self, module: nn.Module, rate: float) -> DropoutHash:
+        return DropoutHash(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)

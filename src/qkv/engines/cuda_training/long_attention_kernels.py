@@ -1,8 +1,7 @@
 """Attention inside sentences too long for one tile, forward and backward: block by block, with a running softmax.
 
-The few sentences of this kind are laid end to end like the others and take part in the same pass. The backward pass
-goes through each square three times: for the softmax's sums, for the gradients of the queries, and by keys for those of
-keys and values.
+These few sentences are packed like the others and belong to the same pass. The backward pass computes each square three
+times: for the sums of the softmax, for the gradients of the queries, and by keys for the gradients of keys and values.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.cuda_decoding.inference_kernels import tl, triton
-from qkv.engines.cuda_training.elementwise_kernels import Noise, drop
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 
 if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import _keep
@@ -21,7 +21,7 @@ PROGRAMS = 264  # that share the rows in the backward pass: two for each core of
 
 
 class Sums(NamedTuple):
-    """Where gradients summed over the rows are added, (width,) in fp32: of the norm's weight and bias, of y's bias."""
+    """Sums over the rows, (width,) in fp32, of the gradients of the norm's weight and bias and of y's bias."""
 
     weight: Tensor
     shift: Tensor | None
@@ -29,21 +29,23 @@ class Sums(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What a norm multiplies by and adds; an RMSNorm adds nothing and leaves the mean."""
+    """Factor and bias of a norm; RMSNorm has no bias and keeps the mean."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
 
 
-def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
+) -> tuple[Tensor, Tensor]:
     """z = x + dropout(y + bias), or x where there is no y, and its norm: both (rows, width)."""
     chosen = add_norm_kernel if triton is not None and x.is_cuda else add_norm_plain
     return chosen(x, y, bias, scale, noise)
 
 
 def add_norm_backward(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and y, given those of the norm and, if it was used itself, of z; the others are added."""
     chosen = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
@@ -51,7 +53,7 @@ def add_norm_backward(
 
 
 def add_norm_plain(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
 ) -> tuple[Tensor, Tensor]:
     z = x
     if y is not None:
@@ -62,7 +64,7 @@ def add_norm_plain(
 
 
 def add_norm_backward_plain(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
     hat, deviation = _standard(z, scale)
     given = d_normed.float()
@@ -90,7 +92,7 @@ def _standard(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
 
 
 def add_norm_kernel(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: Noise
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
 ) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     z, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
@@ -122,7 +124,7 @@ def add_norm_kernel(
 
 
 def add_norm_backward_kernel(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: Noise, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
     rows, width = z.shape
     block = triton.next_power_of_2(width)

@@ -1,9 +1,8 @@
-"""Embedding × √d_model plus positions, then dropout (sections 3.4, 3.5 and 5.4), forward and backward.
+"""Kernels over the vocabulary, forward and backward: embedding and loss.
 
-The label-smoothed loss over the vocabulary (section 5.4) from logits, which become its gradient where they lie.
-
-With R-Drop (Wu et al., 2021) there are two logits of everything, from passes under different dropout, and the two
-distributions are drawn to one another. What that is, `qkv.core.loss` says.
+Embedding × √d_model plus positions, then dropout (sections 3.4, 3.5 and 5.4). The label-smoothed loss (section 5.4)
+replaces the logits by their gradient, in place. R-Drop (Wu et al., 2021) has two logits for each token, from passes
+with different dropout; `qkv.training.regularization` has its definition.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.engines.cuda_decoding.inference_kernels import tl, triton
-from qkv.engines.cuda_training.elementwise_kernels import Noise, drop, kept
+from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop, kept
 
 if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import _keep
@@ -23,23 +22,23 @@ if triton is not None:
 
 
 class Tokens(NamedTuple):
-    """What is looked up, and what becomes of it."""
+    """Token ids of an embedding lookup, their positions, and the dropout of the result."""
 
     ids: Tensor  # (tokens,) int32
     places: Tensor  # (tokens,): their positions in the sentences
     scale: float  # √d_model
-    noise: Noise  # drops numbers of the sum with the positions
-    unseen: Noise  # drops whole tokens, of which the position remains
+    noise: DropoutHash  # drops numbers of the sum with the positions
+    unseen: DropoutHash  # drops whole tokens; their position remains
 
 
 def embed(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:
-    """Their vectors, (tokens, d_model), of the table's precision."""
+    """Return the embeddings (tokens, d_model) in the table's precision."""
     chosen = embed_kernel if triton is not None and table.is_cuda else embed_plain
     return chosen(tokens, table, positions)
 
 
 def embed_backward(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
-    """Add the gradients to those of the table and, if they are learned, of the positions."""
+    """Add to the gradients of the table and, if positions are learned, of the positions."""
     chosen = embed_backward_kernel if triton is not None and d_x.is_cuda else embed_backward_plain
     chosen(d_x, tokens, d_table, d_positions)
 
@@ -58,7 +57,7 @@ def embed_backward_plain(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positio
         d_positions.index_add_(0, tokens.places.long(), d_x)
 
 
-def _seen(x: Tensor, unseen: Noise) -> Tensor:
+def _seen(x: Tensor, unseen: DropoutHash) -> Tensor:
     if not unseen.rate:
         return x
     return x * kept(unseen, torch.arange(len(x), dtype=torch.int32, device=x.device))[:, None]
@@ -76,7 +75,7 @@ def embed_backward_kernel(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positi
 
 
 def _arguments(tokens: Tokens, table: Tensor, positions: Tensor | None) -> dict[str, Any]:
-    """What both kernels are told."""
+    """Return the arguments of both kernels."""
     noise, unseen, width = tokens.noise, tokens.unseen, table.shape[1]
     return {
         "ids": tokens.ids,
@@ -208,7 +207,7 @@ def agreeing_loss_plain(
 def loss_kernel(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     loss, nll = logits.new_empty(2, rows, dtype=torch.float).unbind()
-    step = 8 if vocab % 8 == 0 else 1  # told to the compiler, which then reads so many at once
+    step = 8 if vocab % 8 == 0 else 1  # a constant: the compiler then loads so many at once
     _loss[(rows,)](logits, labels, loss, nll, vocab // step, pad, smoothing, step=step, block=8192, num_warps=8)
     return loss, nll
 
