@@ -17,8 +17,9 @@ from qkv.core.batches import Batch, pad
 from qkv.core.dataset import Rows
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.transformer import Transformer
+from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
-from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
+from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
 from qkv.options import DecoderOnlyConfig, TransformerConfig
@@ -210,9 +211,9 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
 
 def test_what_the_pass_does_not_know_is_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
-        assert not can_pass(TransformerConfig(**options))  # type: ignore[arg-type]
-    assert not can_pass(DecoderOnlyConfig())
-    assert can_pass(TransformerConfig())
+        assert refused_model(TransformerConfig(**options))  # type: ignore[arg-type]
+    assert refused_model(DecoderOnlyConfig())
+    assert refused_model(TransformerConfig()) is None
 
 
 KERNELS = """

@@ -20,8 +20,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
 from qkv.engines.cpu import choose, pack, packed_linear
-from qkv.engines.cpu.packed_linear import OneDNN, Plain, fault, processor
-from qkv.engines.cpu.packed_transformer import ROOM, PackedTransformer
+from qkv.engines.cpu.packed_linear import OneDNN, PackedLinear, Plain, fault, processor
 from qkv.options import (
     ConvS2SConfig,
     DecoderOnlyConfig,
@@ -100,28 +99,20 @@ def test_packed_fp32_is_the_plain_model_on_any_way_of_a_search(kind: str, beam: 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@torch.inference_mode()
-def test_what_all_beams_have_in_common_is_kept_once() -> None:
-    plain = made(KINDS["transformer"])
-    ours: Any = pack(plain, "fp32")
-    states = [model.start(model.encode(draw(5, 9), LENGTHS), 3) for model in (ours, plain)]
-    first = torch.arange(15) // 3 * 3 + 1  # all beams go on from the second
-    for step in range(30):
-        tokens = draw(15, 1)
-        (a, states[0]), (b, states[1]) = (m.step(tokens, state) for m, state in zip((ours, plain), states, strict=True))
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        rows = first if step < 20 else torch.arange(15)
-        states = [state.select(rows) for state in states]
-    assert 10 <= states[0].settled <= 20  # one past until then, three from there on
-    assert states[0].own.shape[1] < 30 * 3 - 2 * 10 + 3 * ROOM
+ORDINARY = {"transformer", "modern", "learned"}  # which would run in C
 
 
-def test_ordinary_transformers_take_the_fast_way() -> None:
-    assert {kind for kind in KINDS if isinstance(pack(made(KINDS[kind])), PackedTransformer)} == {
-        "transformer",
-        "modern",
-        "learned",
-    }
+def test_an_ordinary_transformer_stays_the_plain_model_and_refuses_int8() -> None:
+    for kind, spec in KINDS.items():
+        plain = made(spec)
+        packed: Any = pack(plain)
+        if isinstance(spec, TransformerConfig):
+            assert any(isinstance(module, PackedLinear) for module in packed.modules()) == (kind not in ORDINARY)
+        if kind in ORDINARY:
+            assert str(packed.engine) == "fp32 on any processor (not native: QKV_NATIVE=0)"
+            if choose("int8").dtype == "int8":
+                with pytest.raises(UsageError, match=r"only the C engine has it .*QKV_NATIVE=0.*: use fp32"):
+                    pack(plain, "int8")
 
 
 @pytest.mark.parametrize("options", [{}, MODERN, {"window": 3}], ids=["fast", "modern", "window"])
@@ -159,18 +150,6 @@ def test_stepped_is_full(kind: str) -> None:
     torch.testing.assert_close(torch.cat(stepped, dim=1), plain(draw(5, 9), LENGTHS, target), rtol=1e-5, atol=1e-5)
 
 
-@torch.inference_mode()
-def test_long_and_many_sentences_are_encoded_as_any_other() -> None:
-    plain = made(KINDS["transformer"])
-    ours: Any = pack(plain, "fp32")
-    for batch, width in ((2, 200), (40, 30)):  # by the fused kernel; in several blocks, some of them padded
-        source = draw(batch, width)
-        lengths = torch.arange(batch).mul(7).remainder(width).add(1)
-        lengths[0] = width
-        outputs = [m.step(draw(batch, 3), m.start(m.encode(source, lengths)))[0] for m in (ours, plain)]
-        torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_alone_is_as_in_any_batch(kind: str) -> None:
@@ -193,13 +172,15 @@ BOUND = {"bf16": 0.15, "int8": 0.3}
 def test_rounded_is_near(kind: str, dtype: str) -> None:
     if choose(dtype).dtype != dtype:
         pytest.skip(str(choose(dtype)))
+    if dtype == "int8" and kind in ORDINARY:
+        return  # refused, see above
     plain = made(KINDS[kind])
     for ours, theirs in zip(walk(pack(plain, dtype), 3), walk(plain, 3), strict=True):
         off = (ours - theirs).abs().max()
         assert 0 < off < BOUND[dtype] * max(1.0, float(theirs.abs().max()) / 4)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
     run = Run.open(tiny)
     model: Any = run.model(CPU)
@@ -263,8 +244,8 @@ def test_a_missing_or_wrong_kernel_is_left_aside(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no such kernel\nand many lines more")
 
     class Wrong(Plain):
-        def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-            return super().__call__(x, relu) * 1.5
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 1.5
 
     flags = frozenset({"avx2", "avx512_vnni"})
     monkeypatch.setitem(packed_linear.KERNELS, "int8", (Missing, Wrong, Plain))
@@ -290,5 +271,4 @@ def test_every_kernel_that_is_here_is_right() -> None:
                     wanted = F.linear(given, weight, b)
                     bound = packed_linear.TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
                     torch.testing.assert_close(kernel(weight, b)(given), wanted, rtol=0, atol=bound)
-                    torch.testing.assert_close(kernel(weight, b)(given, relu=True), wanted.relu(), rtol=0, atol=bound)
     assert not fault(OneDNN, "fp32") or not torch.backends.mkldnn.is_available()

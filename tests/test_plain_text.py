@@ -25,8 +25,8 @@ from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_blocks
-from qkv.data.subwords import learn
+from qkv.data.lm_data import BlockBatches, MaskedBatches, corpus_ranges, mask_tokens, text_blocks
+from qkv.data.subwords import decode_text, encode_text, learn, newline_of
 from qkv.data.text_preparation import prepare_text
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models.language_models import DecoderOnly
@@ -57,17 +57,17 @@ def running_text(folder: Path, text: str, *, name: str = "text.txt", **data: Any
 
 @given(texts)
 def test_running_text_round_trip(text: str) -> None:
-    assert CHARACTERS.decode_text(CHARACTERS.encode_text(text)) == unicodedata.normalize("NFC", text)
+    assert decode_text(CHARACTERS, encode_text(CHARACTERS, text)) == unicodedata.normalize("NFC", text)
 
 
 @given(texts, st.integers(0, 30))
 def test_a_text_is_decoded_as_it_comes(text: str, cut: int) -> None:
     """Token by token after any prompt, whole characters only, and together the rest of the text."""
     text = unicodedata.normalize("NFC", text)
-    ids = CHARACTERS.encode_text(text)
+    ids = encode_text(CHARACTERS, text)
     cut = min(cut, len(ids))
-    prompt = CHARACTERS.decode_text(ids[:cut])
-    if CHARACTERS.encode_text(prompt) != ids[:cut]:
+    prompt = decode_text(CHARACTERS, ids[:cut])
+    if encode_text(CHARACTERS, prompt) != ids[:cut]:
         return  # a character cut in two is no text
     decoder = TextDecoder(CHARACTERS, prompt)
     pieces = [decoder.feed(token) for token in ids[cut:]]
@@ -82,7 +82,7 @@ POEM = "One line\n\nOne line\n  indented, and  spaced  \n" * 10 + "the end"
 def test_nothing_of_running_text_is_dropped(tmp_path: Path) -> None:
     prepared = running_text(tmp_path, POEM, max_length=4)  # repeated, empty and long lines are all there
     tgt = prepared.tokenizers.tgt
-    train, valid = (tgt.decode_text(store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    train, valid = (decode_text(tgt, store.stream.tolist()) for store in (prepared.train, prepared.valid))
     assert train + valid == POEM + "\n"
     assert valid == "\nOne line\n  indented, and  spaced  \nthe end\n"  # the end of it, a tenth of the lines or so
     assert prepared.valid_text[1].read_text(encoding="utf-8") == valid
@@ -105,8 +105,8 @@ def test_long_lines_of_running_text_are_held_out_in_part(tmp_path: Path, lines: 
     prepared = running_text(tmp_path, text, max_length=16)
     tgt = prepared.tokenizers.tgt
     ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
-    assert ids == tgt.encode_text(text), "the tokens of the whole lines, and newlines where the text has them"
-    valid = tgt.decode_text(prepared.valid.stream.tolist())
+    assert ids == encode_text(tgt, text), "the tokens of the whole lines, and newlines where the text has them"
+    valid = decode_text(tgt, prepared.valid.stream.tolist())
     assert 0.05 < len(valid) / len(text) < 0.2
     raw = prepared.valid_text[1].read_text(encoding="utf-8")
     assert unicodedata.normalize("NFC", raw) == valid.replace("\r", " ")
@@ -120,7 +120,7 @@ def test_documents_end(tmp_path: Path) -> None:
     ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
     ends = [i for i, token in enumerate(ids) if token == tgt.eos]
     assert len(ends) == len(documents)
-    found = [tgt.decode_text(ids[a + 1 : b]) for a, b in pairwise([-1, *ends])]
+    found = [decode_text(tgt, ids[a + 1 : b]) for a, b in pairwise([-1, *ends])]
     assert found == [each + "\n" for each in documents]
 
 
@@ -133,7 +133,9 @@ def test_pairs_are_no_running_text(tmp_path: Path, corpus: tuple[str, str]) -> N
     (tmp_path / "short.txt").write_text(lines.replace("\n", " "), encoding="utf-8")
     both = tuple(CorpusConfig(text=str(tmp_path / name)) for name in ("long.txt", "short.txt"))
     kept = prepare_text(DataConfig(train=both), TokenizerConfig(kind="char"), tmp_path / "both", running_text=True)
-    assert all(stop - first > 100 for first, stop in kept.train.ranges)  # a text of one line is not held out whole
+    assert all(
+        stop - first > 100 for first, stop in corpus_ranges(kept.train)
+    )  # a text of one line is not held out whole
     with pytest.raises(UsageError, match="1 lines of running text"):
         running_text(tmp_path / "one", "only one line")
 
@@ -202,7 +204,7 @@ def test_validation_predicts_every_token_once(ids: list[int], length: int) -> No
     rows = text_blocks(np.array(ids), CHARACTERS, length)
     labels = rows[:, 1:].ravel()
     assert labels[labels != CHARACTERS.pad].tolist() == ids
-    assert rows[0, 0] == CHARACTERS.newline
+    assert rows[0, 0] == newline_of(CHARACTERS)
     assert (rows[1:, 0] == rows[:-1, -1]).all()
 
 
@@ -392,7 +394,7 @@ def bigram_loss(train: str, valid: str) -> float:
 def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
     prepared = PreparedText.open(writer / "store")
     tgt = prepared.tokenizers.tgt
-    train, valid = (tgt.decode_text(store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    train, valid = (decode_text(tgt, store.stream.tolist()) for store in (prepared.train, prepared.valid))
     completer = qkv.Completer(writer)
     found = completer.evaluate(valid)
     assert found.per_character < bigram_loss(train, valid) - 0.3
@@ -404,7 +406,7 @@ def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
 def test_perplexity_is_that_of_forced_decoding(writer: Path) -> None:
     completer = qkv.Completer(writer)
     text = "The cat sees the dog."
-    ids = [completer.tokenizer.newline, *completer.tokenizer.encode_text(text)]
+    ids = [newline_of(completer.tokenizer), *encode_text(completer.tokenizer, text)]
     with torch.inference_mode():
         log_probs = completer.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
     nats = -sum(float(log_probs[i, token]) for i, token in enumerate(ids[1:]))
@@ -644,4 +646,4 @@ def test_sentences_are_read_by_themselves(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_letters_still_has_newlines() -> None:
     bare = Tokenizer("char", [])
-    assert bare.encode_text("a\nb") == [*bare.encode("a"), bare.newline, *bare.encode("b")]
+    assert encode_text(bare, "a\nb") == [*bare.encode("a"), newline_of(bare), *bare.encode("b")]

@@ -107,7 +107,7 @@ def test_slots_support_options_whose_steps_have_one_shape() -> None:
     assert slots.supports(DecodingOptions(no_repeat_ngram=2, repetition_penalty=1.2)) is None
     assert "coverage" in str(slots.supports(DecodingOptions(coverage=0.2)))
     assert "sampling" in str(slots.supports(DecodingOptions(sampling=Sampling())))
-    assert "Transformer" in str(SlotDecoding(model(attention="additive"), BYTES).supports(SearchOptions()))
+    assert "model.attention" in str(SlotDecoding(model(attention="additive"), BYTES).supports(SearchOptions()))
 
 
 def test_one_processor_that_cannot_be_captured_is_enough_to_refuse() -> None:

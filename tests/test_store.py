@@ -389,7 +389,7 @@ def test_given_tokenizers_are_used(split: DataConfig, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from qkv import options as config
+from qkv.options import CorpusConfig, DataConfig, TokenizerConfig
 from qkv.core import corpus
 from qkv.data import text_preparation
 corpus.BLOCK_BYTES, text_preparation.SMALL_TEXT = 2000, 0
@@ -398,7 +398,7 @@ data = DataConfig(train=(CorpusConfig(str(folder / "train.en"), str(folder / "tr
 def progress(now, done, total):
     if now == stage and done != 0 or now == stage == "learn":
         os.kill(os.getpid(), signal.SIGKILL)
-text_preparation.prepare_text(data, config.TokenizerConfig(kind="char"), folder / "store", progress=progress)
+text_preparation.prepare_text(data, TokenizerConfig(kind="char"), folder / "store", progress=progress)
 """
 
 

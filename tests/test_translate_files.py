@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from hypothesis import strategies as st
 from conftest import PATIENCE, Call, sentences, wait_until
 from qkv import cli
 from qkv.api import Translation, file_translation, output_journal
-from qkv.api.file_translation import Chunk, Crew, chunks, count_lines, translate_file, translate_lines
-from qkv.api.output_journal import Part
+from qkv.api.file_translation import Chunk, ProcessGroup, chunks, count_lines, translate_file, translate_stream
+from qkv.api.output_journal import End, Entry, Journal, PartialFile
 from qkv.core.errors import QkvError, UsageError
 
 LINES = [f"line {number} {'ä' * (number % 7)}" for number in range(23)]
@@ -65,7 +66,7 @@ def stopped_after(count: int) -> Any:
 
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
-    """An output of which three chunks of four lines are done."""
+    """An unfinished output: three chunks of four lines are done."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(3))
     return tmp_path / "out"
@@ -120,7 +121,7 @@ def test_reading_stays_one_chunk_ahead(tmp_path: Path) -> None:
     translate_file(lines(), tmp_path / "out", work, size=10, task={})
     assert read == 1000
     read = 0
-    translate_lines(lines(), lambda text: None, work, size=10)
+    translate_stream(lines(), lambda text: None, work, size=10)
     assert read == 1000
 
 
@@ -140,7 +141,7 @@ def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interval", [0.0, 1000.0])
 @pytest.mark.parametrize("at", range(7))
 def test_stopped_at_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, interval: float) -> None:
-    """What was done is not done again, whether it was flushed at each chunk or only in the end."""
+    """Finished chunks are not repeated, whether they were flushed at each chunk or only at the end."""
     monkeypatch.setattr(output_journal, "INTERVAL", interval)
     out = tmp_path / "out"
     done: list[int] = []
@@ -187,9 +188,20 @@ def test_cut_off_at_every_byte(unfinished: Path, tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("last", [Entry(1, 4, "b", 6, 8, {}), End(1, 4)], ids=["an entry", "the end"])
+def test_a_journal_line_counts_only_with_its_newline(last: Entry | End) -> None:
+    whole = Entry(0, 4, "a", 5, 7, {"cut": 1})
+    lines = [json.dumps(line) for line in ({"task": {"model": "a"}, "about": {}}, asdict(whole), asdict(last))]
+    complete = "\n".join(lines[:2]).encode() + b"\n"
+    cut = Journal.read(complete + lines[2].encode())  # the text is whole: only the newline is missing
+    assert (cut.task, cut.entries, cut.end) == ({"model": "a"}, [whole], None)
+    assert cut.offsets == [len(lines[0]) + 1, len(complete)]
+    assert Journal.read(complete + lines[2].encode() + b"\n") != cut
+
+
 @pytest.mark.parametrize("name", ["out.part", "out.part.json"])
 def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
-    """What is done after a cut is written down where the next attempt finds it."""
+    """Chunks finished after a truncation are in the journal for the next attempt."""
     cut = unfinished.with_name(name)
     os.truncate(cut, cut.stat().st_size - 5)
     with pytest.raises(Stopped):
@@ -223,10 +235,10 @@ def test_going_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         attempt(out, stopped_after(3))
-    assert capsys.readouterr().err.endswith("unfinished: what is done is kept, start the same command again to go on\n")
+    assert capsys.readouterr().err.endswith("unfinished: finished lines are kept, repeat the command to resume\n")
     heard: list[int] = []
     translate_file(LINES, out, upper, size=SIZE, task={"model": "a"}, progress=heard.append)
-    assert capsys.readouterr().err == f"{out}: going on, 12 lines are done\n"
+    assert capsys.readouterr().err == f"{out}: resuming, 12 lines are done\n"
     assert heard[0] == 12  # at once, so that the bar does not take it for speed
     assert sum(heard) == 12
 
@@ -234,11 +246,11 @@ def test_going_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "b"}, 'another command (model was "a" and is "b"): give that one to go on, or delete'),
+        ({"model": "b"}, 'another command (model was "a" and is "b"): repeat that command to resume, or delete'),
         ({"beam": 5}, "another command (beam was not given and is 5)"),
         ({"size": 5}, "another command (chunk was 4 and is 5)"),
-        ({"lines": ["other", *LINES[1:]]}, "another input (lines 1 to 4 are not what they were)"),
-        ({"lines": LINES[:11]}, "another input (lines 9 to 11 are not what they were)"),
+        ({"lines": ["other", *LINES[1:]]}, "another input (lines 1 to 4 have changed)"),
+        ({"lines": LINES[:11]}, "another input (lines 9 to 11 have changed)"),
         ({"lines": LINES[:8]}, "another input (it ends after 8 lines)"),
         ({"lines": []}, "another input (it ends after 0 lines)"),
     ],
@@ -256,17 +268,17 @@ def test_another_task_or_input_is_refused(unfinished: Path, change: dict[str, An
 
 
 def test_lines_that_were_not_yet_read_may_change(unfinished: Path) -> None:
-    """A bad line is mended and the work goes on: what is kept is still right."""
+    """After a bad line is repaired, the finished chunks are still used."""
     attempt(unfinished, lines=[*LINES[:12], "mended"])
     assert unfinished.read_bytes().splitlines()[12:] == [b"13\tMENDED"]
 
 
 def test_nothing_done_is_nothing_kept(tmp_path: Path) -> None:
-    """A journal without a chunk binds nobody."""
+    """A journal without a chunk is replaced by any task."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(0))
     assert not os.listdir(tmp_path)
-    with Part(tmp_path / "out", {"model": "b"}, {}):
+    with PartialFile(tmp_path / "out", {"model": "b"}, {}):
         pass
     attempt(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == EXPECTED
@@ -275,7 +287,7 @@ def test_nothing_done_is_nothing_kept(tmp_path: Path) -> None:
 def test_two_do_not_write_one_file(unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_journal, "PATIENCE", 0.0)
     with (
-        Part(unfinished, {"model": "a", "chunk": SIZE}, {}) as part,
+        PartialFile(unfinished, {"model": "a", "chunk": SIZE}, {}) as part,
         pytest.raises(UsageError, match="another process is writing it: wait for it, or stop it"),
     ):
         attempt(unfinished)
@@ -311,8 +323,8 @@ def test_a_file_system_without_locks_is_enough_for_one(tmp_path: Path, monkeypat
     monkeypatch.setattr("fcntl.flock", none)
     attempt(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == EXPECTED
-    with pytest.raises(UsageError, match="processes that share a file need locks: Function not implemented"):
-        translate_file(LINES, tmp_path / "out", upper, size=SIZE, task={}, crew=Crew(0, 2))
+    with pytest.raises(UsageError, match=r"cannot be locked \(Function not implemented\), as several processes need"):
+        translate_file(LINES, tmp_path / "out", upper, size=SIZE, task={}, group=ProcessGroup(0, 2))
 
 
 def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,13 +422,13 @@ def test_killed_at_every_step_towards_the_disk(tmp_path: Path) -> None:
 
 
 def together(output: Path, world: int, work: Any = upper, **options: Any) -> list[Any]:
-    """A crew, each in a thread of its own."""
+    """Run the processes of a group as threads."""
     found: list[Any] = [None] * world
 
     def run(rank: int) -> None:
         try:
             found[rank] = translate_file(
-                LINES, output, work, size=SIZE, task={"model": "a"}, crew=Crew(rank, world), **options
+                LINES, output, work, size=SIZE, task={"model": "a"}, group=ProcessGroup(rank, world), **options
             )
         except BaseException as error:
             found[rank] = error
@@ -431,7 +443,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Each does its share, some of eight have none; and no matter who is late."""
+    """Each process does its share, some of eight have none; the order in which they finish does not matter."""
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 
@@ -453,7 +465,7 @@ def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monke
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(
-            file_translation, "_watched", lambda *crew: contextlib.nullcontext()
+            file_translation, "_watched", lambda *group: contextlib.nullcontext()
         )  # else each would end all of us
 
         def work(chunk: Chunk) -> tuple[str, dict[str, int]]:
@@ -464,8 +476,8 @@ def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monke
         assert [type(error) for error in together(out, 2, work)] == [Stopped, Stopped]
     assert sorted(os.listdir(tmp_path)) == [f"out.part-{n}of2{end}" for n in (1, 2) for end in ("", ".json")]
     for world in (1, 3):
-        with pytest.raises(UsageError, match=rf"number of processes was 2 and is {world}\): start 2 to go on"):
-            translate_file(LINES, out, upper, size=SIZE, task={}, crew=Crew(0, world))
+        with pytest.raises(UsageError, match=rf"number of processes was 2 and is {world}\): start 2 to resume"):
+            translate_file(LINES, out, upper, size=SIZE, task={}, group=ProcessGroup(0, world))
     done: list[int] = []
 
     def rest(chunk: Chunk) -> tuple[str, dict[str, int]]:
@@ -490,7 +502,7 @@ from qkv import cli
 from qkv.api import Translation, file_translation as files, output_journal as journal
 
 journal.INTERVAL = 0.0
-out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._held
+out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._is_locked
 seen = out.parent / "seen"
 
 def held(journal):
@@ -510,9 +522,9 @@ def work(chunk):
 
 @cli.app.command()
 def share():
-    files.translate_file(tests.LINES, out, work, size=tests.SIZE, task={}, crew=files.Crew.here())
+    files.translate_file(tests.LINES, out, work, size=tests.SIZE, task={}, group=files.ProcessGroup.from_environment())
 
-files._held = held
+files._is_locked = held
 sys.argv = ["qkv", "share"]
 cli.main()
 """
@@ -522,25 +534,25 @@ cli.main()
 def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def both(*how: str) -> list[tuple[int, str]]:
+    def run_two(*how: str) -> list[tuple[int, str]]:
         command = [sys.executable, "-c", SHARED, str(Path(__file__).parent), str(out), *how]
-        crew = [
+        group = [
             subprocess.Popen(
                 command, env={**os.environ, "RANK": rank, "WORLD_SIZE": "2"}, stderr=subprocess.PIPE, text=True
             )
             for rank in "01"
         ]
-        told = [each.communicate(timeout=PATIENCE)[1] for each in crew]
-        return [(each.returncode, text) for each, text in zip(crew, told, strict=True)]
+        errors = [each.communicate(timeout=PATIENCE)[1] for each in group]
+        return [(each.returncode, text) for each, text in zip(group, errors, strict=True)]
 
-    (code, told), (killed, _) = both("killed")
+    (code, errors), (killed, _) = run_two("killed")
     assert killed == -signal.SIGKILL
     assert code == 1
-    assert told.splitlines()[-1] == (
-        f"qkv: {out}: process 2 of 2 has ended before its work was done: start the same command again to go on"
+    assert errors.splitlines()[-1] == (
+        f"qkv: {out}: process 2 of 2 has ended before its work was done: repeat the command to resume"
     )
     assert not out.exists()
-    assert [code for code, _ in both()] == [0, 0]
+    assert [code for code, _ in run_two()] == [0, 0]
     assert out.read_bytes() == EXPECTED
     assert sorted(os.listdir(tmp_path)) == ["out", "seen"]
 
@@ -549,7 +561,7 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Takes the place of a translator, and remembers how it was asked."""
+    """Fake translator that records its options."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.loaded = arguments, options
@@ -661,7 +673,7 @@ def test_another_command_is_refused(
     done = call("translate", tiny, *unfinished_call, *options)
     assert done.code == 2
     assert words in done.error
-    assert "give that one to go on, or delete" in done.error
+    assert "repeat that command to resume, or delete" in done.error
 
 
 @pytest.fixture
@@ -675,7 +687,7 @@ def unfinished_call(
     monkeypatch.chdir(tiny)
     done = call("translate", tiny, text, "-o", out)
     assert (done.code, "text, line 5: not UTF-8" in done.error) == (1, True)
-    assert done.err.startswith(f"{out}: unfinished: what is done is kept")
+    assert done.err.startswith(f"{out}: unfinished: finished lines are kept")
     return [text, "-o", out]
 
 
@@ -688,7 +700,7 @@ def test_a_bad_line_may_be_skipped_on_going_on(
     assert len(recorder.asked) == 1
     text, _, out = unfinished_call
     going, bad = done.err.splitlines()
-    assert going == f"{out}: going on, 3 lines are done"
+    assert going == f"{out}: resuming, 3 lines are done"
     assert bad == f"{text}: 1 lines were not UTF-8; their output is empty"
     assert sorted(os.listdir(tmp_path)) == ["out", "text"]
 
@@ -709,7 +721,7 @@ def test_what_is_piped_can_be_gone_on_with(tiny: Path, call: Call, recorder: Rec
 def test_several_processes_need_two_files(tiny: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert Crew.here() == Crew(1, 2, 1)
+    assert ProcessGroup.from_environment() == ProcessGroup(1, 2, 1)
     for arguments in (["-o", "out"], [__file__], ["-", "-o", "out"], ["/dev/null", "-o", "out"]):
         done = call("translate", tiny, *arguments)
         assert (done.code, "can share neither standard input nor output: give FILE and --output" in done.error) == (
@@ -770,14 +782,14 @@ def test_a_real_one_is_killed_and_goes_on(
     monkeypatch.delenv("HELD")
     done = subprocess.run([sys.executable, "-c", SLOW, "0", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r".*out: going on, [1-9]\d+ lines are done\n", done.stderr)
+    assert re.fullmatch(r".*out: resuming, [1-9]\d+ lines are done\n", done.stderr)
     assert out.read_bytes() == (tmp_path / "expected").read_bytes()
     assert [json.loads(line)["line"] for line in out.read_text().splitlines()] == list(range(1, 301))
 
 
 @pytest.mark.slow
 def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, of which one is killed, are ended; started again, they write what one alone does."""
+    """If one of two processes is killed, the other ends; restarted, they write the same file as one process."""
     monkeypatch.setattr("qkv.api.CHUNK", 20)
     assert call("translate", tiny, text, "--json", "-o", tmp_path / "expected").code == 0
     out, script = tmp_path / "out", tmp_path / "slow.py"
@@ -791,7 +803,7 @@ def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatc
     monkeypatch.delenv("FATAL")
     done = subprocess.run([*torchrun, "0", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"out: going on, [1-9]\d+ lines are done, process 2 of 2\n", done.stderr)
+    assert re.search(r"out: resuming, [1-9]\d+ lines are done, process 2 of 2\n", done.stderr)
     assert out.read_bytes() == (tmp_path / "expected").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["expected", "out", "slow.py", "text"]
 

@@ -22,6 +22,7 @@ from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
 from qkv.data.subwords import pair_dropout
+from qkv.engines import unpadded
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
@@ -29,7 +30,6 @@ from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.engines.unpadded import UnpaddedTransformer
 from qkv.models.convs2s import ConvS2S
 from qkv.models.language_models import DecoderOnly, EncoderOnly
 from qkv.models.rnn import Rnn
@@ -85,7 +85,8 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
 def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     match config:
         case TransformerConfig():
-            return UnpaddedTransformer(config, src_vocab, tgt_vocab, VariantLayers(config))
+            kind = Transformer if unpadded.supports(config) else unpadded.UnpaddedTransformer
+            return kind(config, src_vocab, tgt_vocab, VariantLayers(config))
         case DecoderOnlyConfig():
             return DecoderOnly(config, tgt_vocab, VariantLayers(config))
         case EncoderOnlyConfig():

@@ -17,6 +17,7 @@ import pytest
 import qkv
 from conftest import PATIENCE, sentences
 from qkv import cli
+from qkv.data.subwords import encode_text
 from serving import ENDLESS, FORM, JSON, Server, serving, train_language_model
 
 LINES = [source for source, _ in sentences(40, seed=9)]
@@ -215,7 +216,7 @@ def test_completions_equal_those_of_the_model(client: Any, writer: Path) -> None
     assert len(likely) == 3
     assert max(likely, key=likely.get) == choice.logprobs.tokens[0]  # greedy takes the likeliest
     assert completion.usage.completion_tokens == 20
-    assert completion.usage.prompt_tokens == len(completer.tokenizer.encode_text("The "))
+    assert completion.usage.prompt_tokens == len(encode_text(completer.tokenizer, "The "))
 
 
 def test_completions_are_seeded_and_streamed(client: Any) -> None:

@@ -17,6 +17,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
+from qkv.data.subwords import encode_text, newline_of
 from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.language_models import DecoderOnly
@@ -115,7 +116,7 @@ class Completer(Loaded[DecoderOnly]):
         """
         if not text:
             raise UsageError("an empty text cannot be foreseen: give some")
-        ids = np.asarray(self.tokenizer.encode_text(text), np.int64)
+        ids = np.asarray(encode_text(self.tokenizer, text), np.int64)
         return self._foresee(ids, text)
 
     @torch.inference_mode()
@@ -141,7 +142,7 @@ class Completer(Loaded[DecoderOnly]):
 
     def _ids(self, prompt: str) -> list[int]:
         """The prompt behind a newline, as every line of the training text is."""
-        return [self.tokenizer.newline, *self.tokenizer.encode_text(prompt)]
+        return [newline_of(self.tokenizer), *encode_text(self.tokenizer, prompt)]
 
     def _drawn(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[GeneratedToken]:
         never = (self.tokenizer.pad, self.tokenizer.bos, self.tokenizer.eos)

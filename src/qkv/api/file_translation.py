@@ -1,9 +1,9 @@
-"""A whole file through a translator: chunk by chunk, in order, in bounded memory, and safe from being killed.
+"""Translation of files: chunk by chunk, in order, in bounded memory, resumable after a kill.
 
-What is done stands in FILE.part (`qkv.api.output_journal`), and the same command started again goes on from there. Of
-several processes, as torchrun starts them, each takes every n-th chunk, and the first joins their parts when all are
-done. They share nothing but the folder: one that lives holds the lock of its journal, so the others see it die. The
-file appears under its name when it is whole.
+Finished chunks are in FILE.part (`qkv.api.output_journal`); repeating the command resumes from there. With several
+processes, started by torchrun, each translates every n-th chunk, and the first joins their parts at the end. They
+communicate through the folder only: a running process holds the lock of its journal, so the others notice its death.
+The output file appears when it is complete.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any
 
 import torch
 
-from qkv.api.output_journal import End, Entry, Journal, Part, journal_of, part_of
+from qkv.api.output_journal import End, Entry, Journal, PartialFile, journal_path, part_path
 from qkv.assembly import Run
 from qkv.console import say
-from qkv.core.corpus import is_stream
+from qkv.core.corpus import COMPRESSED, is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.formats import COMPRESSED, open_text, read_any_file
+from qkv.data.formats import open_text, read_any_file
 
-CHARACTERS = 1 << 20  # of text in a chunk, however few lines that is: memory is bounded by it
-POLL = 0.5  # seconds between two looks at the other processes
+CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory
+POLL = 0.5  # seconds between checks of the other processes
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some lines that are translated together."""
+    """Lines that are translated together."""
 
     number: int
     first: int  # number of lines before it
@@ -51,26 +51,26 @@ class Chunk:
         return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
 
 
-# What comes of a chunk: its output, whole lines of text, and what was counted on the way.
+# Translates a chunk: returns complete lines of output, and counts that are summed over the file.
 Work = Callable[[Chunk], tuple[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The processes that share a file, and which of them this is."""
+class ProcessGroup:
+    """The number of processes that share a file, and the rank of this one."""
 
     rank: int = 0
     world: int = 1
-    local: int = 0  # which of those on this machine, so which GPU
+    local: int = 0  # rank on this machine: the number of the GPU
 
     @classmethod
-    def here(cls) -> Crew:
-        """As torchrun tells it."""
+    def from_environment(cls) -> ProcessGroup:
+        """Read the environment variables that torchrun sets."""
         rank, world, local = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         return cls(rank, max(world, 1), local)
 
     def device(self, name: str) -> str:
-        """Of several processes on a machine each has a GPU of its own, unless one is named."""
+        """Return the device of this process: with several, each uses its own GPU unless one is named."""
         if self.world > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
             return f"cuda:{self.local % torch.cuda.device_count()}"
         return name
@@ -80,28 +80,28 @@ class Crew:
         return f"process {self.rank + 1} of {self.world}"
 
 
-ALONE = Crew()
+SINGLE = ProcessGroup()
 
 
 def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: True) -> Iterator[Chunk]:
-    """Lines as chunks of at most `size`, or fewer long ones; which lines go together depends on nothing but them.
+    """Group lines into chunks of at most `size` lines, fewer if they are long; a pure function of the lines.
 
-    Unless `more` says that no other line is there yet, which ends a chunk too.
+    A chunk also ends when `more` returns False: no further line is available yet (interactive input).
     """
     number = first = characters = 0
-    some: list[str] = []
+    chunk: list[str] = []
     for line in lines:
-        some.append(line)
+        chunk.append(line)
         characters += len(line)
-        if len(some) == size or characters >= CHARACTERS or not more():
-            yield Chunk(number, first, some)
-            number, first, characters, some = number + 1, first + len(some), 0, []
-    if some:
-        yield Chunk(number, first, some)
+        if len(chunk) == size or characters >= CHARACTERS or not more():
+            yield Chunk(number, first, chunk)
+            number, first, characters, chunk = number + 1, first + len(chunk), 0, []
+    if chunk:
+        yield Chunk(number, first, chunk)
 
 
 def count_lines(name: str) -> int | None:
-    """How many lines a file has, if that is quickly found out."""
+    """Return the number of lines of a file; None for streams and compressed files, which would take too long."""
     path = open_text(name, "")
     if is_stream(path) or path.suffix in COMPRESSED:
         return None
@@ -112,7 +112,7 @@ def count_lines(name: str) -> int | None:
 
 
 def fingerprint(run: Run, weights: str = "") -> str:
-    """What a run translates with: a digest of its config, tokenizer and weights."""
+    """Return a digest of a run's config, tokenizer and weights."""
     digest = hashlib.blake2b(digest_size=16)
     for path in (run.path / "config.toml", run.path / "tokenizer.json", run.weights(weights)):
         with path.open("rb") as file:
@@ -120,7 +120,7 @@ def fingerprint(run: Run, weights: str = "") -> str:
     return digest.hexdigest()
 
 
-def translate_lines(
+def translate_stream(
     lines: Iterable[str],
     write: Callable[[str], object],
     work: Work,
@@ -128,12 +128,12 @@ def translate_lines(
     size: int,
     more: Callable[[], bool] = lambda: True,
 ) -> Counter[str]:
-    """Translate lines as they come, to where they cannot be taken back: a pipe or a terminal."""
+    """Translate lines as they arrive and write them at once, to a pipe or terminal; return the counts."""
     counts: Counter[str] = Counter()
     for chunk in chunks(lines, size, more):
-        text, found = work(chunk)
+        text, chunk_counts = work(chunk)
         write(text)
-        counts.update(found)
+        counts.update(chunk_counts)
     return counts
 
 
@@ -145,86 +145,83 @@ def translate_file(
     size: int,
     task: Mapping[str, Any],
     about: Mapping[str, Any] | None = None,
-    crew: Crew = ALONE,
+    group: ProcessGroup = SINGLE,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Counter[str]:
-    """Translate lines to a file, which appears when it is whole; returns what was counted.
+    """Translate lines to a file, which appears when it is complete; return the counts.
 
-    `size` is how many lines make a chunk, `task` everything else that decides what is written: an unfinished file is
-    only gone on with if it was begun with the same. `progress` hears of lines that need no work: those of an earlier
-    attempt, and those of other processes.
+    `size` is the number of lines in a chunk, `task` everything else that determines the output: an unfinished file is
+    resumed only for the same task. `progress` is called with the number of lines that need no work here, because an
+    earlier attempt finished them or another process translates them.
     """
-    _only_ours(output, crew.world)
+    if output.is_dir():
+        raise UsageError(f"{output}: is a folder: give a file")
+    for path in output.parent.glob(f"{glob.escape(output.name)}.part*.json"):
+        numbers = re.search(r"of(\d+)\.json$", path.name)
+        world = int(numbers[1]) if numbers else 1
+        if world != group.world and Journal.read(path.read_bytes()).entries:
+            raise UsageError(
+                f"{output}.part was begun by another command (number of processes was {world} and is {group.world}): "
+                f"start {world} to resume, or delete {output}.part* to start again"
+            )
     task = {**task, "chunk": size}
-    watch = _watched(output, crew) if crew.world > 1 else nullcontext()
-    with Part(output, task, about or {}, rank=crew.rank, world=crew.world) as part, watch:
+    watch = _watched(output, group) if group.world > 1 else nullcontext()
+    with PartialFile(output, task, about or {}, rank=group.rank, world=group.world) as part, watch:
         if part.lines:
-            share = f", {crew.name}" if crew.world > 1 else ""
-            say(f"{output}: going on, {part.lines:,} lines are done{share}")
+            share = f", {group.name}" if group.world > 1 else ""
+            say(f"{output}: resuming, {part.lines:,} lines are done{share}")
         try:
-            part.finish(_work_through(chunks(lines, size), part, work, crew, progress))
+            part.finish(_translate_chunks(chunks(lines, size), part, work, group, progress))
         except BaseException as error:
             if (part.entries or part.pending) and not isinstance(error, UsageError):
-                say(f"{output}: unfinished: what is done is kept, start the same command again to go on")
+                say(f"{output}: unfinished: finished lines are kept, repeat the command to resume")
             raise
-        if crew.world > 1:
-            return _together(part, crew)
+        if group.world > 1:
+            return _finish_group(part, group)
         part.path.replace(output)
         sync(output.parent)
         part.journal.unlink()
         return part.counts
 
 
-def _work_through(parts: Iterable[Chunk], part: Part, work: Work, crew: Crew, progress: Callable[[int], None]) -> End:
-    """Do the chunks that fall to this process and are not done; those that are must be of the same lines as then."""
+def _translate_chunks(
+    all_chunks: Iterable[Chunk], part: PartialFile, work: Work, group: ProcessGroup, progress: Callable[[int], None]
+) -> End:
+    """Translate this process's unfinished chunks; refuse the input if a finished chunk had other lines."""
+
+    def other_input(difference: str) -> UsageError:
+        return UsageError(
+            f"{part.path} was begun with another input ({difference}): "
+            f"give that input to resume, or delete {part.path} and {part.journal.name} to start again"
+        )
+
     done = {entry.chunk: entry for entry in part.entries}
-    seen = lines = passed = 0
-    for chunk in parts:
-        seen, lines = seen + 1, lines + len(chunk.lines)
+    number = lines = skipped = 0
+    for chunk in all_chunks:
+        number, lines = number + 1, lines + len(chunk.lines)
         if before := done.pop(chunk.number, None):
             if (before.lines, before.source) != (len(chunk.lines), chunk.digest):
-                raise _other_input(part, f"lines {chunk.first + 1:,} to {lines:,} are not what they were")
-        elif chunk.number % crew.world == crew.rank:
-            progress(passed)
-            passed = 0
+                raise other_input(f"lines {chunk.first + 1:,} to {lines:,} have changed")
+        elif chunk.number % group.world == group.rank:
+            progress(skipped)
+            skipped = 0
             text, counts = work(chunk)
             data = text.encode()
             entry = Entry(chunk.number, len(chunk.lines), chunk.digest, len(data), zlib.crc32(data), dict(counts))
             part.add(entry, data)
             continue
-        passed += len(chunk.lines)
-    progress(passed)
+        skipped += len(chunk.lines)
+    progress(skipped)
     if done:
-        raise _other_input(part, f"it ends after {lines:,} lines")
-    return End(seen, lines)
-
-
-def _other_input(part: Part, what: str) -> UsageError:
-    return UsageError(
-        f"{part.path} was begun with another input ({what}): "
-        f"give that one to go on, or delete {part.path} and {part.journal.name} to begin anew"
-    )
-
-
-def _only_ours(output: Path, world: int) -> None:
-    """Refuse to begin beside what another number of processes has left unfinished."""
-    if output.is_dir():
-        raise UsageError(f"{output}: is a folder: give a file")
-    for found in output.parent.glob(f"{glob.escape(output.name)}.part*.json"):
-        several = re.search(r"of(\d+)\.json$", found.name)
-        count = int(several[1]) if several else 1
-        if count != world and Journal.read(found.read_bytes()).entries:
-            raise UsageError(
-                f"{output}.part was begun by another command (number of processes was {count} and is {world}): "
-                f"start {count} to go on, or delete {output}.part* to begin anew"
-            )
+        raise other_input(f"it ends after {lines:,} lines")
+    return End(number, lines)
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
-def _held(journal: Path) -> bool | None:
-    """Whether a process lives that keeps this journal: it holds the lock. None if there is no journal."""
+def _is_locked(journal: Path) -> bool | None:
+    """Return whether a running process holds the lock of this journal; None if the journal does not exist."""
     try:
         with journal.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -236,20 +233,20 @@ def _held(journal: Path) -> bool | None:
 
 
 @contextmanager
-def _watched(output: Path, crew: Crew) -> Iterator[None]:
-    """End this process if another one dies before the file is whole, since nobody would do its share."""
-    over, reason = threading.Event(), ""
+def _watched(output: Path, group: ProcessGroup) -> Iterator[None]:
+    """End this process if another one dies before the file is complete, because its chunks would be missing."""
+    finished, reason = threading.Event(), ""
 
     def watch() -> None:
         nonlocal reason
-        seen: set[int] = set()
-        while not over.wait(POLL):
-            for rank in set(range(crew.world)) - {crew.rank}:
-                held = _held(journal_of(part_of(output, rank, crew.world)))
-                if held:
-                    seen.add(rank)
-                elif held is False and rank in seen and not over.is_set():
-                    reason = f"process {rank + 1} of {crew.world} has ended before its work was done"
+        running: set[int] = set()
+        while not finished.wait(POLL):
+            for rank in set(range(group.world)) - {group.rank}:
+                locked = _is_locked(journal_path(part_path(output, rank, group.world)))
+                if locked:
+                    running.add(rank)
+                elif locked is False and rank in running and not finished.is_set():
+                    reason = f"process {rank + 1} of {group.world} has ended before its work was done"
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
 
@@ -259,51 +256,51 @@ def _watched(output: Path, crew: Crew) -> Iterator[None]:
         yield
     except SystemExit:
         if reason:
-            raise QkvError(f"{output}: {reason}: start the same command again to go on") from None
+            raise QkvError(f"{output}: {reason}: repeat the command to resume") from None
         raise
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
-def _together(part: Part, crew: Crew) -> Counter[str]:
-    """Wait until all are done; the first then makes one file of the parts, and the others see theirs vanish."""
-    if crew.rank:
+def _finish_group(part: PartialFile, group: ProcessGroup) -> Counter[str]:
+    """Wait for all processes; the first joins the parts and deletes them, the others wait for that."""
+    if group.rank:
         while part.journal.exists():
             time.sleep(POLL)
         return Counter()
-    paths = [part_of(part.output, rank, crew.world) for rank in range(crew.world)]
+    paths = [part_path(part.output, rank, group.world) for rank in range(group.world)]
     while True:
-        journals = [Journal.read(journal_of(path).read_bytes()) for path in paths if _held(journal_of(path))]
-        if len(journals) == crew.world and all(journal.end for journal in journals):
+        journals = [Journal.read(journal_path(path).read_bytes()) for path in paths if _is_locked(journal_path(path))]
+        if len(journals) == group.world and all(journal.end for journal in journals):
             break
         time.sleep(POLL)
     _join(paths, journals, part.output)
-    for path in reversed(paths):  # ours last: who finds it without its lock takes us for dead
+    for path in reversed(paths):  # the own part last: without its lock the others would take this process for dead
         path.unlink()
-        journal_of(path).unlink()
+        journal_path(path).unlink()
     return sum((Counter(entry.counts) for journal in journals for entry in journal.entries), Counter())
 
 
 def _join(paths: list[Path], journals: list[Journal], output: Path) -> None:
-    """Make one file of the parts, chunk by chunk in the order of the input."""
-    whole = part_of(output)
-    entries = [(entry, rank) for rank, each in enumerate(journals) for entry in each.entries]
+    """Write the chunks of all parts to one file, in the order of the input."""
+    joined = part_path(output)
+    entries = [(entry, rank) for rank, journal in enumerate(journals) for entry in journal.entries]
     entries.sort(key=lambda each: each[0].chunk)
-    ends = {each.end for each in journals}
+    ends = {journal.end for journal in journals}
     if len(ends) > 1 or [entry.chunk for entry, _ in entries] != list(range(len(entries))):
-        raise QkvError(f"{output}: the processes have not read the same input: delete {whole}* and begin anew")
+        raise QkvError(f"{output}: the processes have read different inputs: delete {joined}* and start again")
     try:
-        with ExitStack() as stack, whole.open("wb") as out:
+        with ExitStack() as stack, joined.open("wb") as out:
             streams = [stack.enter_context(path.open("rb")) for path in paths]
             for entry, rank in entries:
                 data = streams[rank].read(entry.size)
                 if zlib.crc32(data) != entry.crc:
-                    raise QkvError(f"{paths[rank]}: changed by someone else: delete {whole}* and begin anew")
+                    raise QkvError(f"{paths[rank]}: was changed by another program: delete {joined}* and start again")
                 out.write(data)
             out.flush()
             os.fsync(out.fileno())
-        whole.replace(output)
+        joined.replace(output)
         sync(output.parent)
     except OSError as error:
-        raise QkvError(f"{output}: cannot be written: {error.strerror}: start the same command again") from None
+        raise QkvError(f"{output}: cannot be written: {error.strerror}: fix this and repeat the command") from None

@@ -1,8 +1,8 @@
-"""A file in the making that a kill cannot spoil: FILE.part, and a journal of what is in it.
+"""An unfinished output file that survives a kill: FILE.part, and a journal of its chunks.
 
-The journal, FILE.part.json, has one JSON object a line: first the task, then every chunk of the input whose output is
-in the part, at last the end. A chunk is flushed to disk before the journal speaks of it, so after a kill or a power cut
-whatever the journal does not know of is cut off and done again.
+The journal, FILE.part.json, has one JSON object per line: first the task, then one entry for each chunk in the part,
+then the end. The output of a chunk is flushed to disk before its entry is written, so after a kill or a power cut
+everything without an entry is truncated and translated again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import IO, Any, Self
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
 
-INTERVAL = 1.0  # seconds between two flushes to disk, each of which takes as long as a GPU needs for a hundred lines
-PATIENCE = 2.0  # seconds to wait for a journal that somebody else is looking into
+INTERVAL = 1.0  # seconds between flushes to disk; a flush takes as long as the translation of 100 lines on a GPU
+PATIENCE = 2.0  # seconds to wait for the lock: another process may be reading the journal
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk that is done: its number and lines, what the lines were, and what came of them."""
+    """A finished chunk: its number, number of lines, digest of the input, size and checksum of the output."""
 
     chunk: int
     lines: int
     source: str  # digest of the lines
     size: int  # bytes of output
     crc: int  # of the output
-    counts: dict[str, int]  # what is told at the end, e.g. how many translations were cut short
+    counts: dict[str, int]  # reported at the end, e.g. the number of truncated translations
 
 
 @dataclass(frozen=True)
 class End:
-    """Nothing is left to do: how many chunks and lines the input has in all."""
+    """End of the input: its number of chunks and lines."""
 
     chunks: int
     lines: int
@@ -49,7 +49,7 @@ class End:
 
 @dataclass
 class Journal:
-    """What a journal says, as far as it is whole; `offsets` are where in the file its task and each entry end."""
+    """The complete lines of a journal; `offsets` are the positions in the file after the task and each entry."""
 
     task: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
@@ -58,52 +58,52 @@ class Journal:
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """A line that was cut off while it was written does not count, nor does anything after it."""
-        found, position = cls(), 0
+        """Parse a journal up to the first incomplete or damaged line."""
+        journal, position = cls(), 0
         for line in data.splitlines(keepends=True):
             try:
-                values: Any = json.loads(line) if line.endswith(b"\n") else None
-                if not found.task:
-                    found.task = values["task"]
+                values: Any = json.loads(line) if line.endswith(b"\n") else None  # without newline: cut while written
+                if not journal.task:
+                    journal.task = values["task"]
                 elif "chunks" in values:
-                    found.end = End(**values)
+                    journal.end = End(**values)
                     break
                 else:
-                    found.entries.append(Entry(**values))
+                    journal.entries.append(Entry(**values))
             except (ValueError, TypeError, KeyError):
                 break
             position += len(line)
-            found.offsets.append(position)
-        return found
+            journal.offsets.append(position)
+        return journal
 
 
-def part_of(output: Path, rank: int = 0, world: int = 1) -> Path:
-    """Where a file is while it is being made; of several processes each makes a part of its own."""
+def part_path(output: Path, rank: int = 0, world: int = 1) -> Path:
+    """Return the path of an unfinished output; each of several processes has its own part."""
     return output.with_name(f"{output.name}.part" + (f"-{rank + 1}of{world}" if world > 1 else ""))
 
 
-def journal_of(part: Path) -> Path:
-    """Where the journal of a part is."""
+def journal_path(part: Path) -> Path:
+    """Return the path of a part's journal."""
     return part.with_name(f"{part.name}.json")
 
 
-class Part:
-    """A file in the making, kept by one process at a time; what an earlier one did for the same task is taken over."""
+class PartialFile:
+    """An unfinished output, locked by one process; the chunks of an earlier attempt at the same task are kept."""
 
     def __init__(
         self, output: Path, task: Mapping[str, Any], about: Mapping[str, Any], *, rank: int = 0, world: int = 1
     ) -> None:
-        """`task` is everything that decides the output; `about` is for people who look into the journal."""
-        self.output, self.path = output, part_of(output, rank, world)
-        self.journal = journal_of(self.path)
-        self.alone = world == 1
+        """Open or create it; `task` is everything that determines the output, `about` is information for users."""
+        self.output, self.path = output, part_path(output, rank, world)
+        self.journal = journal_path(self.path)
+        self.single = world == 1
         self.entries: list[Entry] = []
-        self.pending: list[Entry | End] = []  # written, but not yet known to be on disk
+        self.pending: list[Entry | End] = []  # written, but not yet flushed to disk
         self.flushed = time.monotonic()
         with ExitStack() as files:
             self.log = files.enter_context(self._open_locked())
             self.out = files.enter_context(self._open(self.path))
-            self._take_over(json.loads(json.dumps(task)), about)
+            self._resume(json.loads(json.dumps(task)), about)
             self.files = files.pop_all()
 
     def _open(self, path: Path) -> IO[bytes]:
@@ -113,28 +113,30 @@ class Part:
             raise UsageError(f"{self.output}: cannot be written: {error.strerror}") from None
 
     def _open_locked(self) -> IO[bytes]:
-        """The journal, kept from others: the lock is gone when this process is, however it ends."""
+        """Open the journal with an exclusive lock, which the system releases when this process ends."""
         deadline = time.monotonic() + PATIENCE
         while True:
             log = self._open(self.journal)
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(log.fileno()), self.journal.stat()):  # not one that was just removed
+                if os.path.samestat(os.fstat(log.fileno()), self.journal.stat()):  # still the file at this path
                     return log
             except (BlockingIOError, FileNotFoundError):
                 pass
-            except OSError as error:  # a file system without locks, as some of clusters are
-                if self.alone:
+            except OSError as error:  # a file system without locks, as on some clusters
+                if self.single:
                     return log
                 log.close()
-                raise UsageError(f"{self.output}: processes that share a file need locks: {error.strerror}") from None
+                raise UsageError(
+                    f"{self.output}: cannot be locked ({error.strerror}), as several processes need: use one process"
+                ) from None
             log.close()
             if time.monotonic() > deadline:
                 raise UsageError(f"{self.output}: another process is writing it: wait for it, or stop it")
             time.sleep(0.05)
 
-    def _take_over(self, task: dict[str, Any], about: Mapping[str, Any]) -> None:
-        """Keep the chunks whose output is there as it was written, and cut off the rest; if none are, begin anew."""
+    def _resume(self, task: dict[str, Any], about: Mapping[str, Any]) -> None:
+        """Keep the chunks with intact output and truncate the rest; without any, start a new journal."""
         self.log.seek(0)
         self.out.seek(0)
         before = Journal.read(self.log.read())
@@ -146,9 +148,9 @@ class Part:
         if self.entries and before.task != task:
             raise UsageError(
                 f"{self.path} was begun by another command ({_difference(before.task, task)}): "
-                f"give that one to go on, or delete {self.path} and {self.journal.name} to begin anew"
+                f"repeat that command to resume, or delete {self.path} and {self.journal.name} to start again"
             )
-        with self._told():
+        with self._write_errors():
             self.out.truncate(sum(entry.size for entry in self.entries))
             if self.entries:
                 self.log.truncate(before.offsets[len(self.entries)])
@@ -159,21 +161,21 @@ class Part:
             sync(self.path.parent)
 
     def add(self, entry: Entry, data: bytes) -> None:
-        """Add the output of a chunk."""
-        with self._told():
+        """Append the output of a chunk."""
+        with self._write_errors():
             _write(self.out, data)
             self.pending.append(entry)
             if time.monotonic() - self.flushed >= INTERVAL:
                 self.flush()
 
     def finish(self, end: End) -> None:
-        """Write down that everything is done."""
+        """Append the end of the input and flush."""
         self.pending.append(end)
-        with self._told():
+        with self._write_errors():
             self.flush()
 
     def flush(self) -> None:
-        """Bring everything to disk: first the output, then the journal that speaks of it."""
+        """Flush to disk: first the output, then its entries in the journal."""
         os.fsync(self.out.fileno())
         while self.pending:
             record = self.pending[0]
@@ -186,12 +188,12 @@ class Part:
 
     @property
     def lines(self) -> int:
-        """How many lines of the input are done."""
+        """Return the number of finished lines of the input."""
         return sum(entry.lines for entry in self.entries)
 
     @property
     def counts(self) -> Counter[str]:
-        """What was counted in all chunks together."""
+        """Return the sum of the counts of all chunks."""
         return sum((Counter(entry.counts) for entry in self.entries), Counter())
 
     def __enter__(self) -> Self:
@@ -200,37 +202,37 @@ class Part:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Let go of the files. A failure keeps what was done; if that is nothing, it leaves nothing behind.
+        """Close the files; after a failure, finished chunks are kept, and without any the files are removed.
 
-        But of several processes the others must see that this one has gone, by a journal that nobody holds.
+        With several processes the files stay: an unlocked journal is the sign that this process has ended.
         """
         if kind is not None:
-            with suppress(OSError):  # perhaps a full disk is why we are here
+            with suppress(OSError):  # the failure may be a full disk
                 self.flush()
-            if self.alone and not self.entries:
+            if self.single and not self.entries:
                 self.path.unlink(missing_ok=True)
                 self.journal.unlink(missing_ok=True)
         self.files.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise QkvError(
                 f"{self.output}: cannot be written: {error.strerror}: {self.lines:,} lines are kept: "
-                f"make that good and start the same command again"
+                f"fix this and repeat the command to resume"
             ) from None
 
 
 def _write(file: IO[bytes], data: bytes) -> None:
     rest = memoryview(data)
-    while rest:  # a disk that fills up takes a part of it before it refuses
+    while rest:  # a full disk may accept a part of the data first
         rest = rest[file.write(rest) :]
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Where two tasks differ, in words."""
+    """Return the differences between two tasks as text."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    was, is_ = ([json.dumps(each[name]) if name in each else "not given" for name in names] for each in (before, now))
-    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in zip(names, was, is_, strict=True))
+    old, new = ([json.dumps(task[name]) if name in task else "not given" for name in names] for task in (before, now))
+    return ", ".join(f"{name} was {a} and is {b}" for name, a, b in zip(names, old, new, strict=True))

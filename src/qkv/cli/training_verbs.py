@@ -15,7 +15,7 @@ from qkv.cli.arguments import RunArgument, Settings, command_line, with_extra_pa
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api.pair_filters import Noise
+    from qkv.api.pair_filters import WordNoise
     from qkv.assembly import Run
     from qkv.core.dataset import PreparedText
     from qkv.options import Config
@@ -248,7 +248,7 @@ def augment(
     torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
     """
     from qkv.api import augment as make
-    from qkv.api.file_translation import Crew, count_lines
+    from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say
 
@@ -258,7 +258,7 @@ def augment(
     }
     if no_split:
         options["split"] = False
-    first = not Crew.here().rank
+    first = not ProcessGroup.from_environment().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:
         summary = make(
@@ -278,12 +278,12 @@ def augment(
         say(str(summary))
 
 
-def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> Noise:
+def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> WordNoise:
     """Return the noise of the options; values not given are those of --noise (Edunov et al. 2018), or zero."""
-    from qkv.api.pair_filters import EDUNOV, Noise
+    from qkv.api.pair_filters import EDUNOV, WordNoise
 
-    base = EDUNOV if standard else Noise()
-    return Noise(
+    base = EDUNOV if standard else WordNoise()
+    return WordNoise(
         base.drop if drop is None else drop,
         base.blank if blank is None else blank,
         base.shuffle if shuffle is None else shuffle,

@@ -17,7 +17,7 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api import Translation, Translator
-    from qkv.api.file_translation import Chunk, Crew, Work
+    from qkv.api.file_translation import Chunk, ProcessGroup, Work
     from qkv.data.formats import LineReader
 
 BYTES_PER_TOKEN = 4  # approximate, in European languages
@@ -70,20 +70,20 @@ def translate(
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
     from qkv.api import CHUNK, Translator
-    from qkv.api.file_translation import Crew, translate_file
+    from qkv.api.file_translation import ProcessGroup, translate_file
 
     options = _given(context.params)
-    runs, crew = [run, *(others or [])], Crew.here()
-    if workers is None and not others and crew.world == 1:
+    runs, group = [run, *(others or [])], ProcessGroup.from_environment()
+    if workers is None and not others and group.world == 1:
         workers = _default_workers(file)
     translator = Translator(
-        run, weights=weights, device=crew.device(device), dtype=dtype, workers=workers, others=runs[1:]
+        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
     )
     if shortlist:
         _ensure_shortlist(translator, run)
-    lines = _open_lines(run, file, output, on_bad.value, crew)
-    _say_engine(translator, file, crew)
-    with _progress(file, output, crew) as advance:
+    lines = _open_lines(run, file, output, on_bad.value, group)
+    _say_engine(translator, file, group)
+    with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if _is_stream(output):
             counts = _translate_stream(lines, output, work)
@@ -96,10 +96,10 @@ def translate(
                 size=CHUNK,
                 task=task,
                 about={"command": arguments.command_line(), "input": file},
-                crew=crew,
+                group=group,
                 progress=advance,
             )
-    _report(file, counts, 0 if crew.rank else lines.bad, max_length)
+    _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
 def _ensure_shortlist(translator: Translator, run: Path) -> None:
@@ -111,11 +111,11 @@ def _ensure_shortlist(translator: Translator, run: Path) -> None:
         translator.learn_shortlist()
 
 
-def _say_engine(translator: Translator, file: str, crew: Crew) -> None:
+def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
     """Print the engine to a terminal, unless the text is typed there."""
     from qkv.console import say
 
-    if sys.stderr.isatty() and not crew.rank and not (file == "-" and sys.stdin.isatty()):
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
         say(translator.engine)
 
 
@@ -143,10 +143,10 @@ def _is_stream(output: str) -> bool:
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
 
 
-def _open_lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> LineReader:
+def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.core.corpus import is_stream
-    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
+    from qkv.core.corpus import COMPRESSED, is_stream
+    from qkv.data.formats import LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
@@ -154,7 +154,7 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> L
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
     if (form := layout_of(file)) != "lines":
         raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
-    if crew.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
+    if group.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
     return LineReader(file, on_bad)
 
@@ -162,23 +162,23 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, crew: Crew) -> L
 def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
     """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
     from qkv.api import CHUNK
-    from qkv.api.file_translation import translate_lines
+    from qkv.api.file_translation import translate_stream
     from qkv.console import writer
 
     with writer(output) as write:
-        return translate_lines(
+        return translate_stream(
             lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
         )
 
 
 @contextmanager
-def _progress(file: str, output: str, crew: Crew) -> Iterator[Callable[[int], None]]:
+def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Callable[[int], None]]:
     """Show a progress bar in the first process, unless it would mix with output or typed input."""
     from qkv.api.file_translation import count_lines
     from qkv.console import counter
 
     typed = file == "-" and sys.stdin.isatty()
-    shown = not crew.rank and not typed and (output != "-" or not sys.stdout.isatty())
+    shown = not group.rank and not typed and (output != "-" or not sys.stdout.isatty())
     total = count_lines(file) if shown and sys.stderr.isatty() else None
     with counter("translating", total, shown=shown) as advance:
         yield advance

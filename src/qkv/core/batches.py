@@ -3,7 +3,7 @@
 The plan of an epoch is a pure function of lengths, token budgets, seed, epoch, rank and world size. Sentences of
 similar length form a micro-batch, the unit of one forward pass; randomly drawn micro-batches form an update. An update
 is planned for all devices together, so `tokens_per_step` means the same on one device as on eight; each rank takes its
-share of the rows of every micro-batch. Lengths here are widths as the model sees them, `<s>` or `</s>` included.
+share of the rows of every micro-batch. Lengths here are row widths, `<s>` or `</s>` included.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def micro_batches(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> 
 
     Sorted by source alone, the targets of a batch differ, and the reverse. So sentences are sorted by source into
     bands, and inside each band by target, ascending and descending in turn so that the borders fit. With n batches,
-    about √n bands of √n batches leave the same spread on both sides. The sort is stable: ties keep their random order.
+    about √n bands of √n batches give both sides the same spread. The sort is stable: ties keep their random order.
     """
     src_of, tgt_of = src[indices], tgt[indices]
     by_src = np.argsort(src_of, kind="stable")
@@ -142,7 +142,7 @@ def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Text as a model sees it: its input, and the label at each position.
+    """Input of a model, and the label at each position.
 
     For sentence pairs the input is a source that ends in </s>, its lengths, and a target that begins with <s>; labels
     end in </s>.

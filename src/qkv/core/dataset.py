@@ -98,12 +98,6 @@ class TokenStore:
         """All ids of text without a source, as one array."""
         return self._ids["tgt"]
 
-    @cached_property
-    def ranges(self) -> list[tuple[int, int]]:
-        """Start and end of each corpus in `stream`."""
-        ends = [int(self._ends["tgt"][stop - 1]) if stop else 0 for stop in np.cumsum(self._counts).tolist()]
-        return list(zip([0, *ends[:-1]], ends, strict=True))
-
     def _check(self, column: str) -> None:
         if column not in self.columns:
             raise UsageError(
@@ -138,7 +132,7 @@ class FilterReport:
             kept, held_out = (row["valid"], 0) if given else (row["train"], row["valid"])
             numbers = [row["read"], kept, held_out, *(row[name] for name in reasons)]
             table.append([row["name"] + (" (valid)" if given else ""), *(f"{number:,}" for number in numbers)])
-        # A column in which all counts are zero is left out.
+        # Columns of zeros are omitted.
         shown = [i for i, column in enumerate(zip(*table, strict=True)) if i < 3 or set(column[1:]) != {"0"}]
         table = [[row[i] for i in shown] for row in table]
         name, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -307,7 +301,7 @@ def check_free(place: Path) -> None:
 
 @contextmanager
 def draft_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder to build a prepared text in, beside its final place; what was not published is removed."""
+    """Make a folder to build a prepared text in, beside its final place; remove it unless it is published."""
     parent.mkdir(parents=True, exist_ok=True)
     mine = f"{DRAFT}-{platform.node()}"
     for other in parent.glob(f"{DRAFT}-*"):

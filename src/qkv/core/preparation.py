@@ -219,7 +219,7 @@ def prepare(
     """Read, filter, learn the vocabulary unless one is given, tokenise and store; or reuse an equal earlier result.
 
     The result is in `folder`, or with `data.store` in a folder there which all runs with the same text share. `kind`
-    decides what is read as one piece of text: sentences, or running text (`data.lm_data`).
+    is the unit of text: sentences, or running text (`data.lm_data`).
     """
     corpora = [*train, *valid]
     if not train:

@@ -8,7 +8,7 @@ The order of equals is the same on every path. Continuations: higher total first
 NaN last. Rows are numbered by rank, so this order is total. Finished hypotheses: higher score first, then the one that
 finished earlier.
 
-The search needs four calls of a model and nothing else: `encode`, `start`, `step` and the state's `select`.
+Of a model the search uses four calls: `encode`, `start`, `step` and the state's `select`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import StepModel
 
-CHUNK = 32  # neighbours whose maximum `top_k` ranks first: torch sorts up to 128 numbers quickly
+CHUNK = 32  # neighbours in a chunk of `top_k`; torch sorts up to 128 numbers ten times faster than 500
 CACHED = 2**17  # numbers that stay in the cache of a core
-LEAVING = 0.25  # sentences leave a batch in groups of at least this part of it: leaving copies the decoder state
+LEAVING = 0.25  # finished share of a batch at which it shrinks: shrinking copies the decoder state
 
 Ids = Sequence[int]
 
@@ -77,7 +77,7 @@ class SearchOptions(DecodeConfig):
         return cls(**{**vars(decode), **more})
 
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
-        """Return all processors, in the order in which they are applied."""
+        """Return all processors in order."""
         return self.processors
 
 
@@ -108,7 +108,7 @@ class SearchState:
 
     @classmethod
     def empty(cls, sentences: int, rows: int, n_best: int, capacity: int, device: torch.device) -> SearchState:
-        """Return a state of this size in which all sentences are done."""
+        """Return a state of this size; all its sentences are done."""
 
         def full(*shape: int, value: float, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.full((sentences, *shape), value, dtype=dtype, device=device)
@@ -238,7 +238,7 @@ class Search:
         return values, shift
 
     def preferred(self, values: Tensor) -> Tensor:
-        """Return the values by which tokens are chosen: with processors that do not change the score."""
+        """Apply the processors that change the choice but not the score."""
         preferring = [processor for processor in self.processors if not processor.changes_score]
         values = values.clone() if preferring else values
         for processor in preferring:
@@ -399,7 +399,7 @@ def start_search(
 ) -> Search:
     """Return a search for as many sentences as `lengths` (of their sources); none of them has started.
 
-    `numbers` are the sentences' own in the whole input. `greedy` and `beam` are the classes that do the steps.
+    `numbers` are the places of the sentences in the whole input. `greedy` and `beam` are the classes that do the steps.
     """
     rows = max(options.beam, options.n_best)
     state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)

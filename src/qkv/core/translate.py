@@ -34,7 +34,7 @@ class Alternative:
 class Translation:
     """A translation and its scores; `score` is `logprob` under the length penalty.
 
-    For an input translated in pieces both are sums over the pieces, each of which was a sentence to the model.
+    For an input translated in pieces both are sums over the pieces.
     """
 
     text: str
@@ -152,7 +152,7 @@ def search_all(
 ) -> list[list[Hypothesis]]:
     """Return the n best hypotheses of each source, in the order of the sources, searched in batches by length.
 
-    `prefixes` are tokens that the outputs begin with; `numbers` are the sentences' own in the whole input, which seed
+    Outputs begin with the tokens of `prefixes`; `numbers`, the places of the sentences in the whole input, seed
     samples; `progress` gets the sentences that are finished.
     """
     results: list[list[Hypothesis]] = [[] for _ in sources]

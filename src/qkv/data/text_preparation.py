@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qkv.console import say
-from qkv.core.corpus import Progress
+from qkv.core.corpus import COMPRESSED, Progress
 from qkv.core.dataset import PreparedText
 from qkv.core.preparation import Filter, Sentences, prepare
 from qkv.core.tokenizer import TokenizerPair
-from qkv.data.formats import COMPRESSED, find_text
+from qkv.data.formats import find_text
 from qkv.data.subwords import learner_for
 from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count

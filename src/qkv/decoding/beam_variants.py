@@ -66,7 +66,7 @@ class DecodingOptions(SearchOptions):
 
 
 class CoverageBeamSearch(BeamSearch):
-    """Beam search whose scores depend on the attention that each source token has had; coverage 0 changes nothing."""
+    """Beam search with a score for the attention to each source token; coverage 0 changes nothing."""
 
     options: DecodingOptions
 
@@ -152,7 +152,7 @@ def start_variant(
     greedy: type[GreedySearch] = GreedySearch,
     beam: type[BeamSearch] = BeamSearch,
 ) -> Search:
-    """Return the search that the options ask for, as `start_search` does for plain ones."""
+    """Return a search for these options, as `start_search` does for plain ones."""
     if not isinstance(options, DecodingOptions):
         return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
     rows = max(options.beam, options.n_best)

@@ -1,4 +1,4 @@
-"""The options of a translation: what a call may ask for, checked, and made into what the search takes."""
+"""The options of a translation call, checked, and the search that follows from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
 from qkv.options import Config
 
-CANDIDATES = 16  # among which `rerank` chooses, unless told
+CANDIDATES = 16  # default number of hypotheses for `rerank`
 SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 
 
@@ -163,7 +163,7 @@ class SearchRequest:
         )
 
     def required(self, phrases: Sequence[str], prefix: str, tokenizer: Tokenizer) -> MustInclude | None:
-        """The phrases that one text must have, if they can be had."""
+        """Return the required phrases of one text; conflicts with other options are refused."""
         if self.avoid is not None:
             check_conflict(clean(phrases, "must_include"), prefix, self.avoid)
         if not phrases:
@@ -197,7 +197,7 @@ def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]
 
 
 def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:
-    """The beginning that is asked for of each text."""
+    """Return the prefix of each text."""
     if isinstance(prefix, str):
         return [prefix] * texts
     if len(prefix) != texts:
@@ -206,7 +206,7 @@ def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:
 
 
 def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -> list[list[str]]:
-    """The phrases that are asked for of each text: one list for all, or a list for each."""
+    """Return the required phrases of each text: given as one list for all, or a list for each."""
     if isinstance(must_include, str):
         raise UsageError("must_include takes a list of phrases: put the phrase in brackets")
     if all(isinstance(each, str) for each in must_include):
@@ -241,13 +241,13 @@ class SearchRunner:
     """A model with everything that its searches use."""
 
     model: StepModel[Any, Any]
-    plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
+    plain: StepModel[Any, Any]  # the model before packing: its attention can be recorded
     tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
     narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the model with these output tokens alone …
     shortlist: Shortlist | None = None  # … which are chosen here
-    start: StartSearch = start_variant  # an engine's, whose steps are faster
+    start: StartSearch = start_variant  # an engine's is faster
     engines: Sequence[DecodingEngine] = ()  # the first that supports the options does the search
 
     def run(
@@ -272,7 +272,7 @@ class SearchRunner:
         return [hypotheses[: request.n_best] for hypotheses in found]
 
     def _search(self, work: SearchInput, request: SearchRequest, progress: Progress) -> list[list[Hypothesis]]:
-        """Search for sentences that all have required phrases, or none of which has."""
+        """Search for sentences: all of them have required phrases, or none has."""
         options = request.options
         each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}

@@ -14,7 +14,28 @@ from torch import Tensor
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
 from qkv.core.transformer import Transformer
+from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.models.variants import rotary_of
+from qkv.options import ModelConfig, TransformerConfig
+
+MODEL = AllowList(
+    "model",
+    TransformerConfig,
+    **SIZES,
+    kind=("transformer",),
+    attention=("scaled", "dot", "additive", "general"),
+    window=number,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+)
+
+
+def supports(config: ModelConfig) -> str | None:
+    """Return None if a model of this config can be trained without padding, else the reason why not."""
+    return MODEL.refusal(config)
 
 
 class UnpaddedTransformer(Transformer):

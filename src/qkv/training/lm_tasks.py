@@ -17,6 +17,7 @@ from qkv.core.device import World
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import TOKENS, Validation, rows_within, total_loss, update_options
 from qkv.data.lm_data import BlockBatches, MaskedBatches, block_batch, mask_tokens, text_blocks
+from qkv.data.subwords import decode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.options import EncoderOnlyConfig
@@ -59,8 +60,8 @@ class LanguageModelTask:
         raw = text.valid_text[1].read_text(encoding="utf-8")
         context, forbidden = config.data.max_length, (tgt.pad, tgt.bos, tgt.eos)
         sampling = Sampling(temperature=0.8, seed=0)
-        drawn = generate(model, [tgt.newline], sampling, context=context, forbidden=forbidden, device=device)
-        sample = tgt.decode_text([next(drawn).tokens[0] for _ in range(SAMPLE_TOKENS)])
+        drawn = generate(model, [newline_of(tgt)], sampling, context=context, forbidden=forbidden, device=device)
+        sample = decode_text(tgt, [next(drawn).tokens[0] for _ in range(SAMPLE_TOKENS)])
         model.train(training)
         return TextValidation(total / tokens, None, sample, text=TextLoss(total, tokens, len(raw), len(raw.encode())))
 

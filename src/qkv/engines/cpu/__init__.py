@@ -1,15 +1,16 @@
-"""The CPU engine: a copy of a trained model whose matrices are packed once, as the kernels of this processor want them.
+"""The CPU engines: a copy of a trained model for search, in the fastest form that this processor supports.
 
-fp32 is exact; bf16 and int8 round. int8 keeps a scale for each output of a matrix, and one for its inputs, found anew
-at every call. An ordinary Transformer runs in C (`native_transformer`) where that can be compiled. All else uses the
-kernels that torch ships (`packed_linear`). What is missing, or computes wrongly here, is left aside, and the engine
-says why.
+An ordinary Transformer runs in C (`native_transformer`), or without a C compiler as the plain model. All other models
+use packed matrices and the kernels that PyTorch ships (`packed_linear`). fp32 is exact; bf16 and int8 round. int8 keeps
+a scale for each output of a matrix, and one for its inputs, computed at every call. A kernel that is missing or
+computes wrongly here is not used, and the engine gives the reason.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from qkv.core.transformer import Transformer
 from qkv.engines.cpu.native_library import NativeBytes, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
 from qkv.engines.cpu.packed_linear import (
-    BF16,
     INSTRUCTIONS,
     KERNELS,
     Plain,
@@ -28,7 +28,6 @@ from qkv.engines.cpu.packed_linear import (
     processor,
     replace_matrices,
 )
-from qkv.engines.cpu.packed_transformer import PackedTransformer, fits
 from qkv.models.language_models import DecoderOnly
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
@@ -43,7 +42,6 @@ class Engine:
     kernel: type[Product]
     instructions: str
     reason: str = ""  # why it is not what was asked for
-    kept: torch.dtype = torch.float32  # of the keys and values that a Transformer remembers
     native: bool = False  # in C rather than in torch
 
     def __str__(self) -> str:
@@ -65,9 +63,7 @@ def choose(dtype: str = "auto", flags: frozenset[str] | None = None) -> Engine:
         for kernel in KERNELS[wanted]:
             reason = fault(kernel, wanted)
             if not reason:
-                # What rounds matrices may round these too: half the memory is read at each step.
-                halved = wanted != "fp32" and not BF16.isdisjoint(flags)
-                return Engine(wanted, kernel, best or "any processor", kept=torch.bfloat16 if halved else torch.float32)
+                return Engine(wanted, kernel, best or "any processor")
     else:
         reason = "the processor has no instructions for it"
     return Engine("fp32", Plain, "any processor", reason) if wanted == "fp32" else _instead(wanted, reason, flags)
@@ -79,37 +75,47 @@ def _instead(wanted: str, reason: str, flags: frozenset[str]) -> Engine:
 
 
 def compiled(engine: Engine) -> Engine:
-    """The engine in C, for the Transformers that it knows; itself, with the reason, where that is not to be had."""
-    if engine.dtype == "bf16":
-        return engine
-    found = library()
-    reason = found if isinstance(found, str) else fault(NATIVE[engine.dtype], engine.dtype)
-    if reason:
-        return replace(engine, reason=", ".join(filter(None, (engine.reason, f"not native: {reason}"))))
-    rounded = engine.dtype == "int8"
-    best = "avx512_vnni" if rounded else engine.instructions
-    return replace(engine, native=True, instructions=best, kept=torch.bfloat16 if rounded else torch.float32)
+    """The engine in C; without a compiler, or where C computes wrongly, the plain model in fp32, with the reason."""
+    available = library()
+    reason = available if isinstance(available, str) else fault(NATIVE[engine.dtype], engine.dtype)
+    if not reason:
+        best = "avx512_vnni" if engine.dtype == "int8" else engine.instructions
+        return replace(engine, native=True, instructions=best)
+    if engine.dtype == "int8":
+        raise UsageError(f'dtype = "int8": only the C engine has it for a Transformer ({reason}): use fp32')
+    reason = ", ".join(filter(None, (engine.reason, f"not native: {reason}")))
+    return Engine("fp32", Plain, "any processor", reason)
+
+
+def runs_in_c(model: nn.Module) -> TypeGuard[Transformer | DecoderOnly]:
+    """Whether the C engine has this model: attention to all positions, by dot products, with heads of one width."""
+    return (
+        isinstance(model, Transformer | DecoderOnly)
+        and not model.config.window
+        and model.config.attention in ("scaled", "dot")
+        and model.config.key_width == model.config.value_width
+    )
 
 
 def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
-    """A copy of a model for the search on a CPU, with the same four calls; its `engine` says what was chosen.
+    """A copy of a model for search on a CPU, with the same methods; its `engine` is what was chosen.
 
-    Transformers with ordinary attention become a `NativeTransformer`, or without C a `PackedTransformer`. Every
-    other model stays what it is, with packed matrices in place of its own, but for the recurrences of an RNN, for which
-    torch has its own kernels.
+    A Transformer with ordinary attention becomes a `NativeTransformer`; without a C compiler it stays the plain model
+    in fp32, and int8 is refused. bf16 and all other models use packed matrices in place of their own, except the
+    recurrences of an RNN, for which PyTorch has kernels.
     """
     engine = choose(dtype)
-    if engine.dtype == "int8":  # its kernels have no way to say so
+    if engine.dtype == "int8":  # its kernels cannot report NaN
         broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         if broken:
             raise QkvError(f"the weights of {broken[0]} are not numbers: use those of another step")
     with torch.no_grad():
-        if isinstance(model, Transformer | DecoderOnly) and fits(model):
+        if runs_in_c(model) and engine.dtype != "bf16":
             engine, found = compiled(engine), library()
             if engine.native and not isinstance(found, str):
                 packed: nn.Module = NativeTransformer(model, found, rounded=engine.dtype == "int8")
             else:
-                packed = PackedTransformer(copy.deepcopy(model), engine.kernel, engine.kept)
+                packed = copy.deepcopy(model)
         else:
             packed = replace_matrices(copy.deepcopy(model), engine.kernel)
     packed.engine = engine  # type: ignore[assignment]

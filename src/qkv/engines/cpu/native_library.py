@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from qkv.console import say
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, Transformer
-from qkv.engines.cpu.packed_transformer import scaled
 from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import score_of
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
@@ -336,8 +336,17 @@ class Layout:
 # ---- a single product ------------------------------------------------------------------------------------------------
 
 
+def scaled(attention: MultiHeadAttention) -> tuple[Tensor, Tensor | None]:
+    """Return the joint matrix and bias of queries, keys and values, with 1/√d_k as part of W^Q."""
+    factor = attention.d_k**-0.5 if score_of(attention)[0] == "scaled" else 1.0
+    outputs = attention.qkv.weight.new_ones(len(attention.qkv.weight))
+    outputs[: attention.heads * attention.d_k] = factor
+    bias = attention.qkv.bias
+    return attention.qkv.weight * outputs[:, None], None if bias is None else bias * outputs
+
+
 class NativeProduct:
-    """x (…, inputs) to xWᵀ + b (…, outputs); negative ones become zero if `relu`."""
+    """Product x (…, inputs) to xWᵀ + b (…, outputs) in C."""
 
     rounded = False
 
@@ -351,14 +360,14 @@ class NativeProduct:
         self.layout = Layout(found.qkv_lanes(), found.qkv_panel(), self.rounded)
         self.matrix = self.layout.matrix(weight, bias)
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         inputs = self.matrix.inputs
         rows = F.pad(x.float(), (0, inputs - x.shape[-1])).reshape(-1, inputs).contiguous()
         y = torch.empty(len(rows), self.outputs)
         memory = torch.empty(len(rows) * (inputs + 8) + 256, dtype=torch.uint8)
         self.library.qkv_product(
             ctypes.byref(self.matrix), ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(len(rows)),
-            ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(self.outputs), relu, ctypes.c_void_p(memory.data_ptr()),
+            ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(self.outputs), 0, ctypes.c_void_p(memory.data_ptr()),
         )  # fmt: skip
         return y.view(*x.shape[:-1], self.outputs)
 

@@ -2,7 +2,7 @@
 
 `NativeGreedySearch` and `NativeBeamSearch` do the plain steps of `qkv.core.search` in C, on the same search state. If
 the model is native too, its steps and those of the search alternate in C until all sentences are done or memory is
-needed. C skips sentences that are done, so none has to leave before.
+needed. C skips sentences that are done, so they stay in the batch.
 
 In decoding by processes each has a model on one thread: two of them are faster than one with two threads. Each opens
 the run itself: it maps the weights and packs them. Batches wait in one queue, the longest sentences first; a free
@@ -20,17 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions
+from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions, SpecialTokens
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.beam_variants import start_variant
 from qkv.decoding.constraints import Avoid
+from qkv.engines import SEARCH_STEP, AllowList
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
 ROWS = 64  # of a sentence: with more, sorting is faster than inserting one by one
+
+
+SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 
 
 class Step(ctypes.Structure):
@@ -59,7 +63,7 @@ def refused(search: Search) -> str | None:
 
 
 class NativeGreedySearch(GreedySearch):
-    """Greedy search whose steps are done in C where they can be."""
+    """Greedy search with plain steps in C; other steps run in PyTorch."""
 
     def advance(self) -> None:
         if not _advance(self):
@@ -72,7 +76,7 @@ class NativeGreedySearch(GreedySearch):
 
 
 class NativeBeamSearch(BeamSearch):
-    """Beam search whose steps are done in C where they can be."""
+    """Beam search with plain steps in C; other steps run in PyTorch."""
 
     def advance(self) -> None:
         if not _advance(self):
@@ -86,10 +90,14 @@ class NativeBeamSearch(BeamSearch):
         return chosen
 
 
-def start_native(model: StepModel[Any, Any], *arguments: Any, **options: Any) -> Search:
-    """Return the search that the options ask for, in C where it can be (`qkv.core.search.start_search`)."""
-    search = start_variant(model, *arguments, **options, greedy=NativeGreedySearch, beam=NativeBeamSearch)
-    if isinstance(model, NativeTransformer) and refused(search):
+def start_native(
+    model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
+) -> Search:
+    """Return a search for these options, with plain steps in C (`qkv.core.search.start_search`)."""
+    steps: dict[str, Any] = {"greedy": NativeGreedySearch, "beam": NativeBeamSearch}
+    reason = SEARCH.refusal(options)
+    search = start_variant(model, options, special, **arguments, **({} if reason else steps))
+    if isinstance(model, NativeTransformer) and (reason or refused(search)):
         living: Any = LivingRows(model, search)
         search.model = living
     return search
@@ -97,7 +105,7 @@ def start_native(model: StepModel[Any, Any], *arguments: Any, **options: Any) ->
 
 @dataclass
 class LivingRows:
-    """A native model that computes only the rows in which a search has a hypothesis; others get zeros."""
+    """A native model that skips rows without a hypothesis; their logits are zeros."""
 
     model: NativeTransformer
     search: Search

@@ -29,11 +29,11 @@ MUCH = 300_000  # numbers in a product, about what the second cache holds
 
 
 class Product(Protocol):
-    """x (…, inputs) to xWᵀ + b (…, outputs), both fp32; negative ones become zero if `relu`."""
+    """x (…, inputs) to xWᵀ + b (…, outputs), both fp32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Plain:
@@ -42,9 +42,8 @@ class Plain:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        return y.relu_() if relu else y
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class OneDNN:
@@ -57,8 +56,8 @@ class OneDNN:
         self.bias = None if bias is None else bias.to(self.dtype)
         self.kernel = torch.ops.mkldnn._linear_pointwise.default
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        y: Tensor = self.kernel(x.to(self.dtype), self.weight, self.bias, "relu" if relu else "none", [], "")
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.kernel(x.to(self.dtype), self.weight, self.bias, "none", [], "")
         return y.float()
 
 
@@ -78,7 +77,7 @@ class OneDNN8:
         self.bias = bias
         self.kernel = torch.ops.onednn.qlinear_pointwise.default
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         low, high = (float(end) for end in x.aminmax())
         low, high = min(low, 0.0), max(high, 0.0)
         scale = (high - low) / 254 or 1.0  # one less than there are: rounding at both ends cannot leave the byte
@@ -86,7 +85,7 @@ class OneDNN8:
         rounded = torch.add(self.half + zero, x, alpha=1 / scale).to(torch.uint8)
         y: Tensor = self.kernel(
             rounded, scale, zero, self.weight, self.scale, self.zero, self.bias,
-            1.0, 0, torch.float32, "relu" if relu else "none", [], "",
+            1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return y
 
@@ -106,13 +105,13 @@ class FBGEMM8:
                 self.packed = torch.ops.quantized.linear_prepack(whole, bias)
         finally:
             torch.backends.quantized.engine = before
-        kernels = torch.ops.quantized.linear_dynamic.default, torch.ops.quantized.linear_relu_dynamic.default
-        self.kernels = [getattr(kernel, "_op", kernel) for kernel in kernels]  # past a check that takes as long as they
+        kernel = torch.ops.quantized.linear_dynamic.default
+        self.kernel = getattr(kernel, "_op", kernel)  # without a check that takes as long as the product
         # Without these instructions pairs are added up in 16 bits, which the inputs must leave room for.
         self.reduced = not {"avx512_vnni", "avx_vnni"} & processor()
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
-        y: Tensor = self.kernels[relu](x, self.packed, self.reduced)
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.kernel(x, self.packed, self.reduced)
         return y
 
 
@@ -122,9 +121,9 @@ class Int8:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.little, self.much, self.outputs = FBGEMM8(weight, bias), OneDNN8(weight, bias), len(weight)
 
-    def __call__(self, x: Tensor, relu: bool = False) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        return (self.much if rows * self.outputs > MUCH else self.little)(x, relu)
+        return (self.much if rows * self.outputs > MUCH else self.little)(x)
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,10 +166,10 @@ def fault(kernel: type[Product], dtype: str) -> str:
     x = torch.cat([x] * (MUCH // x.shape[0] // len(weight) + 1))
     try:
         product = kernel(weight, bias)
-        y = torch.cat([product(x[:5], relu=True), product(x, relu=True)[5:]])
+        y = torch.cat([product(x[:5]), product(x)[5:]])
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         return f"no kernel for it here ({(str(error) or type(error).__name__).splitlines()[0]:.60})"
-    right = F.linear(x, weight, bias).relu()
+    right = F.linear(x, weight, bias)
     wrong = float((y - right).abs().max() / right.abs().max())
     return "" if wrong <= TOLERANCE[dtype] else f"its kernel computes wrongly here, by {wrong:.0%}"
 

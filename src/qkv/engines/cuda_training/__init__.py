@@ -2,3 +2,37 @@
 
 Each operation has a Triton kernel and a plain twin in the same file with equal results, dropout included.
 """
+
+from __future__ import annotations
+
+import torch
+
+from qkv.engines import FLAG, SIZES, AllowList
+from qkv.engines.cuda_training.packed_batch import PADDING
+from qkv.options import ModelConfig, TransformerConfig
+
+MODEL = AllowList(
+    "model",
+    TransformerConfig,
+    **SIZES,
+    kind=("transformer",),
+    attention=("scaled", "dot"),
+    window=(0,),
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+)
+
+
+def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return None if these passes compute such a model in this precision, else the reason why not."""
+    if (reason := MODEL.refusal(config)) is not None:
+        return reason
+    assert isinstance(config, TransformerConfig)
+    if config.positions == "learned" and config.max_positions < PADDING:  # rows of padding have positions too
+        return f"model.max_positions = {config.max_positions} is less than {PADDING}"
+    if max(config.key_width, config.value_width) * dtype.itemsize > 256:
+        return "a head is too wide for the shared memory of a GPU core"
+    return None

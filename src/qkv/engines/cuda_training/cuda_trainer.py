@@ -24,8 +24,10 @@ from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
 from qkv.core.transformer import Transformer
 from qkv.core.validation import update_options
+from qkv.engines import FLAG, AllowList, number, text
 from qkv.engines.cuda_decoding.inference_kernels import triton
-from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward, can_pass
+from qkv.engines.cuda_training import refused_model
+from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
 from qkv.options import Config, TrainConfig, TransformerConfig
 from qkv.training.matrix_optimizers import Soap
@@ -39,22 +41,36 @@ PADDED_TOGETHER = 256  # rows of a packed batch that are padded together
 LENGTH_GROUPS = 16  # an update is cut into so many parts of like lengths: similar sizes need few graphs
 
 
+TRAIN = AllowList(
+    "train",
+    TrainConfig,
+    **dict.fromkeys(("steps", "epochs", "tokens_per_step", "micro_tokens", "warmup", "learning_rate", "clip"), number),
+    **dict.fromkeys(("beta1", "beta2", "eps", "weight_decay", "label_smoothing", "r_drop", "ema", "average"), number),
+    **dict.fromkeys(("validate_every", "patience", "log_every", "seed"), number),
+    **dict.fromkeys(("device", "name"), text),
+    optimizer=("adam", "adamw", "muon", "soap"),
+    schedule=("paper", "inverse_sqrt", "cosine", "linear", "constant", "wsd"),
+    precision=("auto", "fp32", "bf16"),
+    metric=("bleu", "loss"),
+    tensorboard=FLAG,
+    parallel=("data", "sharded"),
+    guided_alignment=(0.0,),  # it reads attention weights
+    checkpointing=(False,),
+)
+
+
 def supports(config: Config, device: torch.device, world: World = ALONE) -> str | None:
     """Return None if `CudaTrainStep` can train this config on the device, else the reason why not."""
     options = config.train
+    if (reason := TRAIN.refusal(options)) is not None:
+        return reason
+    if options.parallel == "sharded" and world.size > 1:
+        return "it does not shard weights"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a CUDA GPU that computes in bf16 (Ampere or later)"
     if triton is None:
         return "it needs Triton"
-    if not can_pass(config.model, choose_precision(options.precision, device)):
-        return "its kernels do not cover this model and precision"
-    if options.guided_alignment:
-        return "guided alignment reads attention weights"
-    if options.checkpointing:
-        return "it does not recompute activations"
-    if options.parallel == "sharded" and world.size > 1:
-        return "it does not shard weights"
-    return None
+    return refused_model(config.model, choose_precision(options.precision, device))
 
 
 def packed_updates(

@@ -30,7 +30,7 @@ from qkv.engines.cuda_training.elementwise_kernels import (
     turn,
 )
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
-from qkv.engines.cuda_training.packed_batch import LONGEST, PADDING, PackedBatch
+from qkv.engines.cuda_training.packed_batch import LONGEST, PackedBatch
 from qkv.engines.cuda_training.vocabulary_kernels import (
     Tokens,
     agreeing_loss_and_gradients,
@@ -39,7 +39,6 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     loss_and_gradient,
 )
 from qkv.models.variants import VariantFeedForward, rotary_of, score_of
-from qkv.options import ModelConfig, TransformerConfig
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
@@ -124,24 +123,12 @@ AnyFeedForward = FeedForward | VariantFeedForward
 Step = tuple[nn.Module, Callable[[Tensor], Sublayer]]  # a residual connection and its sub-layer
 
 
-def can_pass(spec: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return whether this module covers the model, and its heads fit into a GPU core in this precision."""
-    return (
-        isinstance(spec, TransformerConfig)
-        and spec.attention in ("scaled", "dot")
-        and not spec.window
-        and (spec.positions != "learned" or spec.max_positions >= PADDING)  # which has positions too
-        and max(spec.key_width, spec.value_width) * dtype.itemsize <= 256
-    )
-
-
 class ForwardBackward:
     """Forward and backward passes of one model; they add to the gradients in `weights`."""
 
     def __init__(
         self, model: Transformer, weights: FlatWeights, *, smoothing: float, pad: int, r_drop: float = 0.0
     ) -> None:
-        assert can_pass(model.config)
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
