@@ -506,7 +506,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 
 
 def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody write into a folder, root neither, whom its mode does not stop."""
+    """Make a folder read-only, for root too (root ignores the mode)."""
     folder.chmod(0o555)
     access, open_ = os.access, io.open
 

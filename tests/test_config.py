@@ -75,7 +75,7 @@ def test_every_option_says_what_it_means(kind: str) -> None:
 
 
 def values(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Sections whose every option lies anywhere within its own bounds."""
+    """Random sections: each option has a value within its bounds."""
 
     def value(spec: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
         low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))

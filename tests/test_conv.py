@@ -1,4 +1,4 @@
-"""ConvS2S: its equations, what it sees, and the same answer by every way to it."""
+"""ConvS2S: its equations, its receptive field, and equal results of whole and stepped decoding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def matrix(weights: dict[str, Array], name: str) -> Array:
 
 
 def gated(weights: dict[str, Array], name: str, x: Array, places: list[int]) -> Array:
-    """GLU of the convolution of x (n, d), whose inputs for position i stand at i + each of `places`."""
+    """GLU of the convolution of x (n, d); the inputs of position i are at i + each of `places`."""
     n, d = x.shape
     out = np.zeros((n, d))
     mixture, bias = matrix(weights, f"{name}.mixture"), weights[f"{name}.mixture.bias"]
@@ -168,7 +168,7 @@ def test_separable_convolutions_have_fewer_parameters() -> None:
     assert count["separable"] < count["contiguous"]
 
 
-# ---- what is seen ----------------------------------------------------------------------------------------------------
+# ---- receptive fields ------------------------------------------------------------------------------------------------
 
 
 def influence(output: torch.Tensor, given: torch.Tensor) -> NDArray[np.bool_]:
@@ -182,7 +182,7 @@ def influence(output: torch.Tensor, given: torch.Tensor) -> NDArray[np.bool_]:
 
 
 def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
-    """Which positions a stack sees from each, if its layers see so far: (n, n)."""
+    """The receptive field (n, n) of a stack of layers that read these relative positions."""
     seen = np.eye(n, dtype=bool)
     for places in layers:
         one = np.eye(n, dtype=bool)  # by the residual connection
@@ -202,7 +202,7 @@ def test_the_receptive_field_is_what_kernel_and_dilations_say(convolution: str, 
     sizes = [kernel**i if convolution == "dilated" else 1 for i in range(depth)]
     before = reached(n, [[-size * j for j in range(kernel)] for size in sizes])
     np.testing.assert_array_equal(influence(hidden, inputs["target"])[0], before)
-    # The number of positions that the last one sees: it grows by kernel − 1 a layer, or kernel-fold.
+    # The receptive field of the last position grows by kernel − 1 per layer, or kernel-fold with dilation.
     assert before[-1].sum() == min(n, kernel**depth if convolution == "dilated" else depth * (kernel - 1) + 1)
     keys = model.encode(some(1, n), torch.tensor([n])).keys[:, 0]
     around = reached(n, [[size * j for j in range(-(kernel // 2), kernel // 2 + 1)] for size in sizes])

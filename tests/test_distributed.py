@@ -70,7 +70,7 @@ except Exception as error:
 
 
 def job(run: Path, recipe: Path | None = None, **settings: object) -> dict[str, Any]:
-    """Train a recipe in a folder, or go on with what is there."""
+    """Arguments that train a recipe in a folder, or resume the run in it."""
     given = [f"train.{key}={json.dumps(value)}" for key, value in settings.items()]
     return {"run": str(run), "resume": recipe is None, "config": str(recipe or ""), "settings": given}
 
@@ -128,7 +128,7 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Updates so small that some have a single row, of which the second rank has nothing."""
+    """A recipe with updates so small that some have a single row, and the second rank gets none."""
     folder = tmp_path_factory.mktemp("recipe")
     short = sentences(60)
     long = [
@@ -195,7 +195,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
-    """So that what follows holds for them too."""
+    """The recipe has such updates, so the tests below cover them."""
     prepared = PreparedText.open(runs / "aa" / "store")
     first = updates_for(Config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]

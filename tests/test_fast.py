@@ -184,7 +184,7 @@ def test_an_end_in_passes_is_that_of_its_own_plan(make: Make) -> None:
 
 
 def test_another_trainer_goes_on_in_the_same_plan(make: Make) -> None:
-    """Resumed where another trainer serves, on a CPU or with checkpointing, a run reads what it has not read yet."""
+    """A run resumed with another trainer (on a CPU, or with checkpointing) continues with the unread batches."""
     plain, fast = (make(kind, micro_tokens=0, epochs=2.0, steps=10_000) for kind in (MemoryLimitedStep, CudaTrainStep))
     plain.go_on_from(fast.progress)
     ours, theirs = ([[micro.tolist() for micro in update] for update in each.updates.plan(0)] for each in (plain, fast))

@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     ids=str,
 )
 def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, object], r_drop: float) -> None:
-    """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
+    """Backward uses the dropout masks of forward: the slope along the gradient is its squared norm."""
     dropout = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2, "token_dropout": 0.1}
     model = small(**dropout, **options)
     weights = FlatWeights(model, torch.float32)

@@ -181,7 +181,7 @@ print("equal")
 """
 
 
-# A greedy search of whole models with plain and with fused modules, whose kernels the interpreter runs.
+# Greedy search with plain and with fused modules; Triton's interpreter runs the kernels.
 MODULES = """
 import copy
 import torch

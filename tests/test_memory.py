@@ -1,4 +1,4 @@
-"""Memory: what does not fit is cut without changing the gradient, and layers computed twice change nothing at all."""
+"""Memory limits: smaller micro-batches keep the gradient, and activation checkpointing is bit-identical."""
 
 from __future__ import annotations
 

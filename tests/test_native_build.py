@@ -120,7 +120,7 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @needed
 @pytest.mark.usefixtures("quickly")
 def test_a_cache_that_nothing_may_be_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a disk mounted noexec: a passing folder serves."""
+    """On a disk mounted noexec the library is loaded from a temporary folder."""
     load = native_library.ctypes.CDLL
 
     def picky(path: str) -> Any:

@@ -154,9 +154,9 @@ def test_the_mask_is_its_definition(
     assert mask.dtype == torch.bool
     assert mask.shape == (1 if lengths is None else len(lengths), 1, queries, keys)
     for b, i, j in np.ndindex(mask.shape[0], queries, keys):
-        place = before + i  # the last query stands at the last key
+        place = before + i  # the last query has the position of the last key
         may = (not causal or j <= place) and (not window or abs(place - j) <= window)
-        own = window and place == j  # a window never leaves a query without any key
+        own = window and place == j  # with a window every query keeps its own key
         assert bool(mask[b, 0, i, j]) == bool(own or (may and (lengths is None or j < lengths[b])))
 
 

@@ -108,7 +108,7 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
 def test_weight_decay_shrinks_every_matrix(name: str) -> None:
-    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
+    """Without a gradient, a step multiplies the matrices alone by 1 − rate · weight_decay."""
     model = build_model(TINY, 17, 17)
     before = weights(model)
     optimizer = build(model, name, rate=0.01, weight_decay=0.1)
@@ -224,7 +224,7 @@ def test_the_rate_may_be_a_tensor(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
-    """With found_inf = 1 a gradient that is no number changes nothing, not even what comes after."""
+    """With found_inf = 1 a NaN gradient changes neither the weights nor the steps after it."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
     first, second = build(ours, name, weight_decay=0.0), build(theirs, name, weight_decay=0.0)
@@ -324,7 +324,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
     assert rates[699:] == sorted(rates[699:], reverse=True)
     assert rates[774] == pytest.approx(2e-3 * (1 - math.sqrt(75 / 300)))  # a quarter of the way down in time
     assert rates[-1] == 0
-    assert learning_rate(1001, spec, 512) == 0  # a run whose limit was lowered
+    assert learning_rate(1001, spec, 512) == 0  # beyond the end, as after train.steps was lowered
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:

@@ -149,7 +149,7 @@ def test_without_the_rule_the_phrases_do_come() -> None:
 
 
 def test_a_longer_word_is_another_word() -> None:
-    """Not in the spelling that writes " cat" first, though, unless the rest of the word is known to come."""
+    """Only the spelling that starts with the token " cat" is refused, unless the rest of the word is required."""
     avoid = Avoid(["cat"], WORDS)
     begun = [LIKELY[1 + PIECES.index(" c")]]
     at, egory, dot = (LIKELY[1 + PIECES.index(piece)] for piece in ("at", "egory", "."))

@@ -302,10 +302,10 @@ def test_stepped_in_any_chunks_is_the_whole(kind: dict[str, Any], chunks: list[i
 
 @kinds
 def test_the_context_slides_and_generation_never_ends(kind: dict[str, Any]) -> None:
-    """Greedy, past the context several times: each token is what the uncached model says of the text it still sees."""
+    """Greedy, past the context several times: each token is the uncached model's for the text in the window."""
     model, context = language_model(**kind), 8
     text = [5, 6, 7]
-    seen = 3  # tokens the model still sees
+    seen = 3  # tokens in the window
     for drawn in islice(generate(model, text, Sampling(0.0), context=context, forbidden=[0, 1, 2]), 40):
         with torch.inference_mode():
             logits = model(torch.tensor([text[-seen:]]))[0, -1].clone()

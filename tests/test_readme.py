@@ -1,4 +1,4 @@
-"""The README's commands are run, on small files of the names it uses; its map names what is there."""
+"""The README's commands run, on small files of the names it uses; its map names existing modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes further than dropout: R-Drop, which draws two passes together, and tokens that are not seen."""
+"""Regularisation beyond dropout: R-Drop, and token dropout."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All that a run without any interruption leaves behind."""
+    """All files of an uninterrupted run."""
     return contents(qkv.train(Config.load(recipe), tmp_path_factory.mktemp("unbroken") / "run").path)
 
 
@@ -182,7 +182,7 @@ def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_
     assert_same(contents(qkv.train(Config.load(recipe), tmp_path / "run").path), unbroken)
 
 
-# Every file is flushed by `sync`, and after its renaming the folder. A kill in the first leaves half a file. In order:
+# `sync` flushes every file, and after its renaming the folder. A kill in the first call truncates a file. In order:
 # the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation the weights of
 # the step, the best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for
 # the state as a whole.
@@ -222,7 +222,7 @@ def test_killed_between_checkpoints(
 def test_asked_to_stop(
     stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path, number: int, code: int, at: int
 ) -> None:
-    """At a step in between, one that is validated, the last, the first: it is saved, and the user told how to go on."""
+    """At a middle, validated, last or first step: the state is saved, and a message gives the command to resume."""
     run = tmp_path / "run"
     ended, err = stop(["train", recipe, "--run", run], "step", at, number)
     assert ended == code

@@ -33,7 +33,7 @@ close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 @cache
 def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Rnn:
-    """A model in which no weight is as it was at first, and every output differs."""
+    """A model with random values in all weights, biases too, so that all outputs differ."""
     cell, score, fed, both, layers = options
     spec = RnnConfig(
         cell=cell,
@@ -287,7 +287,7 @@ def test_alone_or_in_any_company_and_padding(options: tuple[str, str, bool, bool
 
 @every
 def test_selected_rows_go_on_as_if_they_had_always_been_there(options: tuple[str, str, bool, bool, int]) -> None:
-    """Beams repeated, dropped and reordered; sentences that leave, change places or come twice."""
+    """Beams repeated, dropped and reordered; sentences removed, reordered and repeated."""
     model, (source, lengths, _) = model_of(options), batch(6)
     torch.manual_seed(7)
     owner, written = torch.arange(3).repeat_interleave(2), torch.empty(6, 0).long()

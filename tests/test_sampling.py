@@ -1,4 +1,4 @@
-"""Draws: as likely as they should be, the same for a sentence wherever it stands, and never what is ruled out."""
+"""Sampling: the right frequencies, the same draws for a sentence in any batch, and never a forbidden token."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
     together = drawn(order)
     for number, hypotheses in zip(order, together, strict=True):
         assert drawn([number]) == [hypotheses]
-        assert len(hypotheses) == rows  # of which some may be alike
+        assert len(hypotheses) == rows  # some may be equal
 
 
 def test_a_real_model_draws_the_same_in_any_batch() -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching: sentences that enter and leave slots of fixed size are translated as in a batch of their own."""
+"""Continuous batching: a sentence in a slot gets the same translation as in a batch by itself."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_any_number_of_slots_in_any_order(
     longest = [data.draw(st.integers(1, 8)) for _ in range(count)]
     special = SpecialTokens(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
     made_slots = SlotScheduler(made, spec, special, slots=slots, capacity=16, source=16)
-    made_slots.lag = lag  # as on a GPU, where the host sees what was some steps before
-    for _ in range(2):  # what is left of one call must not be seen in the next
+    made_slots.lag = lag  # as on a GPU, where the host reads the state of some steps before
+    for _ in range(2):  # the state of one call must not change the next
         found: dict[int, list[Hypothesis]] = {}
 
         def finished(place: int, hypotheses: list[Hypothesis], found: dict[int, list[Hypothesis]] = found) -> None:

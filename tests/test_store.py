@@ -65,7 +65,7 @@ def split(tmp_path: Path) -> DataConfig:
     return DataConfig(train=(train,), valid=(valid,))
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- filters ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_standard_input_is_one_file(split: DataConfig) -> None:
 
 
 def test_changed_ids_are_noticed(split: DataConfig, tmp_path: Path) -> None:
-    """A disk that lost its cache leaves files of the right size with zeros in them."""
+    """After a lost disk cache, files have the right size and contain zeros."""
     folder, said = tmp_path / "store", list[str]()
     whole = content(prepare_text(split, CHARS, folder).folder)
     for name in ("train.src.ids", "valid.tgt.lengths", "valid.src.txt"):

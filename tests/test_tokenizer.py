@@ -135,7 +135,7 @@ def test_the_librarys_own_file_gives_the_same_ids_and_text(kind: str, text: str)
 
 @cache
 def saved(kind: str, tag: str = "") -> library.Tokenizer:
-    """As somebody else would open it."""
+    """The saved tokenizer, opened by the `tokenizers` library."""
     return library.Tokenizer.from_str(library_tokenizer(learned(kind).src, tag).to_str())
 
 
@@ -407,7 +407,7 @@ def test_torch_is_not_imported() -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word", "char"])
 def test_an_endless_word_teaches_no_more_than_its_beginning(kind: str) -> None:
-    """Learning from it whole would take hours; what is learned must be the same as from a part of it."""
+    """Learning from the whole word would take hours; its beginning gives the same vocabulary."""
     spec = TokenizerConfig(kind=kind)
     lines = ["one two three one two three"] * 3
     endless, cut = ["ab" * 500_000], ["ab" * 128]

@@ -211,7 +211,7 @@ def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
-    """Make the loss NaN in the steps of which `bad` is true."""
+    """Make the loss NaN in the steps for which `bad` returns True."""
     real = SmoothedObjective.__call__
     calls: list[int] = []
 
@@ -269,7 +269,7 @@ def test_ten_bad_steps_in_a_row_stop_it(
     known = dict(sentences(150))
     assert bad["rows"]
     assert all(known[row["given"]] == row["predicted"] for row in bad["rows"])
-    for name in ("best", "step-0000014"):  # what was kept is as good as before
+    for name in ("best", "step-0000014"):  # the saved weights are finite
         kept = files.read_tensors(tmp_path / "run" / "weights" / f"{name}.safetensors")
         assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
 
@@ -289,7 +289,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
     assert Validation(1.0, 3.5, "").value("loss") == -1.0
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- saved weights ---------------------------------------------------------------------------------------------------
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -409,7 +409,7 @@ def test_epochs_are_passes_over_the_text(small: tuple[str, str], tmp_path: Path,
     assert len(entries(run, "valid")) == 1  # at the end, though no step in between was due
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- log and messages ------------------------------------------------------------------------------------------------
 
 
 def test_the_log_is_json_line_by_line(tiny: Path) -> None:
@@ -502,7 +502,7 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 
 
 def around(given: Config, prepared: PreparedText, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
-    """What is chosen around a user's settings."""
+    """The recipe chosen for a config with some settings fixed by the user."""
     fixed = set(map(option_path, settings))
     return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
 
@@ -685,7 +685,7 @@ def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its updates consist of: an encoder predicts few tokens of those it reads."""
+    """For every kind of model: an encoder predicts only few of the tokens it reads."""
     (tmp_path / "text").write_text("".join(f"{line}\n" for line, _ in sentences(400)), encoding="utf-8")
     data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
     model = {"decoder": DecoderOnlyConfig, "encoder": EncoderOnlyConfig}[kind](d_model=16, d_ff=16, heads=2, layers=1)
@@ -718,7 +718,7 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
 
 
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
+    """A user's number of steps also shortens warm-up and intervals; a lower bound is reported as one."""
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
     chosen, reasons = lasting(given, prepared, 60)

@@ -443,7 +443,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Each process does its share, some of eight have none; the order in which they finish does not matter."""
+    """Each process translates its share (with 8, some get none); they may finish in any order."""
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 

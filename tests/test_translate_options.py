@@ -1,4 +1,4 @@
-"""The options of a translation, from text to text: what was asked for is there, and figures can be derived again."""
+"""The options of a translation, from text to text: each has its effect, and scores can be recomputed."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_a_words_probability_is_that_of_its_tokens_and_of_an_end(translator: Tra
         logits, _ = translator.model.step(torch.tensor([[*before, *written]]), translator.model.start(memory))
     likely = logits[0, len(before) - 1 :].softmax(-1)
     expected = float(torch.stack([likely[i, token] for i, token in enumerate(written)]).prod())
-    # What may come behind a word: </s>, a space, a mark; in short, what begins with no letter or digit.
+    # Tokens that may follow a word: </s>, a space, punctuation; all that begin with neither letter nor digit.
     ends = [not tgt.bytes_of(token).decode("utf-8", "replace")[:1].isalnum() for token in range(tgt.size)]
     broken = [tgt.bytes_of(token)[:1] >= b"\x80" for token in range(tgt.size)]  # parts of characters, which may be any
     may_end = torch.tensor(ends) & ~torch.tensor(broken)

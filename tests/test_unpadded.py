@@ -1,4 +1,4 @@
-"""Sentences laid end to end are what they are in padded rows: loss, gradients, weights; and padding costs nothing."""
+"""Batches packed without padding give the loss, gradients and weights of padded ones; padding is not computed."""
 
 from __future__ import annotations
 

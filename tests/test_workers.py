@@ -1,4 +1,4 @@
-"""Several processes give what one gives, in the same order; one that dies says why and leaves nothing behind."""
+"""Several processes give the results of one, in the same order; a dead one is reported with its reason."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_process_that_dies_or_fails_says_why(
         workers.map(misbehave, tasks)
     assert "\n" not in str(caught.value)
     assert type(caught.value) is kind
-    assert all(process.poll() is not None for process in processes)  # nobody is left behind
+    assert all(process.poll() is not None for process in processes)  # all processes ended
     assert not workers.workers
     if how == "fail":  # new ones start by themselves
         assert workers.map(misbehave, [("well",)] * 3) == ["well"] * 3

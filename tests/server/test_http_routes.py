@@ -455,7 +455,6 @@ def test_no_request_of_the_schema_causes_an_internal_error(server: Server) -> No
     quick = settings(
         max_examples=5,
         deadline=None,
-        derandomize=True,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,
