@@ -66,7 +66,7 @@ def test_pharaoh_text_there_and_back(pairs: frozenset[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "0-", "a-b", "0-1-2", "1_0-2", "-1-0", "0-1,1-2", "٣-1"])
-def test_what_is_no_link_is_named(text: str) -> None:
+def test_an_invalid_link_is_named(text: str) -> None:
     with pytest.raises(UsageError, match=f'"{re.escape(text)}" is not a link'):
         Alignment.parse(f"0-0 {text}")
 
@@ -221,7 +221,7 @@ def test_untranslated_words_are_marked() -> None:
         ("<b></b>", "", "", "<b></b>"),
     ],
 )
-def test_markup_goes_where_its_words_went(source: str, translation: str, alignment: str, expected: str) -> None:
+def test_markup_follows_the_aligned_words(source: str, translation: str, alignment: str, expected: str) -> None:
     assert place_markup(source, translation, Alignment.parse(alignment)) == expected
 
 

@@ -29,7 +29,7 @@ def translator(tiny: Path) -> Translator:
     return qkv.load(tiny)
 
 
-def test_public_names_stay_what_they_are() -> None:
+def test_public_names_are_unchanged() -> None:
     """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
     code = (
         "import qkv.training.distributed, qkv.evaluation.metrics, qkv; print(qkv.train.__name__, qkv.evaluate.__name__)"
@@ -73,7 +73,7 @@ def test_a_text_or_several(translator: Translator) -> None:
     assert translator.translate(("One.",))[0].text == "Uno."
 
 
-def test_what_a_translation_says_of_itself(translator: Translator) -> None:
+def test_fields_of_a_translation(translator: Translator) -> None:
     found = translator.translate("One small house.", beam=3, n_best=3)
     assert "".join(found.tokens).replace("▁", " ").strip() == found.text == "Uno piccolo casa."
     assert len(found.alternatives) == 2
@@ -87,7 +87,7 @@ def test_what_a_translation_says_of_itself(translator: Translator) -> None:
     assert sorted(plain) == sorted(known)
 
 
-def test_the_empty_translation_is_nobodys(translator: Translator) -> None:
+def test_results_of_empty_text_are_not_shared(translator: Translator) -> None:
     translator.translate("").tokens.append("mine")
     assert translator.translate("").tokens == []
 

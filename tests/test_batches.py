@@ -323,7 +323,7 @@ def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_together_load_what_one_would(world: int, dropout: float) -> None:
+def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
     one = list(islice(updates_of(dropout=dropout).starting(Position(0, 0)), 12))
     ranks = [
         list(islice(updates_of(dropout=dropout, rank=rank, world=world).starting(Position(0, 0)), 12))

@@ -195,7 +195,7 @@ def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
 @kinds
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_receptive_field_is_what_kernel_and_dilations_say(convolution: str, kernel: int, depth: int) -> None:
+def test_the_receptive_field_follows_from_kernel_and_dilations(convolution: str, kernel: int, depth: int) -> None:
     model = model_of(convolution=convolution, kernel=kernel, encoder_layers=depth, decoder_layers=depth).double()
     inputs, n = leaves(source=model.source, target=model.target), 40
     hidden = model.hidden(some(1, 2), torch.tensor([2]), some(1, n))
@@ -237,7 +237,9 @@ def test_no_output_sees_a_later_target_or_padding(
 
 
 @pytest.mark.parametrize(("convolution", "kernel", "positions", "tie"), COMBINATIONS)
-def test_stepped_and_in_company_is_whole_and_alone(convolution: str, kernel: int, positions: str, tie: str) -> None:
+def test_stepped_decoding_in_a_batch_equals_the_whole_alone(
+    convolution: str, kernel: int, positions: str, tie: str
+) -> None:
     model = model_of(convolution=convolution, kernel=kernel, positions=positions, tie=tie)
     shared = {"all": 1, "output": 2, "none": 3}[tie]
     assert len({id(p) for p in (model.source.tokens.weight, model.target.tokens.weight, model.output.weight)}) == shared
@@ -256,7 +258,7 @@ def test_stepped_and_in_company_is_whole_and_alone(convolution: str, kernel: int
 @kinds
 @settings(max_examples=15)
 @given(st.data())
-def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, data: st.DataObject) -> None:
+def test_selected_rows_continue_like_new_rows(convolution: str, data: st.DataObject) -> None:
     """Steps of any size; rows repeated, dropped and reordered inside a sentence, and whole sentences likewise."""
     kernel, beam, sentences = data.draw(st.sampled_from([1, 3, 5])), data.draw(st.integers(1, 3)), 3
     model = model_of(convolution=convolution, kernel=kernel)
@@ -281,7 +283,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, 
 
 
 @kinds
-def test_a_search_is_the_same_in_company(convolution: str) -> None:
+def test_search_does_not_depend_on_the_batch(convolution: str) -> None:
     model = model_of(convolution=convolution, tie="none")
     source, lengths = some(4, 6), torch.tensor([6, 2, 4, 1])
     options, special = SearchOptions(beam=3, extra_length=5, n_best=3), SpecialTokens(bos=1, eos=2, pad=0)

@@ -74,7 +74,7 @@ def test_compressed_or_not(tmp_path: Path, suffix: str) -> None:
     assert pairs_of(tmp_path, CorpusConfig(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
 
 
-def test_a_file_that_is_there_only_packed_is_found(tmp_path: Path) -> None:
+def test_a_compressed_file_is_found_under_its_plain_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"packed"))
     assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("packed",)]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"also"))

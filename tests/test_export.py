@@ -253,7 +253,7 @@ def test_tags_and_two_vocabularies_are_exported(to: str, tmp_path: Path) -> None
     assert (tmp_path / "out" / "target" / "tokenizer.json").exists()
 
 
-def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Path, call: Call) -> None:
+def test_a_refused_export_leaves_no_files(tiny: Path, tmp_path: Path, call: Call) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine", encoding="utf-8")

@@ -126,7 +126,7 @@ def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, obj
 
 
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
-def test_two_passes_agree_as_autograd_says(alpha: float) -> None:
+def test_the_agreement_of_two_passes_has_the_gradient_of_autograd(alpha: float) -> None:
     """The loss of R-Drop and its gradients by hand, and by the definition of the divergence."""
     torch.manual_seed(3)
     labels = torch.randint(1, VOCAB, (700,))
@@ -209,7 +209,7 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
     assert sorted(tuple(part.tolist() for part in row) for row in laid.rows(0)) == sorted(rows)
 
 
-def test_what_the_pass_does_not_know_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
         assert refused_model(TransformerConfig(**options))  # type: ignore[arg-type]
     assert refused_model(DecoderOnlyConfig())

@@ -81,7 +81,7 @@ def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trai
     return make
 
 
-def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer]) -> None:
+def test_guided_alignment_uses_the_weights_of_the_forward_pass(trainer: Callable[..., Trainer]) -> None:
     made = trainer()
     batch = updates(made, 1)[0].micro_batches[0]
     guide = made.train_step.objective
@@ -282,7 +282,7 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
         ({"train": {"guided_alignment": -1.0}}, "guided_alignment = -1.0: must be at least 0"),
     ],
 )
-def test_what_cannot_be_guided_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_guided_alignment_refuses_unsupported_configs(changed: dict[str, Any], message: str) -> None:
     tree: dict[str, Any] = {
         "data": {"train": [{"src": "a", "tgt": "b", "align": "c"}]},
         "train": {"guided_alignment": 0.5},

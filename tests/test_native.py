@@ -183,7 +183,7 @@ def test_rows_are_repeated_and_permuted_and_their_pages_used_again() -> None:
 
 
 @torch.inference_mode()
-def test_rows_that_nobody_asks_for_are_left_out() -> None:
+def test_finished_rows_are_not_computed() -> None:
     ours = native(made(KINDS["transformer"]))
     whole, part = (ours.start(ours.encode(draw(5, 9), LENGTHS), 3) for _ in range(2))
     for step in range(20):
@@ -217,7 +217,7 @@ def test_another_output_matrix_gets_the_hidden_layer() -> None:
     torch.testing.assert_close(part, whole[..., :7], rtol=1e-4, atol=1e-4)
 
 
-def test_the_original_is_untouched_and_apart() -> None:
+def test_the_original_is_unchanged_and_independent() -> None:
     plain = made(KINDS["learned"]).train()
     ours = native(plain)
     with torch.inference_mode():

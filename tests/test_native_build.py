@@ -21,7 +21,7 @@ from test_packed import KINDS, made
 
 
 @needed
-def test_the_engine_says_that_it_is_native() -> None:
+def test_the_engine_reports_that_it_is_native() -> None:
     assert str(pack(made(KINDS["transformer"])).engine) == f"{choose('fp32')}, native"
     if "avx512_vnni" in str(choose("int8")):
         assert str(pack(made(KINDS["transformer"]), "int8").engine) == "int8 on avx512_vnni, native"

@@ -79,7 +79,7 @@ def test_newton_schulz_gives_nearly_orthogonal_rows(shape: tuple[int, ...]) -> N
     assert cosine.min() > 0.98
 
 
-def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
+def test_newton_schulz_keeps_zeros_and_raises_small_singular_values() -> None:
     assert orthogonal(torch.zeros(3, 4)).eq(0).all()
     spread = torch.diag(torch.logspace(0, -2.5, 8)) @ torch.linalg.qr(torch.randn(8, 8)).Q
     assert singular_values(orthogonal(spread)).min() > 0.7
@@ -223,7 +223,7 @@ def test_the_rate_may_be_a_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
+def test_a_step_can_be_skipped_on_the_device(name: str, at: int) -> None:
     """With found_inf = 1 a NaN gradient changes neither the weights nor the steps after it."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
@@ -260,7 +260,7 @@ def test_gradients_may_be_scaled(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [4, 10])
-def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> None:
+def test_the_saved_state_of_an_optimizer_is_complete(name: str, at: int, tmp_path: Path) -> None:
     """Between SOAP's refreshments or on one, a new optimiser with the state goes on with the same bits."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -163,7 +163,7 @@ def test_sinusoids_beyond_the_table_are_the_same_function() -> None:
         assert torch.equal(short(start, length), long[start : start + length])
 
 
-def test_learned_positions_end_where_learning_did() -> None:
+def test_learned_positions_refuse_longer_sequences() -> None:
     positions = LearnedPositions(4, 6)
     assert torch.equal(positions(2, 4), positions.table[2:6])
     with pytest.raises(UsageError, match="max_positions = 6"):

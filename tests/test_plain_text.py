@@ -218,7 +218,9 @@ def test_validation_predicts_every_token_once(ids: list[int], length: int) -> No
     st.floats(0.01, 1),
     st.floats(0, 1),
 )
-def test_what_may_be_drawn(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_sampling_keeps_the_allowed_tokens(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     sampling = Sampling(temperature, top_k, top_p, min_p)
     found = sampling.probabilities(torch.tensor([logits]))[0].double().numpy()
     scores = np.array(logits, np.float32).astype(float) / temperature
@@ -329,7 +331,7 @@ def test_a_seed_decides_the_text_and_rows_differ() -> None:
     assert len({tuple(row) for row in zip(*write(3), strict=True)}) == 4
 
 
-def test_a_text_without_a_seed_leaves_other_random_numbers_alone() -> None:
+def test_sampling_without_a_seed_keeps_the_global_random_state() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -503,7 +505,7 @@ def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed:
     assert batch.tokens == int((batch.labels != CHARACTERS.pad).sum())
 
 
-def test_of_the_tokens_asked_for_eight_in_ten_are_hidden() -> None:
+def test_eight_in_ten_predicted_tokens_are_masked() -> None:
     rows = [np.full(2000, 50)]
     batch = mask_tokens(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
     asked = batch.inputs[0][batch.labels != CHARACTERS.pad]

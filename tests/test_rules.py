@@ -42,7 +42,7 @@ def some_log_probs(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(rows, st.integers(0, 5), st.sampled_from([0.5, 1.3, 2.0]), st.integers(0, 3))
-def test_repetition_penalty_touches_what_was_written(
+def test_repetition_penalty_applies_to_earlier_tokens(
     written: list[list[int]], length: int, factor: float, spare: int
 ) -> None:
     before = some_log_probs(len(written))
@@ -117,7 +117,7 @@ def test_rules_hold_and_scores_are_the_models_own(seed: int, rules: DecodingOpti
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_greedy_under_rules_is_what_it_says(seed: int, n: int) -> None:
+def test_greedy_with_rules_equals_plain_python(seed: int, n: int) -> None:
     """Token by token in plain Python: the likeliest that is allowed, where those written count for less."""
     table = random_table(seed, 5, sharpness=0.3)
     written: tuple[int, ...] = ()
@@ -235,7 +235,7 @@ def test_repetitions_by_hand(tokens: list[int]) -> None:
 
 
 @given(st.integers(1, LONGEST), st.integers(0, 5))
-def test_what_breaks_a_loop_leaves_none(length: int, blocked: int) -> None:
+def test_the_rule_against_a_loop_excludes_loops(length: int, blocked: int) -> None:
     """The longest repetition of a phrase without a repeated n-gram does not count as a loop."""
     n = breaking(Loop(0, length, 9), blocked)
     phrase = list(range(length))
@@ -252,7 +252,7 @@ def test_what_breaks_a_loop_leaves_none(length: int, blocked: int) -> None:
     assert n == (min(blocked, max(4, length)) if blocked else max(4, length))
 
 
-def test_the_table_world_loops_until_it_is_told_not_to() -> None:
+def test_a_looping_model_stops_looping_under_the_rule() -> None:
     def table(_sentence: int, _prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.array([0.0, 0.0, 0.1, 0.6, 0.1, 0.1, 0.1])
 

@@ -58,7 +58,7 @@ def test_probabilities_by_their_definition(sampling: Sampling, seed: int, size: 
 
 
 @given(samplings, st.integers(0, 10**6))
-def test_a_number_draws_the_token_whose_share_it_falls_in(sampling: Sampling, seed: int) -> None:
+def test_sampling_inverts_the_cumulative_distribution(sampling: Sampling, seed: int) -> None:
     log_probs = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
     numbers = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     tokens = draw(log_probs, sampling, numbers)

@@ -257,7 +257,7 @@ def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: DecodeCon
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 4), specs)
-def test_a_sentence_is_found_the_same_among_others(seed: int, limits: list[int], beam: int, spec: DecodeConfig) -> None:
+def test_search_does_not_depend_on_the_batch(seed: int, limits: list[int], beam: int, spec: DecodeConfig) -> None:
     """Sentences with lower limits end earlier and are removed; the others are not affected."""
     table = random_table(seed, 3, sharpness=0.4)
     spec = dataclasses.replace(spec, beam=beam)
@@ -269,7 +269,7 @@ def test_a_sentence_is_found_the_same_among_others(seed: int, limits: list[int],
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8), specs)
-def test_what_is_found_is_ordered_distinct_ended_and_within_the_limit(
+def test_hypotheses_are_ordered_distinct_ended_and_within_the_limit(
     seed: int, words: int, longest: int, n_best: int, spec: DecodeConfig
 ) -> None:
     table = random_table(seed, words, sharpness=0.3)

@@ -62,7 +62,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
         {"attention": "dot"},
     ],
 )
-def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> None:
+def test_slots_give_the_results_of_a_batch(options: dict[str, Any], beam: int) -> None:
     made, spec = model(**options), SearchOptions(beam=beam, extra_length=5, n_best=beam)
     lines = sentences(30)
     expected = search_all(made, lines, spec, BYTES, device=CPU)
@@ -127,7 +127,7 @@ def test_rules_hold_in_slots() -> None:
         assert_alike(SlotDecoding(made, BYTES).search_all(lines, options), expected)
 
 
-def test_what_is_watched_is_no_work_for_a_pool() -> None:
+def test_slots_refuse_muted_and_recorded_attention() -> None:
     made = model()
     slots = SlotDecoding(made, BYTES)
     with mute_heads(["decoder.0.cross"], head_counts(made, CPU)):

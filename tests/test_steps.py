@@ -185,7 +185,7 @@ def check_reasons(
             assert said == pytest.approx([finished[0]["score"], finished[1]["score"]], abs=0.0051)
 
 
-def test_a_garden_path_told_by_hand() -> None:
+def test_a_garden_path_computed_by_hand() -> None:
     """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; all others have at most 0.15 (see test_search)."""
     told = tell(GARDEN_PATH, 5, DecodeConfig(beam=2, length_penalty="none"))
     a, b = BYTES.tgt.tokens([3, 4])
@@ -210,7 +210,7 @@ def test_a_garden_path_told_by_hand() -> None:
     assert len(fates) == 5
 
 
-def test_a_hypothesis_that_nothing_continues_is_said_to_be_pruned() -> None:
+def test_a_hypothesis_without_continuation_is_marked_pruned() -> None:
     """With "average" the search goes on to "b a a"; the continuations of "a" are then out of the ranking."""
     nodes = tell(LONG_OR_SHORT, 6, DecodeConfig(beam=2, length_penalty="average")).beam["nodes"]
     leaves = [n for n in nodes if n["id"] not in {m["parent"] for m in nodes}]
@@ -319,7 +319,7 @@ def test_greedy_goes_on_from_its_own_beginning_to_the_same_end(
 
 
 @pytest.mark.parametrize("beam", [1, 2, 4])
-def test_forced_decoding_gives_the_score_of_what_was_begun(beam: int) -> None:
+def test_the_score_of_a_forced_prefix_is_that_of_forced_decoding(beam: int) -> None:
     source, lengths = sources(8)
     spec, prefix = SearchOptions(beam=beam, extra_length=5, n_best=beam), torch.randint(3, 12, (8, 3))
     found = search(transformer(), source, lengths, spec, SPECIAL, prefix=prefix)

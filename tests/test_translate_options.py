@@ -126,7 +126,7 @@ def test_seeds_decide_and_nothing_else(translator: Translator) -> None:
     assert len({each.text for each in translator.translate(again, sample=True, temperature=3.0, seed=1)}) > 1
 
 
-def test_what_cannot_be_is_refused(translator: Translator) -> None:
+def test_contradictory_options_are_refused(translator: Translator) -> None:
     long = " ".join(TEXTS)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("must be at least 1", {"n_best": 0}),
@@ -232,7 +232,7 @@ class _Rows:
         return self
 
 
-def test_a_loop_is_found_broken_and_flagged(tiny: Path) -> None:
+def test_a_loop_is_detected_broken_and_flagged(tiny: Path) -> None:
     translator = Translator(tiny)
     tgt = translator.tokenizers.tgt
     (word,) = tgt.encode("e")
@@ -382,7 +382,7 @@ def test_a_shortlist_of_another_vocabulary_is_refused(translator: Translator, tm
         Shortlist.load(tmp_path / "one.safetensors", foreign)
 
 
-def test_options_are_made_of_the_config(translator: Translator) -> None:
+def test_search_options_default_to_the_config(translator: Translator) -> None:
     asked = SearchRequest.of(translator.config, translator.tokenizers.tgt, beam=7, alpha=0.1)
     assert (asked.options.beam, asked.options.alpha) == (7, 0.1)
     assert asked.options.length_penalty == translator.config.decode.length_penalty
@@ -391,7 +391,7 @@ def test_options_are_made_of_the_config(translator: Translator) -> None:
     assert not SearchRequest.of(chinese, translator.tokenizers.tgt).whole_words
 
 
-def test_the_engine_says_what_it_is(tiny: Path) -> None:
+def test_the_engine_reports_its_kernels(tiny: Path) -> None:
     threads = f"threads: {torch.get_num_threads()}"
     assert re.fullmatch(rf"fp32 on .+, {threads}", qkv.load(tiny, device="cpu").engine)
     assert qkv.load(tiny, device="cpu", dtype="int8").engine.startswith(("int8 on ", "fp32 on "))  # or why not
