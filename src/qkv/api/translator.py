@@ -191,8 +191,8 @@ class Translator(Explainer):
             pieces = self._pieces(text, len(tags), sentences=split and self.run.by_sentence and not constrained)
             if len(pieces) > 1 and constrained:
                 raise UsageError(
-                    f"text {first + number + 1} is too long for one piece ({len(pieces)} are needed), as a prefix or "
-                    f"must_include requires: split it into sentences"
+                    f"text {first + number + 1} is translated in {len(pieces)} pieces, but a prefix or must_include "
+                    f"needs a single piece: split the text into sentences"
                 )
             return pieces.pieces, partial(self._join, pieces)
 
