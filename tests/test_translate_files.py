@@ -66,7 +66,7 @@ def stopped_after(count: int) -> Any:
 
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
-    """An output of which three chunks of four lines are done."""
+    """An unfinished output: three chunks of four lines are done."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(3))
     return tmp_path / "out"
@@ -141,7 +141,7 @@ def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interval", [0.0, 1000.0])
 @pytest.mark.parametrize("at", range(7))
 def test_stopped_at_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, interval: float) -> None:
-    """What was done is not done again, whether it was flushed at each chunk or only in the end."""
+    """Finished chunks are not repeated, whether they were flushed at each chunk or only at the end."""
     monkeypatch.setattr(output_journal, "INTERVAL", interval)
     out = tmp_path / "out"
     done: list[int] = []
@@ -201,7 +201,7 @@ def test_a_journal_line_counts_only_with_its_newline(last: Entry | End) -> None:
 
 @pytest.mark.parametrize("name", ["out.part", "out.part.json"])
 def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
-    """What is done after a cut is written down where the next attempt finds it."""
+    """Chunks finished after a truncation are in the journal for the next attempt."""
     cut = unfinished.with_name(name)
     os.truncate(cut, cut.stat().st_size - 5)
     with pytest.raises(Stopped):
@@ -268,13 +268,13 @@ def test_another_task_or_input_is_refused(unfinished: Path, change: dict[str, An
 
 
 def test_lines_that_were_not_yet_read_may_change(unfinished: Path) -> None:
-    """A bad line is mended and the work goes on: what is kept is still right."""
+    """After a bad line is repaired, the finished chunks are still used."""
     attempt(unfinished, lines=[*LINES[:12], "mended"])
     assert unfinished.read_bytes().splitlines()[12:] == [b"13\tMENDED"]
 
 
 def test_nothing_done_is_nothing_kept(tmp_path: Path) -> None:
-    """A journal without a chunk binds nobody."""
+    """A journal without a chunk is replaced by any task."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(0))
     assert not os.listdir(tmp_path)
@@ -443,7 +443,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Each does its share, some of eight have none; and no matter who is late."""
+    """Each process does its share, some of eight have none; the order in which they finish does not matter."""
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 
@@ -561,7 +561,7 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Takes the place of a translator, and remembers how it was asked."""
+    """Fake translator that records its options."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.loaded = arguments, options
@@ -789,7 +789,7 @@ def test_a_real_one_is_killed_and_goes_on(
 
 @pytest.mark.slow
 def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, of which one is killed, are ended; started again, they write what one alone does."""
+    """If one of two processes is killed, the other ends; restarted, they write the same file as one process."""
     monkeypatch.setattr("qkv.api.CHUNK", 20)
     assert call("translate", tiny, text, "--json", "-o", tmp_path / "expected").code == 0
     out, script = tmp_path / "out", tmp_path / "slow.py"
