@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from qkv import presets
-from qkv.assembly import build_model
+from qkv.assembly import build_model, optimizer_for
 from qkv.core import loss as loss_module
 from qkv.core import optimizer
 from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
@@ -368,7 +368,7 @@ def test_adam_has_the_papers_numbers() -> None:
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     model = build_model(TINY, 13, 13)
-    groups = optimizer.build_optimizer(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
+    groups = optimizer_for(model, TrainConfig(optimizer="adamw", weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     spared = {id(p) for p in groups[1]["params"]}
     for name, p in model.named_parameters():

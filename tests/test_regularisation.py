@@ -42,7 +42,7 @@ def trainer(folder: Path, model: ModelConfig, **train: Any) -> Trainer:
 
 def divergence(trained: Trainer) -> float:
     """Between what two passes under different dropout say of a token, on average: KL(p‖q) + KL(q‖p)."""
-    batch = updates(trained, 1)[0].micros[0]
+    batch = updates(trained, 1)[0].micro_batches[0]
     trained.model.train()
     torch.manual_seed(5)
     with torch.no_grad():
