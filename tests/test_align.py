@@ -149,7 +149,7 @@ def test_links_by_hand() -> None:
     # Target word 1 gives 0.1 / 0.7 to it, too little.
     assert np.argwhere(choose_links(weights, 0.25)).tolist() == [[0, 0], [0, 1], [1, 2], [2, 2]]
     assert np.argwhere(choose_links(weights, 0.38)).tolist() == [[0, 0], [1, 2], [2, 2]]
-    # A link must pass the threshold in both directions: over the row and over the column.
+    # A threshold link needs a high share in both directions.
     assert not choose_links(np.array([[0.6, 0.4], [0.0, 9.0]], np.float32), 0.1)[0, 1]
     assert choose_links(np.zeros((1, 2), np.float32), 0.1).tolist() == [[True, False]]
 
@@ -186,7 +186,7 @@ def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:
     assert len(ranked) == 2 * (2 + 1 + 1) * 7
     found = align_pairs(model, both, sources[30:], targets[30:], CPU, head)
     assert agreement(found, gold[30:]).aer < 0.1
-    # The same result alone and in a batch; an empty line gives no links and does not run the model.
+    # A single pair gives the same as in a batch; empty lines are skipped.
     assert align_pairs(model, both, sources[33:34], targets[33:34], CPU, head) == [found[3]]
     assert align_pairs(model, both, ["", "Cat."], ["Gatto.", " "], CPU, head) == [Alignment(), Alignment()]
     with pytest.raises(UsageError, match="1 sources but 0 targets"):
@@ -214,7 +214,12 @@ def test_untranslated_words_are_marked() -> None:
             "<a href='x'>il gatto <b>grande</b></a>",
         ),
         ("<b>one two</b> three", "uno tre due", "0-0 1-2 2-1", "<b>uno</b> tre <b>due</b>"),  # torn apart
-        ("<b>one two</b>", "uno e due", "0-0 1-2", "<b>uno e due</b>"),  # a word without a link joins its neighbours
+        (
+            "<b>one two</b>",
+            "uno e due",
+            "0-0 1-2",
+            "<b>uno e due</b>",
+        ),  # a word without a link has the links of its neighbours
         ("one <b>of</b> two", "uno due", "0-0 2-1", "uno<b></b> due"),  # nothing translates it
         ("one<br/> <i>two <br> three</i>", "due tre uno", "0-2 1-0 2-1", "<i>due<br> tre</i> uno<br/>"),
         ("<i>3 < 4</i> & 5", "3 < 4 & 5", "0-0 1-1 2-2 3-3 4-4", "<i>3 < 4</i> & 5"),

@@ -106,7 +106,7 @@ def test_options_reach_the_search(translator: Translator) -> None:
 
 
 def test_long_text_is_translated_in_pieces_and_nothing_is_cut(translator: Translator) -> None:
-    """A text of known sentences, ten times as long as the model's longest input."""
+    """Training sentences, together ten times as long as the model's limit."""
     pairs = sentences(60, seed=5)
     source = " ".join(text for text, _ in pairs)
     longest = translator.config.data.max_length
@@ -125,7 +125,7 @@ TEXT, SENTENCES = "One cat. Two dog?  Three house!", ["One cat.", "Two dog?", "T
 
 
 def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> None:
-    """White space between sentences is kept; long texts are cut too, and alternatives are joined."""
+    """White space between sentences is kept; long texts are cut into sentences, and alternatives are joined."""
     alone = translator.translate(SENTENCES)
     found = translator.translate(TEXT)
     assert (found.text, found.pieces) == ("{} {}  {}".format(*map(str, alone)), 3)
@@ -140,7 +140,7 @@ def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> No
 
 
 def test_a_text_may_be_translated_as_a_whole(translator: Translator) -> None:
-    """With split=False, or with a prefix or required phrase, which could belong to any of the sentences."""
+    """A text is not cut if split is false, or with a prefix or phrases for the text as a whole."""
     assert translator.translate(TEXT, split=False).pieces == 1
     assert translator.translate(TEXT, prefix="Uno").pieces == 1
     found = translator.translate([TEXT, TEXT], must_include=[["rosso"], []])
@@ -162,7 +162,7 @@ def test_another_word_is_for_its_sentence(translator: Translator) -> None:
 def test_training_text_decides_whether_a_text_is_cut(
     tiny: Path, tmp_path: Path, share: float | None, pieces: int
 ) -> None:
-    """An older run folder, without the record, is treated as trained on one sentence per line."""
+    """Older run folders without the record are treated as trained on single sentences."""
     run = tmp_path / "run"
     shutil.copytree(tiny, run, ignore=shutil.ignore_patterns("state", "store"))
     about = json.loads((run / "run.json").read_text())

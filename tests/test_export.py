@@ -33,7 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no networ
 
 CPU = torch.device("cpu")
 WORDS = 40  # learned tokens; the vocabulary has the bytes too
-EXTRA = 30  # maximum output length minus source length; the trained models seldom need so many tokens
+EXTRA = 30  # extra tokens of a translation, more than the trained models usually need
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
 TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
 NAMES = TOKENIZER.names

@@ -125,6 +125,11 @@ def test_unicode_forms_do_not_change_a_score() -> None:
         assert [difference.p for difference in comparison] == [1.0, 1.0]
 
 
+def test_characters_and_bytes_of_a_text_are_counted_in_nfc() -> None:
+    nfd = unicodedata.normalize("NFD", "Perché così?")
+    assert metrics.TextLoss.of(8.0, 4, nfd) == metrics.TextLoss(8.0, 4, 12, 14)
+
+
 @pytest.mark.parametrize(
     ("p", "verdict"),
     [(0.0001, "significant"), (0.0499, "significant"), (0.05, "not significant"), (1, "not significant")],

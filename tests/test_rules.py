@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.explain.attention_hooks import record_attention
@@ -181,6 +183,22 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
             covered = weights.mean(1).sum(1).clamp(max=1.0)
             expected = hypothesis.logprob + 0.7 * float(covered.log().sum())
             assert hypothesis.score == pytest.approx(expected, abs=1e-3)
+
+
+def test_coverage_of_an_ensemble_is_the_mean_of_its_members() -> None:
+    """A member whose attention is uniform and one whose is not: neither alone gives the score."""
+    source, lengths = sources(3)
+    uniform = copy.deepcopy(transformer())
+    torch.nn.init.zeros_(uniform.decoder[1].cross_attention.qkv.weight)
+    options = DecodingOptions(beam=3, extra_length=4, coverage=0.7, length_penalty="none")
+
+    def gains(*members: Any) -> list[float]:
+        found = search(Ensemble(members), source, lengths, options, SPECIAL, start=start_variant)
+        return [each[0].score - each[0].logprob for each in found]
+
+    twice, once = gains(transformer(), transformer()), gains(transformer())
+    assert twice == pytest.approx(once, abs=1e-4)
+    assert gains(transformer(), uniform) == pytest.approx(gains(uniform, transformer()), abs=1e-4)
 
 
 def test_wrong_rules_are_refused() -> None:

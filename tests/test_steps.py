@@ -106,7 +106,7 @@ def test_the_tree_replays_the_search(
 ) -> None:
     table, spec = random_table(seed, words, 0.2 if sharp else 1.0), dataclasses.replace(spec, beam=beam)
     told = tell(table, longest, spec, n_best=n_best)
-    assert_same(told.hypotheses, find(table, longest, spec, n_best=n_best))  # recording does not change the search
+    assert_same(told.hypotheses, find(table, longest, spec, n_best=n_best))  # tracing does not change the search
     nodes, width = told.beam["nodes"], told.beam["width"]
     assert width == max(beam, n_best)
     assert [node["id"] for node in nodes] == list(range(len(nodes)))
@@ -186,7 +186,7 @@ def check_reasons(
 
 
 def test_a_garden_path_computed_by_hand() -> None:
-    """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; all others have at most 0.15 (see test_search)."""
+    """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; the others have at most 0.15 (see test_search)."""
     told = tell(GARDEN_PATH, 5, DecodeConfig(beam=2, length_penalty="none"))
     a, b = BYTES.tgt.tokens([3, 4])
     rows = [(n["parent"], n["step"], n["token"], n["fate"], n["why"]) for n in told.beam["nodes"]]
@@ -211,7 +211,7 @@ def test_a_garden_path_computed_by_hand() -> None:
 
 
 def test_a_hypothesis_without_continuation_is_marked_pruned() -> None:
-    """With "average" the search goes on to "b a a"; the continuations of "a" are then out of the ranking."""
+    """With "average" the search continues to "b a a"; the continuations of "a" are then not ranked."""
     nodes = tell(LONG_OR_SHORT, 6, DecodeConfig(beam=2, length_penalty="average")).beam["nodes"]
     leaves = [n for n in nodes if n["id"] not in {m["parent"] for m in nodes}]
     assert {n["fate"] for n in leaves} == {"pruned", "finished", "winner"}

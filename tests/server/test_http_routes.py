@@ -204,7 +204,7 @@ def client(server: Server) -> Iterator[Any]:
 
 
 def test_completions_equal_those_of_the_model(client: Any, writer: Path) -> None:
-    completer = qkv.Completer(writer, device="cpu")
+    completer = qkv.LanguageModel(writer, device="cpu")
     completion = client.completions.create(model="book", prompt="The ", max_tokens=20, temperature=0, logprobs=3)
     (best,) = completer.complete("The ", max_tokens=20, temperature=0)
     choice = completion.choices[0]
