@@ -93,7 +93,7 @@ class Translator(Explainer):
         if average not in AVERAGES:
             raise UsageError(f'average = "{average}": must be one of {", ".join(AVERAGES)}')
         if others and workers not in (None, 1):
-            raise UsageError("an ensemble translates in one process: leave out workers")
+            raise UsageError("an ensemble translates in one process: omit workers")
         self.average = average
         check_dtype(dtype, self.device)
         self.dtype = dtype
@@ -181,7 +181,7 @@ class Translator(Explainer):
         phrases = list(dict.fromkeys(phrase for of_text in required for phrase in of_text))
         request = SearchRequest.of(self.config, tgt, must_include=phrases, **options)
         if request.shortlist and (any(prefixes) or phrases or request.avoid):
-            raise UsageError("a shortlist may lack tokens of a prefix or of phrases: leave out the shortlist")
+            raise UsageError("a shortlist may lack tokens of a prefix or of phrases: omit the shortlist")
         if request.shortlist and self.runner.narrow is None:
             self._use_shortlist(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
