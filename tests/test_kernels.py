@@ -86,7 +86,7 @@ CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
 
 def a_board(sentences, rows, n, capacity, vocab):
     # Sentences at any point: some must begin with tokens, some are at their limits or at the capacity, some are over.
-    board = SearchState.empty(sentences, rows, n, capacity, CPU)
+    board = SearchState(sentences, rows, n, capacity, CPU)
     board.length.random_(capacity)
     board.length[0], board.length[1] = capacity - 1, 0
     real = torch.arange(capacity) <= board.length[:, None, None]

@@ -218,7 +218,7 @@ def test_what_may_follow_leaves_room_for_what_is_missing(
     phrases: list[str], ordered: bool, tokens: list[int], spare: int
 ) -> None:
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
-    board = SearchState.empty(1, 2, 1, 20, torch.device("cpu"))
+    board = SearchState(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
     search_ = ConstrainedBeamSearch(
         model, DecodingOptions(), SPECIAL, board, required=[required], lengths=torch.tensor([1])

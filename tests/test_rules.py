@@ -28,7 +28,7 @@ rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min
 
 def board_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
     """A board of one sentence; behind what was written there is something else, which nobody must look at."""
-    board = SearchState.empty(1, len(written), 1, capacity, torch.device("cpu"))
+    board = SearchState(1, len(written), 1, capacity, torch.device("cpu"))
     board.place(
         torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
     )

@@ -18,10 +18,10 @@ from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Model, Transformer, TranslationModel
-from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
 from qkv.data.subwords import pair_dropout
+from qkv.decoding.search_request import DecodingEngine
 from qkv.engines import unpadded
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
-from qkv.api.results import OtherWord, Scored
+from qkv.api.results import OtherWord, Scored, Translation
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import say
 from qkv.core.dataset import PreparedText
@@ -24,10 +24,10 @@ from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
-from qkv.core.translate import Translation, score_all, translate_lines
+from qkv.core.translate import translate_lines
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
-from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
+from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, score_all, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
@@ -192,9 +192,9 @@ class Translator(Explained):
             return found
 
         room = self.config.data.max_length
-        translations = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
-        for number in looped:
-            translations[number] = dataclasses.replace(translations[number], looped=True)
+        translated = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
+        tgt = self.tokenizers.tgt
+        translations = [Translation.of(line, tgt, looped=number in looped) for number, line in enumerate(translated)]
         for number, translation in enumerate(translations, first + 1):
             self._check(translation, request, f"text {number}")
         return translations
