@@ -18,9 +18,8 @@ from qkv.api.explaining import Explained
 from qkv.api.loading import checked, engine
 from qkv.api.results import OtherWord, Scored
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
-from qkv.console import say
+from qkv.console import describe_device, say
 from qkv.core.dataset import PreparedText
-from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
@@ -88,7 +87,7 @@ class Translator(Explained):
         if self.device.type == "cpu":
             threads = f"processes: {self.workers.count}" if self.workers else f"threads: {torch.get_num_threads()}"
             return f"{getattr(first, 'engine', 'fp32')}, {threads}"
-        return f"{'bf16' if first is not self.model else 'fp32'} on {describe(self.device)}"
+        return f"{'bf16' if first is not self.model else 'fp32'} on {describe_device(self.device)}"
 
     @cached_property
     def runner(self) -> SearchRunner:
