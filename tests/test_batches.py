@@ -98,7 +98,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
         return flat(plan_epoch(indices, src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
 
     first = planned(1, 0)
-    np.random.seed(5)  # nobody else's random state matters
+    np.random.seed(5)  # the plan does not use numpy's global random state
     assert planned(1, 0) == first
     others = [planned(1, 1), planned(2, 0), planned(0, 1)]
     for i, other in enumerate(others):
@@ -324,7 +324,7 @@ def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_together_load_what_one_would(world: int, dropout: float) -> None:
+def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
     one = list(islice(updates_of(dropout=dropout).starting(Position(0, 0)), 12))
     ranks = [
         list(islice(updates_of(dropout=dropout, rank=rank, world=world).starting(Position(0, 0)), 12))
@@ -385,7 +385,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many streams over a store ask for it: each takes a second for two million pairs."""
+    """Several streams over one store share it: a plan of two million pairs takes a second."""
     calls: list[str] = []
 
     def count(name: str) -> None:

@@ -84,7 +84,7 @@ def test_the_order_of_sentences_does_not_matter() -> None:
     assert list(moved) == list(metrics.score(HYPOTHESES, REFERENCES, bootstrap=0))
 
 
-def test_parts_can_be_left_out() -> None:
+def test_optional_scores_can_be_skipped() -> None:
     scores = metrics.score(HYPOTHESES, REFERENCES, bootstrap=0, ter=False)
     assert scores.ter is None
     assert [(score.low, score.high) for score in scores] == [(None, None)] * 3

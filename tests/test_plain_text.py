@@ -218,7 +218,9 @@ def test_validation_predicts_every_token_once(ids: list[int], length: int) -> No
     st.floats(0.01, 1),
     st.floats(0, 1),
 )
-def test_what_may_be_drawn(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_sampling_keeps_the_allowed_tokens(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     sampling = Sampling(temperature, top_k, top_p, min_p)
     found = sampling.probabilities(torch.tensor([logits]))[0].double().numpy()
     scores = np.array(logits, np.float32).astype(float) / temperature
@@ -302,10 +304,10 @@ def test_stepped_in_any_chunks_is_the_whole(kind: dict[str, Any], chunks: list[i
 
 @kinds
 def test_the_context_slides_and_generation_never_ends(kind: dict[str, Any]) -> None:
-    """Greedy, past the context several times: each token is what the uncached model says of the text it still sees."""
+    """Greedy, past the context several times: each token is the uncached model's for the text in the window."""
     model, context = language_model(**kind), 8
     text = [5, 6, 7]
-    seen = 3  # tokens the model still sees
+    seen = 3  # tokens in the window
     for drawn in islice(generate(model, text, Sampling(0.0), context=context, forbidden=[0, 1, 2]), 40):
         with torch.inference_mode():
             logits = model(torch.tensor([text[-seen:]]))[0, -1].clone()
@@ -329,7 +331,7 @@ def test_a_seed_decides_the_text_and_rows_differ() -> None:
     assert len({tuple(row) for row in zip(*write(3), strict=True)}) == 4
 
 
-def test_a_text_without_a_seed_leaves_other_random_numbers_alone() -> None:
+def test_sampling_without_a_seed_keeps_the_global_random_state() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -509,7 +511,7 @@ def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed:
     assert batch.tokens == int((batch.labels != CHARACTERS.pad).sum())
 
 
-def test_of_the_tokens_asked_for_eight_in_ten_are_hidden() -> None:
+def test_eight_in_ten_predicted_tokens_are_masked() -> None:
     rows = [np.full(2000, 50)]
     batch = mask_tokens(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
     asked = batch.inputs[0][batch.labels != CHARACTERS.pad]

@@ -223,7 +223,7 @@ def trainer_for(
 
     torch.manual_seed(options.seed)
     model = build_on_device()
-    world.copy(model.parameters())  # other processors may have drawn other bits
+    distributed.copy_from_first(world, model.parameters())  # other processors may have drawn other bits
     if options.checkpointing:
         recompute_layers(model)
     if issubclass(step, ShardedTrainStep):

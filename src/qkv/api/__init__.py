@@ -60,7 +60,7 @@ def load(
     if isinstance(opened.config.model, TranslationConfig):
         return Translator(opened, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
     if len(runs) > 1 or dtype not in ("auto", "fp32") or workers is not None:
-        raise UsageError(f"{opened.path}: is not a translation model: leave out dtype, workers and other runs")
+        raise UsageError(f"{opened.path}: is not a translation model: omit dtype, workers and other runs")
     if isinstance(opened.config.model, DecoderOnlyConfig):
         return LanguageModel(opened, weights=weights, device=device)
     return Encoder(opened, weights=weights, device=device)

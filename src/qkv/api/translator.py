@@ -18,9 +18,8 @@ from torch import Tensor
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
-from qkv.console import say
+from qkv.console import describe_device, say
 from qkv.core.dataset import PreparedText
-from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
@@ -93,7 +92,7 @@ class Translator(Explainer):
         if average not in AVERAGES:
             raise UsageError(f'average = "{average}": must be one of {", ".join(AVERAGES)}')
         if others and workers not in (None, 1):
-            raise UsageError("an ensemble translates in one process: leave out workers")
+            raise UsageError("an ensemble translates in one process: omit workers")
         self.average = average
         check_dtype(dtype, self.device)
         self.dtype = dtype
@@ -113,7 +112,7 @@ class Translator(Explainer):
         if self.device.type == "cpu":
             threads = f"processes: {self.workers.count}" if self.workers else f"threads: {torch.get_num_threads()}"
             return f"{getattr(first, 'engine', 'fp32')}, {threads}"
-        return f"{'bf16' if first is not self.model else 'fp32'} on {describe(self.device)}"
+        return f"{'bf16' if first is not self.model else 'fp32'} on {describe_device(self.device)}"
 
     @cached_property
     def runner(self) -> SearchRunner:
@@ -181,7 +180,7 @@ class Translator(Explainer):
         phrases = list(dict.fromkeys(phrase for of_text in required for phrase in of_text))
         request = SearchRequest.of(self.config, tgt, must_include=phrases, **options)
         if request.shortlist and (any(prefixes) or phrases or request.avoid):
-            raise UsageError("a shortlist may lack tokens of a prefix or of phrases: leave out the shortlist")
+            raise UsageError("a shortlist may lack tokens of a prefix or of phrases: omit the shortlist")
         if request.shortlist and self.runner.narrow is None:
             self._use_shortlist(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
