@@ -1,4 +1,4 @@
-"""What comes out of a translator."""
+"""Results of a translator: translations, their scores, and other words."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Translation:
 
 @dataclass(frozen=True)
 class OtherWord:
-    """A word that could stand at a place of a translation, and how the translation would best go on with it."""
+    """Another word at a position of a translation, and the best translation with that word."""
 
     word: str
-    probability: float  # of the word there, as the model sees it
+    probability: float  # of the word at this position
     text: str
     score: float
     logprob: float
@@ -79,7 +79,7 @@ class OtherWord:
 
 @dataclass(frozen=True)
 class Scored:
-    """The log-probability of a given translation, as a whole and token by token, </s> last."""
+    """The log-probability of a given translation, in total and of each token, </s> last."""
 
     logprob: float
     tokens: list[str]
