@@ -30,12 +30,12 @@ from qkv.console import writer
 from qkv.core.corpus import COMPRESSED, is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
-from qkv.core.validation import bleu_tokenizer
 from qkv.data.formats import LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
 from qkv.engines.cpu.native_search import worker_count
 from qkv.evaluation.diagnosis import find_loop
+from qkv.evaluation.metrics import bleu_tokenizer
 
 KINDS = ("back-translation", "self-training", "distillation")
 GARBLED = "\ufffd"  # the tokenizer's replacement of bytes that are not UTF-8

@@ -19,12 +19,12 @@ from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length, search_all, token_logprobs
-from qkv.core.validation import bleu_tokenizer
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
+from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.options import Config
 
 CANDIDATES = 16  # default number of hypotheses for `rerank`
