@@ -426,13 +426,13 @@ def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: floa
 
 def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    in_parts = loss_module._in_parts
+    in_parts = loss_module._LossInParts.apply
 
     def spy(*arguments: Any) -> Any:
         asked.append(arguments[-1])
         return in_parts(*arguments)
 
-    monkeypatch.setattr(loss_module, "_in_parts", spy)
+    monkeypatch.setattr(loss_module._LossInParts, "apply", spy)
     hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
     with torch.no_grad():
         without, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
