@@ -31,10 +31,20 @@ from conftest import WORDS, Call, sentences, write_pairs
 from qkv import cli
 from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
 from qkv.api.file_translation import ProcessGroup
-from qkv.api.pair_filters import BLANK, EDUNOV, FATES, OPTIONAL, Filters, Noise, Seen, Settled, settle
+from qkv.api.pair_filters import (
+    BLANK,
+    DISPOSITIONS,
+    EDUNOV,
+    OPTIONAL,
+    FilteredLine,
+    Filters,
+    Seen,
+    WordNoise,
+    filter_lines,
+)
+from qkv.api.results import Alternative
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.translate import Alternative
 from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
 
@@ -52,7 +62,7 @@ NUMBERED = st.integers(0, 40).map(lambda count: [str(n) for n in range(count)])
 
 @given(NUMBERED, st.integers(0, 5), st.integers(0, 1000))
 def test_no_word_moves_further_than_allowed(words: list[str], places: int, seed: int) -> None:
-    found = Noise(shuffle=places).words(words, np.random.default_rng(seed))
+    found = WordNoise(shuffle=places).words(words, np.random.default_rng(seed))
     assert sorted(found) == sorted(words)
     assert all(abs(place - int(word)) <= places for place, word in enumerate(found))
 
@@ -61,22 +71,24 @@ def test_words_do_move() -> None:
     moved = Counter(
         place - int(word)
         for seed in range(200)
-        for place, word in enumerate(Noise(shuffle=2).words([str(n) for n in range(10)], np.random.default_rng(seed)))
+        for place, word in enumerate(
+            WordNoise(shuffle=2).words([str(n) for n in range(10)], np.random.default_rng(seed))
+        )
     )
     assert set(moved) == {-2, -1, 0, 1, 2}
 
 
 @given(NUMBERED, st.floats(0, 0.99), st.integers(0, 1000))
-def test_something_is_left_in_order(words: list[str], drop: float, seed: int) -> None:
-    found = Noise(drop=drop).words(words, np.random.default_rng(seed))
+def test_dropped_words_leave_one_word_in_order(words: list[str], drop: float, seed: int) -> None:
+    found = WordNoise(drop=drop).words(words, np.random.default_rng(seed))
     assert bool(found) == bool(words)
     assert found == [word for word in words if word in found]
 
 
 def test_as_many_are_dropped_and_blanked_as_asked() -> None:
     words = [str(n) for n in range(100_000)]
-    dropped = Noise(drop=0.1).words(words, np.random.default_rng(1))
-    blanked = Noise(blank=0.2).words(words, np.random.default_rng(1))
+    dropped = WordNoise(drop=0.1).words(words, np.random.default_rng(1))
+    blanked = WordNoise(blank=0.2).words(words, np.random.default_rng(1))
     assert len(dropped) == pytest.approx(90_000, abs=500)
     assert blanked.count(BLANK) == pytest.approx(20_000, abs=500)
     assert all(each in (word, BLANK) for each, word in zip(blanked, words, strict=True))
@@ -86,17 +98,17 @@ def test_noise_follows_from_seed_and_number_alone() -> None:
     text = "one two three four five six seven eight nine ten"
     assert EDUNOV.text(text, 5, 1) == EDUNOV.text(text, 5, 1)
     assert len({EDUNOV.text(text, number, seed) for number in range(5) for seed in range(5)}) > 20
-    assert Noise().text("  as it  is ", 1, 1) == "  as it  is "
-    assert sorted(Noise(shuffle=3).text("日本語を話す", 1, 1, spaces=False)) == sorted("日本語を話す")
+    assert WordNoise().text("  as it  is ", 1, 1) == "  as it  is "
+    assert sorted(WordNoise(shuffle=3).text("日本語を話す", 1, 1, spaces=False)) == sorted("日本語を話す")
 
 
 @pytest.mark.parametrize("wrong", [{"drop": 1.0}, {"blank": -0.1}, {"shuffle": -1}, {"drop": float("nan")}])
 def test_noise_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        Noise(**wrong)
+        WordNoise(**wrong)
 
 
-# ---- what is known before any translation ----------------------------------------------------------------------------
+# ---- filters before the translation ----------------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", " a", "b", "c ", "é", "é", ""]), max_size=12), max_size=20))
@@ -120,10 +132,10 @@ def test_runs_stay_few() -> None:
     assert not any(seen.new([f"{number} 3" for number in range(200)]))
 
 
-def test_lines_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_filters, "CHUNK", 2)
-    found = list(settle(["a", "", "b", "a ", " ", "c"], lambda: 0))
-    assert [line.fate if isinstance(line, Settled) else "" for line in found] == [
+    found = list(filter_lines(["a", "", "b", "a ", " ", "c"], lambda: 0))
+    assert [line.disposition if isinstance(line, FilteredLine) else "" for line in found] == [
         "",
         "blank",
         "",
@@ -131,10 +143,10 @@ def test_lines_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
         "blank",
         "",
     ]
-    assert not any(isinstance(line, Settled) for line in settle(["a", "a"], lambda: 0, repeated=False))
+    assert not any(isinstance(line, FilteredLine) for line in filter_lines(["a", "a"], lambda: 0, repeated=False))
 
 
-# ---- fates, by a translator that does as it is told ------------------------------------------------------------------
+# ---- dispositions, with a fake translator ----------------------------------------------------------------------------
 
 
 class Words:
@@ -142,8 +154,8 @@ class Words:
         return text.split()
 
 
-class Told:
-    """Takes a translator's place: a line says itself what becomes of it."""
+class FakeTranslator:
+    """Fake translator: the text of a line determines its translation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.config, self.device = Config(), torch.device("cpu")
@@ -191,40 +203,40 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("reference", "fate"), [("CHOSEN X", "unfinished"), ("LA " * 12, "looped"), ("CHOSEN WELL", "kept")]
+    ("reference", "disposition"), [("CHOSEN X", "unfinished"), ("LA " * 12, "looped"), ("CHOSEN WELL", "kept")]
 )
-def test_what_is_chosen_is_judged(reference: str, fate: str) -> None:
-    augmenter = Augmenter(Told(), "distillation", filters=Filters(allow=("ratio",)))  # type: ignore[arg-type]
-    (pair,) = augmenter.pairs(list(settle(["chosen"], lambda: 0)), [reference])
-    assert (pair.fate, pair.tgt.split()) == (fate, reference.split())
+def test_the_chosen_candidate_is_filtered(reference: str, disposition: str) -> None:
+    augmenter = Augmenter(FakeTranslator(), "distillation", filters=Filters(allow=("ratio",)))  # type: ignore[arg-type]
+    (pair,) = augmenter.pairs(list(filter_lines(["chosen"], lambda: 0)), [reference])
+    assert (pair.disposition, pair.tgt.split()) == (disposition, reference.split())
 
 
-def fates(lines: list[str], **filters: Any) -> list[str]:
-    augmenter = Augmenter(Told(), "self-training", filters=Filters(**filters))  # type: ignore[arg-type]
-    return [pair.fate for pair in augmenter.pairs(list(settle(lines, lambda: 0)))]
+def dispositions(lines: list[str], **filters: Any) -> list[str]:
+    augmenter = Augmenter(FakeTranslator(), "self-training", filters=Filters(**filters))  # type: ignore[arg-type]
+    return [pair.disposition for pair in augmenter.pairs(list(filter_lines(lines, lambda: 0)))]
 
 
 EACH = ["", "same", "same ", "empty", "garbled", "unfinished", "looped", "copy", "long", "good one"]
-FATE = ["blank", "kept", "repeated", "empty", "garbled", "unfinished", "looped", "copy", "ratio", "kept"]
+EACH_DISPOSITION = ["blank", "kept", "repeated", "empty", "garbled", "unfinished", "looped", "copy", "ratio", "kept"]
 
 
 def test_each_fate_by_hand() -> None:
-    assert fates(EACH) == FATE
+    assert dispositions(EACH) == EACH_DISPOSITION
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_a_reason_may_be_waived(name: str) -> None:
-    lines = list(settle(EACH, lambda: 0, repeated=name != "repeated"))
-    augmenter = Augmenter(Told(), "self-training", filters=Filters(allow=(name,)))  # type: ignore[arg-type]
-    found = [pair.fate for pair in augmenter.pairs(lines)]
-    assert found == ["kept" if fate == name else fate for fate in FATE]
+def test_each_filter_can_be_switched_off(name: str) -> None:
+    lines = list(filter_lines(EACH, lambda: 0, repeated=name != "repeated"))
+    augmenter = Augmenter(FakeTranslator(), "self-training", filters=Filters(allow=(name,)))  # type: ignore[arg-type]
+    found = [pair.disposition for pair in augmenter.pairs(lines)]
+    assert found == ["kept" if disposition == name else disposition for disposition in EACH_DISPOSITION]
 
 
 def test_the_ratio_counts_four_tokens_at_least() -> None:
     """13 tokens for one, which counts as 4: more than 3 times, but not more than 3.25 times."""
-    assert fates(["long"], max_ratio=3.25) == ["kept"]
-    assert fates(["long"], max_ratio=3.2) == ["ratio"]
-    assert fates(["long"], max_ratio=0.0) == ["kept"]
+    assert dispositions(["long"], max_ratio=3.25) == ["kept"]
+    assert dispositions(["long"], max_ratio=3.2) == ["ratio"]
+    assert dispositions(["long"], max_ratio=0.0) == ["kept"]
 
 
 def test_copies_in_another_dress() -> None:
@@ -240,21 +252,21 @@ def test_copies_in_another_dress() -> None:
 
 def test_the_likeliest_are_kept() -> None:
     lines = [f"likely -{n}" for n in (3, 1, 4, 2, 5)]
-    assert fates(lines, min_logprob=-3.0) == ["kept", "kept", "unlikely", "kept", "unlikely"]
-    assert fates(lines, keep=0.5) == ["kept", "kept", "worse", "kept", "worse"]
-    assert fates(lines, keep=0.4, min_logprob=-4.0) == ["worse", "kept", "worse", "kept", "unlikely"]
-    assert fates([*lines, "copy"], keep=0.2) == ["worse", "kept", "worse", "worse", "worse", "copy"]
+    assert dispositions(lines, min_logprob=-3.0) == ["kept", "kept", "unlikely", "kept", "unlikely"]
+    assert dispositions(lines, keep=0.5) == ["kept", "kept", "worse", "kept", "worse"]
+    assert dispositions(lines, keep=0.4, min_logprob=-4.0) == ["worse", "kept", "worse", "kept", "unlikely"]
+    assert dispositions([*lines, "copy"], keep=0.2) == ["worse", "kept", "worse", "worse", "worse", "copy"]
 
 
 def test_a_round_trip_is_the_judge() -> None:
-    """The way back is asked of the pairs that are left: the given line, from its translation."""
-    forth, back = Told(), Told()
+    """The backward model scores the remaining pairs: the given line as a translation of its translation."""
+    forth, back = FakeTranslator(), FakeTranslator()
     back.config = Config().replace(data={"max_length": 3})
     lines = ["ab", "copy", "abcd", "too many words here"]
     augmenter = Augmenter(forth, "back-translation", filters=Filters(min_logprob=-5.0), back=back)  # type: ignore[arg-type]
     found = augmenter.pairs(lines)
     assert back.scored == [("AB X", "ab"), ("ABCD X", "abcd")]
-    assert [(pair.fate, pair.logprob) for pair in found] == [
+    assert [(pair.disposition, pair.logprob) for pair in found] == [
         ("kept", -4.0),
         ("copy", None),
         ("unlikely", -6.0),
@@ -263,35 +275,35 @@ def test_a_round_trip_is_the_judge() -> None:
 
 
 def test_the_closest_to_the_reference() -> None:
-    told = Told()
+    fake = FakeTranslator()
     others = [Alternative("the cat sleeps on the mat", -2.0, -8.0), Alternative("a cat sat on the mat", -3.0, -9.0)]
-    told.one = lambda line: Translation("that dog ran", -1.0, -4.0, [], others)  # type: ignore[method-assign]
+    fake.one = lambda line: Translation("that dog ran", -1.0, -4.0, [], others)  # type: ignore[method-assign]
     for by in ("bleu", "chrf"):
-        augmenter = Augmenter(told, "distillation", closest_by=by, options={"candidates": 3})  # type: ignore[arg-type]
+        augmenter = Augmenter(fake, "distillation", closest_by=by, options={"candidates": 3})  # type: ignore[arg-type]
         lines = ["die katze sass auf der matte"] * 3
         wanted = ["the cat sat on the mat today", "the cat sleeps on the mat", "xyz"]
         assert [pair.tgt for pair in augmenter.pairs(lines, wanted)] == [others[1].text, others[0].text, "that dog ran"]
-        assert told.how["n_best"] == 3
+        assert fake.how["n_best"] == 3
     (pair,) = augmenter.pairs(lines[:1], wanted[1:2])
     assert pair.logprob == -8.0 / 7
     with pytest.raises(UsageError, match="references are for distillation"):
-        Augmenter(told, "self-training").pairs(lines, wanted)  # type: ignore[arg-type]
+        Augmenter(fake, "self-training").pairs(lines, wanted)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="both choose among candidates"):
-        Augmenter(told, "distillation", options={"rerank": "bleu"}).pairs(lines, wanted)  # type: ignore[arg-type]
+        Augmenter(fake, "distillation", options={"rerank": "bleu"}).pairs(lines, wanted)  # type: ignore[arg-type]
 
 
 SAID = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=8).map(" ".join)
 
 
 @given(SAID, st.lists(SAID, min_size=2, max_size=6), st.sampled_from(["bleu", "chrf"]))
-def test_closest_is_what_the_metric_says(reference: str, texts: list[str], by: str) -> None:
+def test_the_closest_candidate_has_the_best_metric(reference: str, texts: list[str], by: str) -> None:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
-    told = Told()
+    fake = FakeTranslator()
     first, *rest = (Alternative(text, 0.0, 0.0) for text in texts)
-    told.one = lambda line: Translation(first.text, 0.0, 0.0, [], rest)  # type: ignore[method-assign]
-    (found,) = Augmenter(told, "distillation", closest_by=by).pairs(["x"], [reference])  # type: ignore[arg-type]
+    fake.one = lambda line: Translation(first.text, 0.0, 0.0, [], rest)  # type: ignore[method-assign]
+    (found,) = Augmenter(fake, "distillation", closest_by=by).pairs(["x"], [reference])  # type: ignore[arg-type]
     metric: Any = BLEU(effective_order=True) if by == "bleu" else CHRF()
     scores = {text: metric.sentence_score(text, [reference]).score for text in texts}
     assert scores[found.tgt] == pytest.approx(max(scores.values()))
@@ -299,7 +311,7 @@ def test_closest_is_what_the_metric_says(reference: str, texts: list[str], by: s
 
 def test_a_line_has_its_own_noise_wherever_it_is_cut() -> None:
     lines = ["one two three four five six seven eight"] * 9
-    augmenter = Augmenter(Told(), "self-training", noise=EDUNOV, seed=2)  # type: ignore[arg-type]
+    augmenter = Augmenter(FakeTranslator(), "self-training", noise=EDUNOV, seed=2)  # type: ignore[arg-type]
     whole = augmenter.pairs(lines)
     assert len({pair.src for pair in whole}) > 5
     assert [pair for first in (0, 4, 8) for pair in augmenter.pairs(lines[first : first + 4], first=first)] == whole
@@ -308,15 +320,15 @@ def test_a_line_has_its_own_noise_wherever_it_is_cut() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Augmenter(Told(), "distill"), 'kind = "distill": must be one of back-translation'),  # type: ignore[arg-type]
-        (lambda: Augmenter(Told(), "distillation", closest_by="ter"), "must be one of chrf, bleu"),  # type: ignore[arg-type]
-        (lambda: Augmenter(Told(), "distillation", options={"n_best": 2}), "n_best: not among"),  # type: ignore[arg-type]
+        (lambda: Augmenter(FakeTranslator(), "distill"), 'kind = "distill": must be one of back-translation'),  # type: ignore[arg-type]
+        (lambda: Augmenter(FakeTranslator(), "distillation", closest_by="ter"), "must be one of chrf, bleu"),  # type: ignore[arg-type]
+        (lambda: Augmenter(FakeTranslator(), "distillation", options={"n_best": 2}), "n_best: not an option here"),  # type: ignore[arg-type]
         (lambda: Filters(keep=0.0), "keep = 0.0"),
         (lambda: Filters(max_ratio=0.5), "max_ratio = 0.5"),
         (lambda: Filters(allow=("empty",)), 'allow = "empty": must be one of repeated'),
     ],
 )
-def test_what_cannot_be_asked(make: Any, words: str) -> None:
+def test_impossible_options_are_refused(make: Any, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
         make()
 
@@ -325,9 +337,9 @@ def test_what_cannot_be_asked(make: Any, words: str) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTranslator:
     """The translator that `augment` opens."""
-    found = Told()
+    found = FakeTranslator()
     monkeypatch.setattr(augmentation, "Translator", lambda *arguments, **options: found)
     return found
 
@@ -356,14 +368,14 @@ def test_every_line_is_accounted_for(
     folder = tmp_path_factory.mktemp("counts")
     (folder / "text").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(augmentation, "Translator", Told)
+        patch.setattr(augmentation, "Translator", FakeTranslator)
         patch.setattr("os.fsync", lambda handle: None)
         small_chunks(patch, size)
         found = qkv.augment(
             "run", folder / "text", folder / f"out.{form}", kind="back-translation", filters=Filters(3, -2, keep, allow)
         )
     assert found.lines == sum(found.counts.values()) == len(lines)
-    assert set(found.counts) <= set(FATES)
+    assert set(found.counts) <= set(DISPOSITIONS)
     if lines and found.counts.get("kept"):
         pairs = columns(folder / f"out.{form}")
         assert len(pairs) == found.counts["kept"]
@@ -374,7 +386,7 @@ def test_every_line_is_accounted_for(
         assert (folder / f"out.{form}").read_bytes() == b""
 
 
-def test_bad_lines_are_counted(told: Told, tmp_path: Path) -> None:
+def test_bad_lines_are_counted(fake: FakeTranslator, tmp_path: Path) -> None:
     text, references, out = tmp_path / "text", tmp_path / "references", tmp_path / "out.tsv"
     text.write_bytes(b"a\n\xff\n\nb\nc\n")
     references.write_bytes(b"1\n2\n3\n\xff\n5\n")
@@ -393,11 +405,11 @@ def test_bad_lines_are_counted(told: Told, tmp_path: Path) -> None:
         qkv.augment("run", text, tmp_path / "other.tsv", kind="distillation", on_bad="skip", references=references)
 
 
-def test_a_tab_is_no_third_column(told: Told, tmp_path: Path) -> None:
+def test_a_tab_is_no_third_column(fake: FakeTranslator, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a\tb\nc\n", encoding="utf-8")
     found = qkv.augment("run", tmp_path / "text", tmp_path / "out.tsv", kind="self-training")
     assert columns(tmp_path / "out.tsv") == [("a b", "A B X"), ("c", "C X")]
-    assert "in 1 pairs tabs became spaces" in str(found)
+    assert "tabs replaced by spaces in 1 pairs" in str(found)
     found = qkv.augment("run", tmp_path / "text", tmp_path / "out.jsonl", kind="self-training")
     assert columns(tmp_path / "out.jsonl") == [("a\tb", "A\tB X"), ("c", "C X")]
     assert str(found) == f"{tmp_path / 'out.jsonl'}: 2 lines read, 2 pairs kept"
@@ -405,11 +417,13 @@ def test_a_tab_is_no_third_column(told: Told, tmp_path: Path) -> None:
     assert [(row["line"], row["logprob"]) for row in rows] == [(1, -0.75), (2, -1.0)]
 
 
-def test_repeated_lines_are_not_translated_again(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_lines_are_not_translated_again(
+    fake: FakeTranslator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_chunks(monkeypatch, 2)
     (tmp_path / "text").write_text("a\nb\na\nc\nb\n", encoding="utf-8")
     found = qkv.augment("run", tmp_path / "text", tmp_path / "out.tsv", kind="self-training")
-    assert told.asked == ["a", "b", "c"]
+    assert fake.asked == ["a", "b", "c"]
     assert found.counts == {"repeated": 2, "kept": 3}
 
 
@@ -422,9 +436,9 @@ class Stopped(BaseException):
 
 @pytest.mark.parametrize("at", range(6))
 def test_stopped_at_any_chunk_and_gone_on_with(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    fake: FakeTranslator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Lines that came before in a chunk that is done are still known, and what was counted then is counted."""
+    """After a resume, lines of finished chunks still count as seen, and their counts are included."""
     small_chunks(monkeypatch, 4)
     text = tmp_path / "text"
     text.write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
@@ -442,18 +456,26 @@ def test_stopped_at_any_chunk_and_gone_on_with(
         with pytest.raises(Stopped):
             qkv.augment("run", text, tmp_path / "out.tsv", **how)
     if at:
-        for other in ({"seed": 4}, {"noise": Noise()}, {"filters": Filters()}, {"beam": 2}, {"kind": "self-training"}):
+        for other in (
+            {"seed": 4},
+            {"noise": WordNoise()},
+            {"filters": Filters()},
+            {"beam": 2},
+            {"kind": "self-training"},
+        ):
             with pytest.raises(UsageError, match="begun by another command"):
                 qkv.augment("run", text, tmp_path / "out.tsv", **{**how, **other})
-    told.asked.clear()
+    fake.asked.clear()
     again = qkv.augment("run", text, tmp_path / "out.tsv", **how)
     assert (tmp_path / "out.tsv").read_bytes() == (tmp_path / "whole.tsv").read_bytes()
     assert again.counts == whole.counts
-    assert set(told.asked) <= set(LINES[at * 4 :])
+    assert set(fake.asked) <= set(LINES[at * 4 :])
     assert sorted(os.listdir(tmp_path)) == ["out.tsv", "text", "whole.tsv"]
 
 
-def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_write_the_same_file(
+    fake: FakeTranslator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_chunks(monkeypatch, 4)
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     text = tmp_path / "text"
@@ -475,7 +497,7 @@ def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monke
     assert found["0"].counts == whole.counts
     assert found["1"].counts == {}
     monkeypatch.setattr(ProcessGroup, "from_environment", lambda: groups[0])
-    with pytest.raises(UsageError, match="several processes can share neither"):
+    with pytest.raises(UsageError, match="several processes cannot share"):
         qkv.augment("run", text, "-", **how)
 
 
@@ -484,12 +506,12 @@ def test_several_processes_write_the_same_file(told: Told, tmp_path: Path, monke
     [
         ("text", "out.txt", "out.txt: pairs are written as .tsv or .jsonl"),
         ("text", "out.tsv.gz", "name it without .gz"),
-        ("text.tsv", "out.tsv", "text.tsv: a .tsv file holds pairs"),
+        ("text.tsv", "out.tsv", "text.tsv: a .tsv file contains pairs"),
         ("none", "out.tsv", "none: no such file"),
     ],
 )
 def test_files_that_cannot_be(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, output: str, words: str
+    fake: FakeTranslator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, output: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("a\n", encoding="utf-8")
@@ -498,11 +520,11 @@ def test_files_that_cannot_be(
     assert os.listdir(tmp_path) == ["text"]
 
 
-def test_a_round_trip_that_nobody_needs_is_refused(told: Told, tmp_path: Path) -> None:
+def test_a_round_trip_without_use_is_refused(fake: FakeTranslator, tmp_path: Path) -> None:
     (tmp_path / "text").touch()
     with pytest.raises(UsageError, match="only one file"):
         qkv.augment("run", "-", tmp_path / "out.tsv", kind="distillation", references="-")
-    with pytest.raises(UsageError, match="nothing asks: set min_logprob or keep"):
+    with pytest.raises(UsageError, match="are not used: set min_logprob or keep"):
         qkv.augment("run", tmp_path / "text", tmp_path / "out.tsv", kind="self-training", back="other")
 
 
@@ -511,14 +533,14 @@ def test_a_round_trip_that_nobody_needs_is_refused(told: Told, tmp_path: Path) -
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Sixty sentences of the small language, of which some are said twice."""
+    """Sixty sentences of the small language, some of them repeated."""
     drawn = [source for source, _ in sentences(60, seed=7)]
     (tmp_path / "mono.en").write_text("".join(f"{line}\n" for line in drawn), encoding="utf-8")
     return tmp_path / "mono.en"
 
 
-def told_counts(said: str) -> tuple[int, int, int]:
-    """Of what is said at the end: lines read, pairs kept, lines left out."""
+def reported_counts(said: str) -> tuple[int, int, int]:
+    """Parse the final report: lines read, pairs kept, lines left out."""
     read_, kept = map(int, re.search(r"(\d+) lines read, (\d+) pairs kept", said).groups())  # type: ignore[union-attr]
     return read_, kept, sum(map(int, re.findall(r"left out: (\d+)", said)))
 
@@ -528,7 +550,7 @@ def test_translations_are_on_the_side_they_belong_to(tiny: Path, call: Call, tex
         out = tmp_path / f"{kind}.tsv"
         done = call("augment", tiny, text, "-o", out, "--as", kind)
         assert done.code == 0, done.err
-        read_, kept, left_out = told_counts(done.err)
+        read_, kept, left_out = reported_counts(done.err)
         assert read_ == kept + left_out == 60
         pairs = columns(out)
         assert len(pairs) == kept >= 45
@@ -545,7 +567,7 @@ def test_standard_output_is_a_corpus(tiny: Path, call: Call, text: Path) -> None
     done = call("augment", tiny, "--as", "self-training", input=text.read_bytes())
     assert done.code == 0, done.err
     rows = [line.split("\t") for line in done.out.splitlines()]
-    assert len(rows) == told_counts(done.err)[1]
+    assert len(rows) == reported_counts(done.err)[1]
     assert all(len(row) == 2 for row in rows)
 
 
@@ -554,7 +576,7 @@ def test_standard_output_is_a_corpus(tiny: Path, call: Call, text: Path) -> None
     [["--beam", "2"], ["--sample"], ["--sample", "--top-k", "3"], ["--noise"], ["--noise", "--drop", "0"]],
     ids=" ".join,
 )
-def test_whatever_the_batch(
+def test_results_do_not_depend_on_the_batch(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
     outs = [tmp_path / f"{size}.tsv" for size in (2048, 7)]
@@ -626,7 +648,7 @@ def test_killed_and_gone_on_with(
     assert again.err.startswith(f"{out}: resuming, 16 lines are done\n")
     unbroken = call("augment", *how, "-o", whole)
     assert out.read_bytes() == whole.read_bytes()
-    assert told_counts(again.err) == told_counts(unbroken.err)
+    assert reported_counts(again.err) == reported_counts(unbroken.err)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -724,7 +746,7 @@ def fenced(language: str) -> list[str]:
 
 @pytest.fixture
 def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of the names that docs/augmenting.md uses; what is to be translated is in the language of `tiny`."""
+    """Write the files that docs/augmenting.md names; texts to translate are in the language of `tiny`."""
     alone = [(source, source) for source, _ in sentences(24, seed=3)]
     parts = {"train": sentences(300, seed=1), "valid": sentences(20, seed=2), "mono": alone}
     for name, pairs in parts.items():
@@ -755,7 +777,7 @@ def test_the_page_runs(page_folder: Path, tiny: Path) -> None:
             shutil.rmtree(run := page_folder / arguments[arguments.index("--run") + 1])
             shutil.copytree(tiny, run)
         else:
-            read_, kept, left_out = told_counts(said.getvalue())
+            read_, kept, left_out = reported_counts(said.getvalue())
             assert read_ == kept + left_out == (300 if "train.en" in arguments else 24)
             assert kept >= (5 if "--sample" in arguments else 20)  # so small a model also draws bytes and nothing
     (code,) = fenced("python")
@@ -771,6 +793,6 @@ def test_every_option_is_on_the_page() -> None:
     own = {each.opts[0] for each in command.params if each.opts[0].startswith("--")} - {"--help"}
     of_translate = {each.opts[0] for each in typer.main.get_command(cli.app).commands["translate"].params}  # type: ignore[attr-defined]
     assert {option for option in own - of_translate if option not in text} == set()
-    assert {name for name in FATES if name != "kept" and f"`{name}`" not in text} == set()
+    assert {name for name in DISPOSITIONS if name != "kept" and f"`{name}`" not in text} == set()
     used = {word for words in page_commands() for word in words if words[1] == "augment" and word.startswith("--")}
     assert used <= own

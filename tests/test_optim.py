@@ -16,7 +16,6 @@ from conftest import tiny_config
 from qkv.assembly import Run, build_model, optimizer_for
 from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
-from qkv.core.transformer import Transformer
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, as_wide_matrices, matrices, orthogonal
@@ -80,7 +79,7 @@ def test_newton_schulz_gives_nearly_orthogonal_rows(shape: tuple[int, ...]) -> N
     assert cosine.min() > 0.98
 
 
-def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
+def test_newton_schulz_keeps_zeros_and_raises_small_singular_values() -> None:
     assert orthogonal(torch.zeros(3, 4)).eq(0).all()
     spread = torch.diag(torch.logspace(0, -2.5, 8)) @ torch.linalg.qr(torch.randn(8, 8)).Q
     assert singular_values(orthogonal(spread)).min() > 0.7
@@ -89,7 +88,7 @@ def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
 def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
     model = build_model(TINY, 17, 17)
     before = weights(model)
-    optimizer = build_model(model, "muon", rate=0.01)
+    optimizer = build(model, "muon", rate=0.01)
     model(torch.randint(3, 17, (8, 7)), torch.full((8,), 7), torch.randint(3, 17, (8, 6))).logsumexp(
         -1
     ).sum().backward()
@@ -109,8 +108,8 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
 def test_weight_decay_shrinks_every_matrix(name: str) -> None:
-    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
-    model = Transformer(TINY, 17, 17)
+    """Without a gradient, a step multiplies the matrices alone by 1 − rate · weight_decay."""
+    model = build_model(TINY, 17, 17)
     before = weights(model)
     optimizer = build(model, name, rate=0.01, weight_decay=0.1)
     for parameter in model.parameters():
@@ -167,7 +166,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
     turned = matrix_optimizers.Soap(ours, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.1, every=0)
-    adam = build_model(theirs, "adamw", rate=0.01, weight_decay=0.1)
+    adam = build(theirs, "adamw", rate=0.01, weight_decay=0.1)
     for group in turned.param_groups:
         group["lr"] = 0.01
     descend(ours, turned, regression(ours), 20)
@@ -178,7 +177,7 @@ def test_soap_in_fixed_bases_is_adam() -> None:
 
 def test_soaps_bases_become_eigenvectors() -> None:
     model = perceptron()
-    optimizer = build_model(model, "soap", rate=0.003)
+    optimizer = build(model, "soap", rate=0.003)
     descend(model, optimizer, regression(model), 41)
     state = optimizer.state[next(model.parameters())]
     for side in ("left", "right"):
@@ -193,7 +192,7 @@ def test_soaps_bases_become_eigenvectors() -> None:
 def test_a_side_too_long_keeps_its_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_optimizers, "LARGEST", 20)
     model = perceptron()
-    optimizer = build_model(model, "soap")
+    optimizer = build(model, "soap")
     start = regression(model)().item()
     assert descend(model, optimizer, regression(model), 30) < start / 2
     assert not any(name.startswith("right") for state in optimizer.state.values() for name in state)
@@ -209,26 +208,26 @@ def test_a_regression_is_learned(name: str) -> None:
     loss = regression(model)
     start = loss().item()
     rate = 0.05 if name == "muon" else 0.01  # a step of Adam's first hundred is larger than those that Muon's are like
-    assert descend(model, build_model(model, name, rate=rate), loss, 100) < 0.2 * start
+    assert descend(model, build(model, name, rate=rate), loss, 100) < 0.2 * start
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_rate_may_be_a_tensor(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    descend(ours, build_model(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
-    descend(theirs, build_model(theirs, name, rate=0.01), regression(theirs), 5)
+    descend(ours, build(ours, name, rate=torch.tensor(0.01)), regression(ours), 5)
+    descend(theirs, build(theirs, name, rate=0.01), regression(theirs), 5)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
-    """With found_inf = 1 a gradient that is no number changes nothing, not even what comes after."""
+def test_a_step_can_be_skipped_on_the_device(name: str, at: int) -> None:
+    """With found_inf = 1 a NaN gradient changes neither the weights nor the steps after it."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build_model(ours, name, weight_decay=0.0), build_model(theirs, name, weight_decay=0.0)
+    first, second = build(ours, name, weight_decay=0.0), build(theirs, name, weight_decay=0.0)
     for number in range(8):
         for model, optimizer in ((ours, first), (theirs, second)):
             optimizer.zero_grad()
@@ -251,7 +250,7 @@ def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
 def test_gradients_may_be_scaled(name: str) -> None:
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
-    first, second = build_model(ours, name), build_model(theirs, name)
+    first, second = build(ours, name), build(theirs, name)
     first.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     descend(ours, first, lambda: regression(ours)() * 1024, 5)
     descend(theirs, second, regression(theirs), 5)
@@ -261,13 +260,13 @@ def test_gradients_may_be_scaled(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [4, 10])
-def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> None:
+def test_the_saved_state_of_an_optimizer_is_complete(name: str, at: int, tmp_path: Path) -> None:
     """Between SOAP's refreshments or on one, a new optimiser with the state goes on with the same bits."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(2)
         model = perceptron()
-        return model, build_model(model, name, weight_decay=0.0 if name == "adam" else 0.1)
+        return model, build(model, name, weight_decay=0.0 if name == "adam" else 0.1)
 
     model, optimizer = made()
     run = Run(tmp_path)
@@ -304,7 +303,7 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
     sizes = {"d_ff": 12, "heads": 2, "layers": 1} if kind in ("decoder", "encoder") else {}
     spec = MODEL_KINDS[kind](d_model=8, **sizes)  # type: ignore[arg-type]
     model = build_model(spec, 17, 17)
-    optimizer = build_model(model, name)
+    optimizer = build(model, name)
     assert isinstance(optimizer, MatrixOptimizer)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
     before = weights(model)
@@ -325,7 +324,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
     assert rates[699:] == sorted(rates[699:], reverse=True)
     assert rates[774] == pytest.approx(2e-3 * (1 - math.sqrt(75 / 300)))  # a quarter of the way down in time
     assert rates[-1] == 0
-    assert learning_rate(1001, spec, 512) == 0  # a run whose limit was lowered
+    assert learning_rate(1001, spec, 512) == 0  # beyond the end, as after train.steps was lowered
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:

@@ -66,7 +66,7 @@ def stopped_after(count: int) -> Any:
 
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
-    """An output of which three chunks of four lines are done."""
+    """An unfinished output: three chunks of four lines are done."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(3))
     return tmp_path / "out"
@@ -128,7 +128,7 @@ def test_reading_stays_one_chunk_ahead(tmp_path: Path) -> None:
 # ---- stopped and continued -------------------------------------------------------------------------------------------
 
 
-def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_an_uninterrupted_run_leaves_only_the_output_file(tmp_path: Path) -> None:
     counts = attempt(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == EXPECTED
     assert counts == {"truncated": sum("3" in line for line in LINES)}
@@ -141,7 +141,7 @@ def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interval", [0.0, 1000.0])
 @pytest.mark.parametrize("at", range(7))
 def test_stopped_at_any_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, interval: float) -> None:
-    """What was done is not done again, whether it was flushed at each chunk or only in the end."""
+    """Finished chunks are not repeated, whether they were flushed at each chunk or only at the end."""
     monkeypatch.setattr(output_journal, "INTERVAL", interval)
     out = tmp_path / "out"
     done: list[int] = []
@@ -201,7 +201,7 @@ def test_a_journal_line_counts_only_with_its_newline(last: Entry | End) -> None:
 
 @pytest.mark.parametrize("name", ["out.part", "out.part.json"])
 def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
-    """What is done after a cut is written down where the next attempt finds it."""
+    """Chunks finished after a truncation are in the journal for the next attempt."""
     cut = unfinished.with_name(name)
     os.truncate(cut, cut.stat().st_size - 5)
     with pytest.raises(Stopped):
@@ -210,7 +210,7 @@ def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
     assert unfinished.read_bytes() == EXPECTED
 
 
-def test_what_is_spoilt_is_done_again(unfinished: Path, tmp_path: Path) -> None:
+def test_damaged_output_is_translated_again(unfinished: Path, tmp_path: Path) -> None:
     """Some file systems fill what they lost in a power cut with zeros; what the journal does not know of is cut off."""
     part, log = (tmp_path / f"out.part{suffix}" for suffix in ("", ".json"))
     whole, entries = part.read_bytes(), log.read_bytes()
@@ -231,7 +231,7 @@ def test_what_is_spoilt_is_done_again(unfinished: Path, tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["out"]
 
 
-def test_going_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         attempt(out, stopped_after(3))
@@ -268,13 +268,13 @@ def test_another_task_or_input_is_refused(unfinished: Path, change: dict[str, An
 
 
 def test_lines_that_were_not_yet_read_may_change(unfinished: Path) -> None:
-    """A bad line is mended and the work goes on: what is kept is still right."""
+    """After a bad line is repaired, the finished chunks are still used."""
     attempt(unfinished, lines=[*LINES[:12], "mended"])
     assert unfinished.read_bytes().splitlines()[12:] == [b"13\tMENDED"]
 
 
 def test_nothing_done_is_nothing_kept(tmp_path: Path) -> None:
-    """A journal without a chunk binds nobody."""
+    """A journal without a chunk is replaced by any task."""
     with pytest.raises(Stopped):
         attempt(tmp_path / "out", stopped_after(0))
     assert not os.listdir(tmp_path)
@@ -443,7 +443,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Each does its share, some of eight have none; and no matter who is late."""
+    """Each process translates its share (with 8, some get none); they may finish in any order."""
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 
@@ -460,7 +460,7 @@ def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert others == [{}] * (world - 1)
 
 
-def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_resume_a_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -561,7 +561,7 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """Takes the place of a translator, and remembers how it was asked."""
+    """Fake translator that records its options."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.loaded = arguments, options
@@ -691,7 +691,7 @@ def unfinished_call(
     return [text, "-o", out]
 
 
-def test_a_bad_line_may_be_skipped_on_going_on(
+def test_a_bad_line_may_be_skipped_on_resuming(
     tiny: Path, call: Call, recorder: Recorder, unfinished_call: list[Any], tmp_path: Path
 ) -> None:
     recorder.asked.clear()
@@ -705,7 +705,9 @@ def test_a_bad_line_may_be_skipped_on_going_on(
     assert sorted(os.listdir(tmp_path)) == ["out", "text"]
 
 
-def test_what_is_piped_can_be_gone_on_with(tiny: Path, call: Call, recorder: Recorder, tmp_path: Path) -> None:
+def test_a_translation_of_standard_input_can_be_resumed(
+    tiny: Path, call: Call, recorder: Recorder, tmp_path: Path
+) -> None:
     """The same text on standard input again; another is refused."""
     out = tmp_path / "out"
     good = b"".join(b"%d\n" % number for number in range(5000))
@@ -765,7 +767,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_real_one_is_killed_and_goes_on(
+def test_a_killed_translation_resumes(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times from outside, whatever it is at; the scores are the same to the last digit too."""
@@ -789,7 +791,7 @@ def test_a_real_one_is_killed_and_goes_on(
 
 @pytest.mark.slow
 def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes, of which one is killed, are ended; started again, they write what one alone does."""
+    """If one of two processes is killed, the other ends; restarted, they write the same file as one process."""
     monkeypatch.setattr("qkv.api.CHUNK", 20)
     assert call("translate", tiny, text, "--json", "-o", tmp_path / "expected").code == 0
     out, script = tmp_path / "out", tmp_path / "slow.py"
@@ -814,7 +816,7 @@ def wait_for(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
     assert process.poll() is None
 
 
-def test_what_must_not_be_written_to_or_read_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_unsafe_inputs_and_outputs_are_refused(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "in.txt"
     text.write_text("One cat.\n", encoding="utf-8")
     pairs = tmp_path / "pairs.tsv"

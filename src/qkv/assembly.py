@@ -18,10 +18,10 @@ from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Model, Transformer, TranslationModel
-from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
 from qkv.data.subwords import pair_dropout
+from qkv.decoding.search_request import DecodingEngine
 from qkv.engines import unpadded
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
@@ -30,6 +30,7 @@ from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.models.convs2s import ConvS2S
 from qkv.models.language_models import DecoderOnly, EncoderOnly
 from qkv.models.rnn import Rnn
@@ -50,6 +51,7 @@ from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
 from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.prefetching import prefetching
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
 
@@ -148,7 +150,8 @@ def task_for(config: Config) -> Task:
         case EncoderOnlyConfig():
             return MaskedLanguageModelTask()
         case _:
-            return TranslationTask(start_search_for(choose_device(config.train.device)), **batch_hooks_for(config))
+            start, tokenize = start_search_for(choose_device(config.train.device)), bleu_tokenizer(config.data.tgt_lang)
+            return TranslationTask(start, tokenize, **batch_hooks_for(config))
 
 
 def batch_hooks_for(config: Config) -> dict[str, Any]:
@@ -177,8 +180,8 @@ def updates_for(
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
     if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        return cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
-    return task_for(config).updates(text, config, device, world)
+        return prefetching(cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config)))
+    return prefetching(task_for(config).updates(text, config, device, world))
 
 
 def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
@@ -223,7 +226,7 @@ def trainer_for(
 
     torch.manual_seed(options.seed)
     model = build_on_device()
-    world.copy(model.parameters())  # other processors may have drawn other bits
+    distributed.copy_from_first(world, model.parameters())  # other processors may have drawn other bits
     if options.checkpointing:
         recompute_layers(model)
     if issubclass(step, ShardedTrainStep):

@@ -1,6 +1,6 @@
-"""Which lines become pairs: what becomes of a line, the filters, and what is known before any translation.
+"""Filters of synthetic pairs, dispositions of lines, and word noise.
 
-Every line that is read has one fate, and all are counted. Lines that came before are found by hashes, in 8 bytes each.
+Every input line gets one disposition, and all are counted. Repeated lines are found by hashes of 8 bytes each.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from qkv.api.translator import CHUNK
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import LineReader
 
-# What becomes of a line, in the order in which it is asked; the first that holds is the one counted.
-FATES = {
+# Dispositions in order of priority: the first that applies is counted.
+DISPOSITIONS = {
     "encoding": "not UTF-8",
     "blank": "blank",
-    "repeated": "came before in the same text, and were not translated again",
-    "empty": "were translated by nothing",
-    "garbled": "came out with bytes that are no letters",
-    "unfinished": "reached the longest length allowed before the model ended",
-    "looped": "ran in a loop",
-    "copy": "came out as they went in",
-    "ratio": "came out much too long or too short",
-    "unlikely": "are less likely than asked for",
-    "worse": "are not among the best",
+    "repeated": "repeated in the same text, not translated again",
+    "empty": "with an empty translation",
+    "garbled": "translated with bytes that are not UTF-8",
+    "unfinished": "translated up to the length limit",
+    "looped": "translated with a loop",
+    "copy": "translated by a copy of the line",
+    "ratio": "translated much too long or too short",
+    "unlikely": "less likely than min_logprob",
+    "worse": "not among the best share",
     "kept": "kept",
 }
-OPTIONAL = ("repeated", "unfinished", "looped", "copy", "ratio")  # reasons that a user may waive
+OPTIONAL = ("repeated", "unfinished", "looped", "copy", "ratio")  # filters that `allow` switches off
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which pairs are left out.
+    """Options of the filters that drop pairs.
 
-    `max_ratio` compares lengths in tokens, of which a shorter side counts as at least 4; 0 is no limit. `min_logprob`
-    is the least log-probability of a token, on average. `keep` is a share: of the pairs of a chunk that pass everything
-    else, so many are kept, the likeliest. `allow` names reasons for which nothing is left out.
+    `max_ratio` limits the ratio of lengths in tokens, with the shorter side counted as at least 4; 0 is no limit.
+    `min_logprob` is the lowest allowed mean log-probability of a token. `keep` is the share of a chunk's pairs, the
+    most probable ones, kept after all other filters. `allow` names filters to switch off.
     """
 
     max_ratio: float = 3.0
@@ -62,84 +62,85 @@ class Filters:
 
     @property
     def ranked(self) -> bool:
-        """Whether it matters how likely a pair is."""
+        """Return whether a filter needs the log-probabilities of pairs."""
         return self.min_logprob is not None or self.keep < 1
 
 
-class Settled(str):
-    """A line of which it is known before any translation that no pair comes of it, and why."""
+class FilteredLine(str):
+    """A line that is filtered out before translation, with its disposition."""
 
-    fate: str
+    disposition: str
 
-    def __new__(cls, line: str, fate: str) -> Self:
-        made = super().__new__(cls, line)
-        made.fate = fate
-        return made
+    def __new__(cls, line: str, disposition: str) -> Self:
+        filtered = super().__new__(cls, line)
+        filtered.disposition = disposition
+        return filtered
 
 
 class Seen:
-    """Which lines have come before: 8 bytes for each, in sorted runs of which each is twice as long as the next."""
+    """Set of lines by hash, 8 bytes each, in sorted arrays of decreasing size (each at least twice the next)."""
 
     def __init__(self) -> None:
         self.runs: list[NDArray[np.uint64]] = []
 
     def new(self, lines: Sequence[str]) -> list[bool]:
-        """For each line, whether it comes for the first time; spaces around it and its Unicode form do not matter."""
-        plain = (unicodedata.normalize("NFC", line).strip().encode() for line in lines)
-        hashes = np.frombuffer(b"".join(hashlib.blake2b(line, digest_size=8).digest() for line in plain), np.uint64)
-        fresh = np.zeros(len(hashes), np.bool_)
-        fresh[np.unique(hashes, return_index=True)[1]] = True
+        """Add lines and return for each whether it is new; outer spaces and the Unicode form are ignored."""
+        texts = (unicodedata.normalize("NFC", line).strip().encode() for line in lines)
+        hashes = np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), np.uint64)
+        new = np.zeros(len(hashes), np.bool_)
+        new[np.unique(hashes, return_index=True)[1]] = True
         for run in self.runs:
-            fresh &= run[np.searchsorted(run, hashes).clip(max=len(run) - 1)] != hashes
-        if fresh.any():
-            self.runs.append(np.sort(hashes[fresh]))
+            new &= run[np.searchsorted(run, hashes).clip(max=len(run) - 1)] != hashes
+        if new.any():
+            self.runs.append(np.sort(hashes[new]))
         while len(self.runs) > 1 and len(self.runs[-2]) < 2 * len(self.runs[-1]):
             self.runs[-2:] = [np.sort(np.concatenate(self.runs[-2:]))]
-        return fresh.tolist()
+        return new.tolist()
 
 
-def settle(lines: Iterable[str], bad: Callable[[], int], repeated: bool = True) -> Iterator[str]:
-    """The lines, of which those that are not UTF-8, blank or repeated are settled.
+def filter_lines(lines: Iterable[str], bad: Callable[[], int], repeated: bool = True) -> Iterator[str]:
+    """Yield the lines; those that are not UTF-8, blank or repeated as `FilteredLine`.
 
-    `bad` tells how many of those read so far were not UTF-8. A reference may stand behind a line, after a line break.
+    `bad` returns the number of lines read so far that were not UTF-8. A line may include its reference after a line
+    break.
     """
     seen = Seen()
-    for chunk in chunks(_readable(lines, bad), CHUNK):
+    for chunk in chunks(_filter_unreadable(lines, bad), CHUNK):
         new = seen.new(chunk.lines) if repeated else [True] * len(chunk.lines)
-        for line, first in zip(chunk.lines, new, strict=True):
-            yield line if first or isinstance(line, Settled) else Settled(line, "repeated")
+        for line, is_new in zip(chunk.lines, new, strict=True):
+            yield line if is_new or isinstance(line, FilteredLine) else FilteredLine(line, "repeated")
 
 
-def _readable(lines: Iterable[str], bad: Callable[[], int]) -> Iterator[str]:
+def _filter_unreadable(lines: Iterable[str], bad: Callable[[], int]) -> Iterator[str]:
     before = 0
     for line in lines:
         now = bad()
         if now > before:
-            yield Settled(line, "encoding")
+            yield FilteredLine(line, "encoding")
         else:
-            yield line if line.partition("\n")[0].strip() else Settled(line, "blank")
+            yield line if line.partition("\n")[0].strip() else FilteredLine(line, "blank")
         before = now
 
 
-def beside(files: Sequence[LineReader]) -> Iterator[str]:
-    """The lines of one file, or of several line by line with a line break between them, which no line has."""
+def zip_lines(files: Sequence[LineReader]) -> Iterator[str]:
+    """Yield the lines of one file, or the corresponding lines of several joined by a line break."""
     for lines in zip_longest(*files):
         if None in lines:
-            ended = files[lines.index(None)].name
+            shorter = files[lines.index(None)].name
             longer = next(each.name for each, line in zip(files, lines, strict=True) if line is not None)
-            raise QkvError(f"{longer} has more lines than {ended}: they must correspond line by line")
+            raise QkvError(f"{longer} has more lines than {shorter}: they must correspond line by line")
         yield "\n".join(lines)
 
 
-# ---- Noise on the words of a sentence: some are dropped, some blanked, and the rest stands a little out o ------------
+# ---- word noise: words are dropped, blanked and shuffled -------------------------------------------------------------
 
 
-BLANK = "_"  # stands for a word; one letter, so that it is one token of any vocabulary
+BLANK = "_"  # replaces a word; a single character, so that it is one token of any vocabulary
 
 
 @dataclass(frozen=True)
-class Noise:
-    """How much of it: shares of words dropped and blanked, and how many places a word may move."""
+class WordNoise:
+    """Shares of words that are dropped and blanked, and the largest distance that a word moves."""
 
     drop: float = 0.0
     blank: float = 0.0
@@ -150,27 +151,27 @@ class Noise:
             if not 0 <= value < 1:
                 raise UsageError(f"{name} = {value}: a share of the words, from 0 to below 1")
         if self.shuffle < 0:
-            raise UsageError(f"shuffle = {self.shuffle}: places that a word may move, 0 or more")
+            raise UsageError(f"shuffle = {self.shuffle}: the largest distance a word moves, 0 or more")
 
     def __bool__(self) -> bool:
-        return self != Noise()
+        return self != WordNoise()
 
     def words(self, words: Sequence[str], random: np.random.Generator) -> list[str]:
-        """The words with noise; of one or more, one is left at least."""
-        kept = [word for word, drawn in zip(words, random.random(len(words)), strict=True) if drawn >= self.drop]
+        """Return the words with noise; at least one word is kept."""
+        kept = [word for word, draw in zip(words, random.random(len(words)), strict=True) if draw >= self.drop]
         if not kept and words:
             kept = [words[int(random.integers(len(words)))]]
         blanked = random.random(len(kept)) < self.blank
-        # A word overtakes another only if that is less than shuffle + 1 places ahead, so none moves further.
+        # Sort keys place + U(0, shuffle + 1): a word overtakes only words less than shuffle + 1 places ahead.
         order = np.argsort(np.arange(len(kept)) + random.random(len(kept)) * (self.shuffle + 1), kind="stable")
         return [BLANK if blanked[place] else kept[place] for place in order.tolist()]
 
     def text(self, text: str, number: int, seed: int, *, spaces: bool = True) -> str:
-        """A line with noise; `number` is its place in the input. Without spaces between words, letters are words."""
+        """Return a line with noise; `number` is its line number. If `spaces` is False, characters count as words."""
         if not self:
             return text
         random = np.random.default_rng((seed % 2**64, number))
         return " ".join(self.words(text.split(), random)) if spaces else "".join(self.words(list(text), random))
 
 
-EDUNOV = Noise(drop=0.1, blank=0.1, shuffle=3)  # as published
+EDUNOV = WordNoise(drop=0.1, blank=0.1, shuffle=3)  # as in Edunov et al. (2018)

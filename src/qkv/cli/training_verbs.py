@@ -15,7 +15,7 @@ from qkv.cli.arguments import RunArgument, Settings, command_line, with_extra_pa
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api.pair_filters import Noise
+    from qkv.api.pair_filters import WordNoise
     from qkv.assembly import Run
     from qkv.core.dataset import PreparedText
     from qkv.options import Config
@@ -278,12 +278,12 @@ def augment(
         say(str(summary))
 
 
-def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> Noise:
+def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> WordNoise:
     """Return the noise of the options; values not given are those of --noise (Edunov et al. 2018), or zero."""
-    from qkv.api.pair_filters import EDUNOV, Noise
+    from qkv.api.pair_filters import EDUNOV, WordNoise
 
-    base = EDUNOV if standard else Noise()
-    return Noise(
+    base = EDUNOV if standard else WordNoise()
+    return WordNoise(
         base.drop if drop is None else drop,
         base.blank if blank is None else blank,
         base.shuffle if shuffle is None else shuffle,

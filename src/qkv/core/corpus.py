@@ -1,23 +1,18 @@
-"""Text files as blocks of lines, plain or compressed: the first stage of the path.
+"""Text files as blocks of lines, the first stage of the path.
 
 A line ends at a newline byte and nowhere else; a carriage return before it and a byte order mark at the start of a file
-are removed. Files are decompressed once, then divided into blocks that any process can read by itself.
+are removed. Files are decompressed once by a reader, then divided into blocks that any process can read by itself.
 """
 
 from __future__ import annotations
 
-import bz2
-import difflib
-import gzip
 import hashlib
-import lzma
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20  # a block is closed when both sides together have so many
 READ_BYTES = 1 << 20
-COMPRESSED = (".gz", ".xz", ".bz2")
+COMPRESSED = (".gz", ".xz", ".bz2", ".zst")  # decompressed by the reader of `data.formats`
 BOM = b"\xef\xbb\xbf"
 
 Texts = tuple[str, ...]  # source and target, or one line of text without a source
@@ -46,7 +41,7 @@ def serial_map(function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -
 
 @dataclass(frozen=True)
 class LineFormat:
-    """How text is laid out in lines: `parse` turns a line into the texts of a pair, or raises ValueError."""
+    """Layout of text in lines: `parse` turns a line into the texts of a pair, or raises ValueError."""
 
     key: str  # part of the key of a prepared text
     parse: Callable[[str], Texts] | None = None  # None: every file holds one side
@@ -66,16 +61,11 @@ LINES = LineFormat("lines")
 
 
 def read_file(path: Path) -> Iterator[bytes]:
-    """Read a file in parts, decompressed if its name ends in .gz, .xz or .bz2."""
+    """Read a file in parts."""
     try:
-        opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
-        with cast(IO[bytes], opener(path, "rb")) as file:
+        with open(path, "rb") as file:
             yield from iter(lambda: file.read(READ_BYTES), b"")
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise QkvError(f"{path}: broken {path.suffix} file ({error}): copy or compress it again") from None
     except OSError as error:
-        if path.suffix == ".bz2" and error.errno is None:  # bz2's error for data of another kind
-            raise QkvError(f"{path}: broken .bz2 file ({error}): copy or compress it again") from None
         raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
 
 
@@ -114,48 +104,27 @@ class TextBlock:
 # ---- finding files ---------------------------------------------------------------------------------------------------
 
 
-def find_file(name: str, root: str, suffixes: tuple[str, ...] = COMPRESSED) -> Path:
-    """Return the path of a file, or of its compressed form: `train.en.xz` is found as `train.en`."""
+def find_file(name: str, root: str) -> Path:
+    """Return the path of a text file, relative to a folder."""
     path = Path(root, name)
-    if path.is_dir():
-        raise UsageError(f"{path}: is a folder: give a text file")
-    if path.exists():
-        return path
-    compressed = [path.with_name(path.name + suffix) for suffix in suffixes]
-    existing = [each for each in compressed if each.exists()]
-    if len(existing) > 1:
-        raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in existing)}: name one of them")
-    if existing:
-        return existing[0]
-    names: list[str] = []
-    with suppress(OSError):  # the folder may be missing or unreadable
-        names = [each.name for each in path.parent.iterdir() if each.is_file()]
-    similar = difflib.get_close_matches(path.name, names, n=1)
-    raise UsageError(f"{path}: no such file{f': did you mean {path.with_name(similar[0])}?' if similar else ''}")
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    return path
 
 
 def find_corpus(
     corpus: CorpusConfig,
     data: DataConfig,
-    *,
-    text: str = "",
     line_format: LineFormat = LINES,
     find: Callable[[str, str], Path] = find_file,
 ) -> Corpus:
-    """Check the config of one corpus, two parallel files or a `text` without a source, and find its files."""
-    names = tuple(name for name in (corpus.src, corpus.tgt, text) if name)
-    if not names:
-        raise UsageError("a corpus names no file: give src and tgt, or text")
-    if text and len(names) > 1:
-        raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")
-    if corpus.tgt and not corpus.src:
-        raise UsageError(f"corpus {corpus.tgt}: give src too, or text for a model without a source")
-    if corpus.src and not corpus.tgt and line_format.parse is None:
+    """Check the config of a corpus of two parallel files, or one file with both sides, and find them."""
+    names = tuple(name for name in (corpus.src, corpus.tgt) if name)
+    if not corpus.src:
+        raise UsageError(f"corpus {corpus.tgt}: give src too" if names else "a corpus names no file: give src and tgt")
+    if not corpus.tgt and line_format.parse is None:
         raise UsageError(f"corpus {corpus.src}: give tgt too, or one .tsv or .jsonl file that holds both sides")
-    if text and corpus.tag:
-        raise UsageError(f'corpus {text}: tag "{corpus.tag}" belongs before a source, and plain text has none')
-    paths = tuple(find(name, data.root) for name in names)
-    return Corpus(names, paths, 1 if text else 2, corpus.weight, corpus.tag, line_format)
+    return Corpus(names, tuple(find(name, data.root) for name in names), 2, corpus.weight, corpus.tag, line_format)
 
 
 def is_stream(path: Path) -> bool:
@@ -177,7 +146,7 @@ def file_state(path: Path) -> dict[str, Any]:
 def decompress(path: Path, reader: Reader, copy: Path) -> tuple[Path, str]:
     """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
     digest = hashlib.blake2b(digest_size=16)
-    plain = reader is read_file and path.suffix not in COMPRESSED and not is_stream(path)
+    plain = path.suffix not in COMPRESSED and not is_stream(path)
     with ExitStack() as stack:
         out = None if plain else stack.enter_context(open(copy, "wb"))
         for part in reader(path):
@@ -194,7 +163,7 @@ def decompress_all(
     files = [(path, corpus.reader) for corpus in corpora for path in corpus.paths]
     tasks = [(path, reader, scratch / f"{number}.txt") for number, (path, reader) in enumerate(files)]
     others = parallel_map(decompress, [task for task in tasks if not is_stream(task[0])])
-    # Another process has no standard input: what can be read only once is read in this one.
+    # Pipes and standard input belong to this process, so they are read here.
     streams = {task: decompress(*task) for task in tasks if is_stream(task[0])}
     results = []
     for number, task in enumerate(tasks, 1):

@@ -143,26 +143,6 @@ class Tokenizer:
         """Return the text of ids, without special tokens and tags; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self._bytes.__getitem__, ids)).removeprefix(b" ").decode("utf-8", "replace")
 
-    @property
-    def newline(self) -> int:
-        """The id of the newline byte, which ends a line of running text."""
-        return self.offset + ord("\n")
-
-    def pack_text(self, text: str) -> bytes:
-        """Return the packed ids of running text: each line encoded by itself, with a newline after each."""
-        newline = np.array([self.newline], self.dtype).tobytes()
-        return b"".join(self.pack(line) + newline for line in text.split("\n"))
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of running text of any number of lines, without a newline after the last."""
-        ids: list[int] = np.frombuffer(self.pack_text(text), self.dtype).tolist()
-        return ids[:-1]
-
-    def decode_text(self, ids: Iterable[int]) -> str:
-        """Return the running text of ids, without the space that `encode_text` adds before each line."""
-        joined = b"".join(map(self._bytes.__getitem__, ids))
-        return joined.replace(b"\n ", b"\n").removeprefix(b" ").decode("utf-8", "replace")
-
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one token; special tokens have none."""
         return self._bytes[token]

@@ -6,25 +6,38 @@ line to the texts of a pair. `LineReader` reads any of these files one line afte
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
+import difflib
+import gzip
 import importlib
 import io
 import json
+import lzma
 import select
 import sys
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
-from qkv.core import corpus as core
-from qkv.core.corpus import LINES, READ_BYTES, Corpus, LineFormat, Texts, decode_line, find_corpus, find_file, read_file
+from qkv.core.corpus import (
+    COMPRESSED,
+    LINES,
+    READ_BYTES,
+    Corpus,
+    LineFormat,
+    Texts,
+    decode_line,
+    find_corpus,
+)
 from qkv.core.errors import QkvError, UsageError
 from qkv.options import CorpusConfig, DataConfig
 
-COMPRESSED = (*core.COMPRESSED, ".zst")
 DEMO = Path(__file__).with_name("demo")  # the built-in corpus, compressed; benchmarks/demo_corpus generates it
 SOON = 0.01  # seconds
 
@@ -83,23 +96,31 @@ def find_text(corpora: Iterable[CorpusConfig], data: DataConfig) -> list[Corpus]
 
 
 def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
-    layouts = [layout_of(name) for name in (corpus.src, corpus.tgt, corpus.text) if name] or ["lines"]
-    if corpus.tgt and layouts != ["lines", "lines"] and corpus.src and not corpus.text:
+    names = tuple(name for name in (corpus.src, corpus.tgt, corpus.text) if name)
+    layouts = [layout_of(name) for name in names] or ["lines"]
+    if corpus.text and len(names) > 1:
+        raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")
+    if corpus.src and corpus.tgt and layouts != ["lines", "lines"]:
         raise UsageError(f"corpus {corpus.src} {corpus.tgt}: a .tsv or .jsonl file holds both sides: leave tgt out")
     if corpus.text and layouts[0] == "tsv":
         raise UsageError(f"corpus {corpus.text}: plain text cannot be .tsv: give it as src")
+    if corpus.text and corpus.tag:
+        raise UsageError(f'corpus {corpus.text}: tag "{corpus.tag}" belongs before a source, and plain text has none')
+    if corpus.text and corpus.align:
+        raise UsageError(f"corpus {corpus.text}: {corpus.align} aligns two sides, and plain text has one")
     layout = "tsv" if corpus.src == "-" and not corpus.tgt else layouts[0]
-    sides = 1 if corpus.text else 2
     langs = (data.src_lang, data.tgt_lang)
+    parse_json = partial(parse_jsonl, sides=1 if corpus.text else 2, langs=langs)
     line_format = {
         "lines": LINES,
         "tsv": LineFormat("tsv", parse_tsv),
-        "jsonl": LineFormat(f"jsonl {langs[0]} {langs[1]}", partial(parse_jsonl, sides=sides, langs=langs)),
+        "jsonl": LineFormat(f"jsonl {langs[0]} {langs[1]}", parse_json),
     }[layout]
-    found = find_corpus(corpus, data, text=corpus.text, line_format=line_format, find=open_text)
+    if corpus.text:
+        found = Corpus(names, (open_text(corpus.text, data.root),), 1, corpus.weight, "", line_format)
+    else:
+        found = find_corpus(corpus, data, line_format, open_text)
     if corpus.align:
-        if corpus.text:
-            raise UsageError(f"corpus {corpus.text}: {corpus.align} aligns two sides, and plain text has one")
         from qkv.data.alignments import alignment_column
 
         column = alignment_column("marks" if corpus.align.startswith("demo:") else "spaces", tagged=bool(corpus.tag))
@@ -107,11 +128,14 @@ def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
         found = dataclasses.replace(found, names=names, paths=paths, column=column)
     if found.names.count("-") > 1:
         raise UsageError("standard input (-) can be only one file")
-    return dataclasses.replace(found, reader=reader_for(found.paths))
+    return dataclasses.replace(found, reader=read_any_file)
 
 
 def open_text(name: str, root: str = "") -> Path:
-    """Return the path of a text file; `-` is standard input, `demo:NAME` a file of the built-in corpus."""
+    """Return the path of a text file; `-` is standard input, `demo:NAME` a file of the built-in corpus.
+
+    A file that exists in compressed form only is found too: `train.en.xz` as `train.en`.
+    """
     if name == "-":
         return Path("-")
     if name.startswith("demo:"):
@@ -119,13 +143,22 @@ def open_text(name: str, root: str = "") -> Path:
         if (file := shipped.get(name.removeprefix("demo:"))) is None:
             raise UsageError(f"{name}: no such file: the built-in corpus has {', '.join(shipped)}")
         return file
-    return find_file(name, root, COMPRESSED)
-
-
-def reader_for(paths: Iterable[Path]) -> core.Reader:
-    """Return core's reader, unless one of the files is standard input or .zst."""
-    special = any(path == Path("-") or path.suffix == ".zst" for path in paths)
-    return read_any_file if special else read_file
+    path = Path(root, name)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder: give a text file")
+    if path.exists():
+        return path
+    compressed = [path.with_name(path.name + suffix) for suffix in COMPRESSED]
+    existing = [each for each in compressed if each.exists()]
+    if len(existing) > 1:
+        raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in existing)}: name one of them")
+    if existing:
+        return existing[0]
+    names: list[str] = []
+    with suppress(OSError):  # the folder may be missing or unreadable
+        names = [each.name for each in path.parent.iterdir() if each.is_file()]
+    similar = difflib.get_close_matches(path.name, names, n=1)
+    raise UsageError(f"{path}: no such file{f': did you mean {path.with_name(similar[0])}?' if similar else ''}")
 
 
 def read_any_file(path: Path) -> Iterator[bytes]:
@@ -137,8 +170,14 @@ def read_any_file(path: Path) -> Iterator[bytes]:
         elif path.suffix == ".zst":
             yield from _decompress_zstd(path)
         else:
-            yield from read_file(path)
+            opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
+            with cast(IO[bytes], opener(path, "rb")) as file:
+                yield from iter(lambda: file.read(READ_BYTES), b"")
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise QkvError(f"{path}: broken {path.suffix} file ({error}): copy or compress it again") from None
     except OSError as error:
+        if path.suffix == ".bz2" and error.errno is None:  # bz2's error for data of another kind
+            raise QkvError(f"{path}: broken .bz2 file ({error}): copy or compress it again") from None
         raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
 
 
@@ -152,7 +191,6 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
         except ImportError:
             raise UsageError(f"{path}: reading .zst needs the zstandard package: pip install zstandard") from None
         new, library_error = (lambda: zstandard.ZstdDecompressor().decompressobj()), zstandard.ZstdError
-    broken = "broken .zst file ({}): copy or compress it again"
     with open(path, "rb") as file:
         decompressor, complete = new(), True
         try:
@@ -163,9 +201,9 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
                     yield decompressor.decompress(data)
                     data, complete = decompressor.unused_data, decompressor.eof
         except library_error as error:
-            raise QkvError(f"{path}: {broken.format(error)}") from None
+            raise QkvError(f"{path}: broken .zst file ({error}): copy or compress it again") from None
     if not complete:
-        raise QkvError(f"{path}: {broken.format('it ends too early')}")
+        raise EOFError("it ends too early")
 
 
 class LineReader:
@@ -181,7 +219,7 @@ class LineReader:
         self.more = True
 
     def __iter__(self) -> Iterator[str]:
-        unfinished: list[bytes] = []  # parts of a line whose end has not arrived: joined once, however long it is
+        unfinished: list[bytes] = []  # parts of an unfinished line, joined once
         for part in read_any_file(open_text(self.name)):
             first, *others = part.split(b"\n")
             unfinished.append(first)

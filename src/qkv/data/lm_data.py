@@ -25,6 +25,7 @@ from qkv.core.preparation import (
     Sentences,
 )
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.data.subwords import newline_of, pack_text
 from qkv.options import DataConfig
 
 # A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
@@ -88,10 +89,10 @@ class RunningText(Sentences):
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
     def encode(
-        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: list[np.dtype[Any]], path: Path
-    ) -> tuple[Encoded, Encoded, list[int]]:
+        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
+    ) -> tuple[Encoded, list[int]]:
         side = load_tokenizers(path).tgt
-        newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (side.newline, side.eos))
+        newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (newline_of(side), side.eos))
         ids: tuple[list[bytes], list[bytes]] = ([], [])
         raw: tuple[list[str], list[str]] = ([], [])
         counts = [0] * len(self.reasons)
@@ -106,16 +107,16 @@ class RunningText(Sentences):
                 if not goes_on:
                     packed, end = packed + newline, "\n"
             else:
-                packed, end = side.pack_text(text), "\n"
+                packed, end = pack_text(side, text), "\n"
                 if block.corpus.format != LINES:
                     packed += end_of_document
             ids[disposition].append(packed)
             raw[disposition].append(text.replace("\n", " ").replace("\r", " ") + end)
-        parts: list[Encoded] = []
-        for rows, lines in zip(ids, raw, strict=True):
+        encoded: Encoded = {"valid.tgt.txt": "".join(raw[Disposition.VALID]).encode()}
+        for part, rows in zip(("train", "valid"), ids, strict=True):
             lengths = np.array([len(row) // side.dtype.itemsize for row in rows], "<u4")
-            parts.append([(b"".join(rows), lengths.tobytes(), "".join(lines).encode())])
-        return parts[0], parts[1], counts
+            encoded |= {f"{part}.tgt.ids": b"".join(rows), f"{part}.tgt.lengths": lengths.tobytes()}
+        return encoded, counts
 
 
 def hold_out_ends(counts: Sequence[int], dispositions: Dispositions, goal: int) -> None:
@@ -141,6 +142,13 @@ def split_long_lines(file: Path, copy: Path) -> None:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
+def corpus_ranges(store: TokenStore) -> list[tuple[int, int]]:
+    """Return the start and end of each corpus in the stream of a store."""
+    sizes = np.bincount(store.corpus, store.lengths("tgt"), len(store.weights)).astype(np.int64)
+    ends = np.cumsum(sizes).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
 class BlockBatches(UpdateStream):
     """Running text cut into blocks of equal length; every epoch cuts it at other places and shuffles the blocks."""
 
@@ -148,7 +156,8 @@ class BlockBatches(UpdateStream):
         super().__init__(store, **options)
         self.length = length
         self.plan_key = (*self.plan_key, length)
-        for first, stop in store.ranges:
+        self.ranges = corpus_ranges(store)
+        for first, stop in self.ranges:
             if stop - first <= length:
                 raise UsageError(
                     f"{store.folder}: a text of {stop - first} tokens holds no block of data.max_length = {length} "
@@ -159,7 +168,7 @@ class BlockBatches(UpdateStream):
         """Plan an epoch; a block is given by its start in the stream, and none crosses from one corpus to the next."""
         random = np.random.default_rng((self.seed, epoch, 4))
         cuts = []
-        for first, stop in self.store.ranges:
+        for first, stop in self.ranges:
             shift = random.integers(min(self.length, stop - first - self.length))
             cuts.append(np.arange(first + shift, stop - self.length, self.length, dtype=np.int64))
         corpus = np.repeat(np.arange(len(cuts)), [len(cut) for cut in cuts])
@@ -191,10 +200,10 @@ def block_batch(rows: NDArray[Any], pad_id: int = 0) -> Batch:
 
 
 def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray[Any]:
-    """Return a whole text as rows of blocks in which every token is predicted once; the first follows a newline."""
+    """Return a whole text as rows that predict each token once, the first after a newline."""
     count = -(-len(ids) // length)
     filled: NDArray[np.int64] = np.full(count * length + 1, tokenizer.pad, np.int64)
-    filled[0] = tokenizer.newline
+    filled[0] = newline_of(tokenizer)
     filled[1 : len(ids) + 1] = ids
     rows: NDArray[np.int64] = filled[np.arange(count)[:, None] * length + np.arange(length + 1)]
     return rows

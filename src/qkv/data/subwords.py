@@ -116,6 +116,32 @@ def _most_frequent(counts: dict[str, int], size: int) -> list[str]:
     return ranked[:size]
 
 
+# ---- running text ----------------------------------------------------------------------------------------------------
+
+
+def newline_of(tokenizer: Tokenizer) -> int:
+    """Return the id of the newline byte, which ends a line of running text."""
+    return tokenizer.offset + ord("\n")
+
+
+def pack_text(tokenizer: Tokenizer, text: str) -> bytes:
+    """Return the packed ids of running text: each line encoded by itself, with a newline after each."""
+    newline = np.array([newline_of(tokenizer)], tokenizer.dtype).tobytes()
+    return b"".join(tokenizer.pack(line) + newline for line in text.split("\n"))
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of running text of any number of lines, without a newline after the last."""
+    ids: list[int] = np.frombuffer(pack_text(tokenizer, text), tokenizer.dtype).tolist()
+    return ids[:-1]
+
+
+def decode_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """Return the running text of ids, without the space that `encode_text` adds before each line."""
+    joined = b"".join(map(tokenizer.bytes_of, ids))
+    return joined.replace(b"\n ", b"\n").removeprefix(b" ").decode("utf-8", "replace")
+
+
 # ---- BPE-dropout -----------------------------------------------------------------------------------------------------
 
 
@@ -222,12 +248,12 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def pair_dropout(tokenizers: TokenizerPair, probability: float, max_length: int = 0) -> Callable[..., list[Rows]]:
-    """Return the function with which `PairBatches` segments both sides of a batch again."""
+    """Return the `cut` of `PairBatches`: BPE-dropout on both sides of a batch."""
     src = BpeDropout(tokenizers.src, probability, max_length)
     both = (src, src if tokenizers.shared else BpeDropout(tokenizers.tgt, probability, max_length))
 
     def cut(rows: list[Rows], indices: NDArray[np.int64], seed: tuple[int, ...]) -> list[Rows]:
-        # A sentence has its own random numbers, so it is segmented alike in every batch and on every rank.
+        # Each sentence has its own seed, so batches and ranks do not change its segmentation.
         numbers = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64).tolist()
         return [
             Rows(*dropout.segment(*side, row_seeds(indices, number)))

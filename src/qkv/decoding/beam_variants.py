@@ -8,6 +8,7 @@ little attention (Wu et al., 2016).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class DecodingOptions(SearchOptions):
 
 
 class CoverageBeamSearch(BeamSearch):
-    """Beam search whose scores depend on the attention that each source token has had; coverage 0 changes nothing."""
+    """Beam search with a score for the attention to each source token; coverage 0 changes nothing."""
 
     options: DecodingOptions
 
@@ -80,10 +81,12 @@ class CoverageBeamSearch(BeamSearch):
     def advance(self) -> None:
         if not self.options.coverage:
             return super().advance()
-        crosses: dict[str, Tensor] = {}  # in the order of the layers, each (sentences, heads, rows, source)
-        with around_attention(observe_weights(crosses.__setitem__)):
+        # In the order of the layers, from each member of an ensemble: (sentences, heads, rows, source).
+        crosses: dict[str, list[Tensor]] = defaultdict(list)
+        with around_attention(observe_weights(lambda name, weights: crosses[name].append(weights))):
             logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
-        weights = [weights for name, weights in crosses.items() if name.endswith(".cross")][-1].mean(1)
+        members = [parts for name, parts in crosses.items() if name.endswith(".cross")][-1]
+        weights = torch.stack([part.mean(1) for part in members]).mean(0)
         self.covered = weights if self.covered is None else self.covered + weights
         rows = self.extend(logits[:, -1])
         self.covered = self.covered.flatten(0, 1)[rows].view_as(self.covered)
@@ -153,7 +156,7 @@ def start_variant(
     greedy: type[GreedySearch] = GreedySearch,
     beam: type[BeamSearch] = BeamSearch,
 ) -> Search:
-    """Return the search that the options ask for, as `start_search` does for plain ones."""
+    """Return a search for these options, as `start_search` does for plain ones."""
     if not isinstance(options, DecodingOptions):
         return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
     rows = max(options.beam, options.n_best)
@@ -165,10 +168,10 @@ def start_variant(
         rows = options.n_best
         chosen = range(len(lengths)) if numbers is None else numbers
         uniform = uniform_numbers(options.sampling, chosen, rows, capacity).to(lengths.device)
-        state = SearchState.empty(len(lengths), rows, rows, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, rows, capacity, lengths.device)
         return Sampler(model, options, special, state, sampling=options.sampling, numbers=uniform)
     if options.groups > 1 or options.coverage:
         kind = DiverseBeamSearch if options.groups > 1 else CoverageBeamSearch
-        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
         return kind(model, options, special, state, lengths=lengths)
     return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)

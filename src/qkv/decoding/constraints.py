@@ -2,7 +2,7 @@
 
 Both are about the text, not about tokens: case-sensitive and in whole words, so that a forbidden "cat" does not forbid
 "category", and a required one is not met by it. A text can be spelt in several ways; the rules below see all of them.
-In languages without spaces there are no words to be whole, and a phrase is found wherever its characters stand.
+In languages without spaces there are no word borders, and a phrase is found wherever its characters occur.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import CoverageBeamSearch
 
-LETTER = "ꙮ"  # one that no phrase goes on with, to ask what a longer last word would break
+LETTER = "ꙮ"  # a letter of no phrase: stands for a longer last word
 BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less
 
 
@@ -58,7 +58,7 @@ def _is_word(character: str) -> bool:
 
 
 def _first(piece: bytes) -> str:
-    """The first character of what a token writes; U+FFFD if it is not whole."""
+    """Return the first character of a token's bytes; U+FFFD if it is not whole."""
     return piece[:4].decode("utf-8", "replace")[:1]
 
 
@@ -66,11 +66,11 @@ def _first(piece: bytes) -> str:
 
 
 class Avoid:
-    """A rule that forbids the token with which a phrase would be complete, however it is spelt.
+    """Forbid the token that would complete a phrase, in every spelling.
 
     A word that goes on behind the phrase is another word: it is forbidden only in the spelling that writes the phrase
-    first and the rest of the word after it, because nobody knows whether the rest will come. Where it must come, as in
-    a required phrase whose spelling is `exempt`, or behind a prefix, only what lengthens the word may follow.
+    first and the rest of the word after it, because the rest may not come. Where it must come, as in
+    an `exempt` spelling of a required phrase, or after a prefix, only tokens that lengthen the word may follow.
     """
 
     changes_score = True
@@ -142,10 +142,10 @@ class _Pattern:
                 begin += 1
             if fitting:
                 self.after[done] = fitting
-        self.within = [token for piece, token in vocabulary if self._holds(piece)]  # whatever stands before
+        self.within = [token for piece, token in vocabulary if self._holds(piece)]  # after any text
 
     def completing(self, text: bytes) -> list[int]:
-        """The tokens with which the phrase is complete behind a text."""
+        """Return the tokens that complete the phrase after a text."""
         found = list(self.within)
         for done, tokens in self.after.items():
             if self._stands(text, done):
@@ -187,7 +187,7 @@ def _written(tokenizer: Tokenizer) -> list[bytes]:
 
 @dataclass(frozen=True)
 class MustInclude:
-    """The phrases that one translation must have, each with the tokens by which it is written if it must be."""
+    """The required phrases of one translation, each with the tokens that write it if it is forced."""
 
     phrases: tuple[str, ...]
     spelt: tuple[tuple[int, ...], ...]
@@ -199,7 +199,7 @@ class MustInclude:
     def of(
         cls, phrases: Sequence[str], tokenizer: Tokenizer, *, ordered: bool = False, whole_words: bool = True
     ) -> MustInclude:
-        """Several phrases, to come in this order or in any; one that is given twice is asked for twice if ordered."""
+        """Return several required phrases, in this order or in any; if ordered, a repeated phrase must occur twice."""
         cleaned = clean(phrases, "must_include")
         if not ordered:
             cleaned = tuple(dict.fromkeys(cleaned))
@@ -244,7 +244,7 @@ class MustInclude:
         return {self.spelt[i][begun] for i in wanted for begun in self._begun(i, tokens)}
 
     def _begun(self, i: int, tokens: Sequence[int]) -> list[int]:
-        """How many tokens of a phrase may stand at the end, fewest first; 0 is always among them."""
+        """Return how many tokens of a phrase may already be written at the end, fewest first, 0 included."""
         spelt = self.spelt[i]
         most = min(len(spelt) - 1, len(tokens))
         return [n for n in range(most + 1) if tuple(tokens[len(tokens) - n :]) == spelt[:n]]
@@ -264,14 +264,14 @@ def spell(phrase: str, tokenizer: Tokenizer, *, space: bool = True) -> list[int]
 
 
 def check_conflict(required: Sequence[str], prefix: str, avoid: Avoid) -> None:
-    """Refuse what must be written if it has a forbidden phrase in it; at the end of a prefix a word may still go on."""
+    """Refuse required text with a forbidden phrase in it; the last word of a prefix may still go on."""
     for phrase, text in [(phrase, phrase) for phrase in required] + [(prefix, prefix + LETTER)]:
         if (forbidden := avoid.occurs(text)) is not None:
             raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: leave out one of the two')
 
 
 class ConstrainedBeamSearch(CoverageBeamSearch):
-    """Beam search whose hypotheses end only when they contain all phrases (Post and Vilar, 2018).
+    """Beam search for translations with required phrases (Post and Vilar, 2018).
 
     Those that go on are taken in turn from banks, one for each number of phrase tokens still needed, so that a
     hypothesis that pays for a phrase does not lose its place to those that have not. As soon as no more room is left
@@ -316,7 +316,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
         return best, flat
 
     def _written(self) -> dict[int, dict[int, list[int]]]:
-        """Return the tokens of each living row, by slot and row; slots whose prefix is still forced are left out."""
+        """Return the tokens of each living row, by slot and row; slots with a forced next token are left out."""
         state, found = self.state, {}
         forced = state.forced.gather(1, state.length[:, None]).squeeze(1).tolist()
         rows = zip(
@@ -329,7 +329,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
         return found
 
     def _forbid(self, scores: Tensor, required: MustInclude, tokens: list[int], left: int) -> None:
-        """Forbid, in one row (vocab,), </s> while phrases are missing, and tokens that leave no room for them."""
+        """Forbid, in one row (vocab,), </s> while phrases are missing, and tokens after which they would not fit."""
         text = required.text(tokens)
         lost = required.room(required.missing(text))  # tokens needed after one that writes no phrase …
         broken = required.room(required.missing(text + LETTER))  # … or that lengthens the last word
@@ -378,7 +378,7 @@ def _joining(tokenizer: Tokenizer) -> Tensor:
 
 
 def constrained(required: Mapping[int, MustInclude] | Sequence[MustInclude]) -> StartSearch:
-    """Return a `start` for `search` in which each sentence must contain the phrases of its number."""
+    """Return a `start` for `search`: sentence n must contain the phrases `required[n]`."""
 
     def start(
         model: StepModel[Any, Any],
@@ -390,7 +390,7 @@ def constrained(required: Mapping[int, MustInclude] | Sequence[MustInclude]) -> 
         numbers: Sequence[int] | None = None,
     ) -> Search:
         rows = max(options.beam, options.n_best, BEAM)
-        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
         own = [required[number] for number in (range(len(lengths)) if numbers is None else numbers)]
         return ConstrainedBeamSearch(model, options, special, state, required=own, lengths=lengths)
 

@@ -1,4 +1,4 @@
-"""Several models as one: what the search asks is asked of each, and their answers are averaged."""
+"""Several models as one: each computes every step, and their probabilities are averaged."""
 
 from __future__ import annotations
 

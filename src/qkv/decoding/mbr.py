@@ -1,9 +1,9 @@
 """Minimum Bayes risk: of several translations, the one that the others agree with most (Kumar and Byrne, 2004).
 
-Each candidate stands for what the model believes, so the best is the one with the highest expected utility when every
-candidate in turn is taken for the reference: a sample as often as it was drawn, a hypothesis of a beam, which comes
-once however likely it is, by its probability among them. The utility is sacreBLEU's chrF or BLEU of a sentence; the
-n-grams of a candidate are counted once, and those that two of them share are found for all pairs at the same time.
+The candidates represent the distribution of the model, so the best is the one with the highest expected utility when
+each candidate in turn is taken as the reference: a sample as often as it was drawn, a hypothesis of a beam by its
+probability, because it occurs only once. The utility is sacreBLEU's chrF or BLEU of a sentence; the n-grams of a
+candidate are counted once, and the shared n-grams of two candidates are found for all pairs at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rerank(
     Without log-probabilities they are samples, and a text counts as often as it comes. `tokenizer` is sacreBLEU's.
     """
     gained = expected_utility(texts, utility, tokenizer, logprobs)
-    # Sums in another order round differently: what is equal but for that is a tie.
+    # Sums in another order round differently: equal up to rounding is a tie.
     return sorted(range(len(texts)), key=lambda i: (-round(gained[i], 9), -scores[i]))
 
 

@@ -1,4 +1,4 @@
-"""The options of a translation: what a call may ask for, checked, and made into what the search takes."""
+"""The options of a translation call, checked, and the search that follows from them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qkv.core.attention import wrappers
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import Hypothesis, Ids, StartSearch, length_penalty
+from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import DecodingEngine, score_all, search_all
-from qkv.core.validation import bleu_tokenizer
+from qkv.core.translate import by_length, search_all, token_logprobs
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
+from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.options import Config
 
-CANDIDATES = 16  # among which `rerank` chooses, unless told
+CANDIDATES = 16  # default number of hypotheses for `rerank`
 SPACELESS = {"zh", "zho", "cmn", "yue", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 
 
@@ -163,7 +165,7 @@ class SearchRequest:
         )
 
     def required(self, phrases: Sequence[str], prefix: str, tokenizer: Tokenizer) -> MustInclude | None:
-        """The phrases that one text must have, if they can be had."""
+        """Return the required phrases of one text; conflicts with other options are refused."""
         if self.avoid is not None:
             check_conflict(clean(phrases, "must_include"), prefix, self.avoid)
         if not phrases:
@@ -197,7 +199,7 @@ def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]
 
 
 def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:
-    """The beginning that is asked for of each text."""
+    """Return the prefix of each text."""
     if isinstance(prefix, str):
         return [prefix] * texts
     if len(prefix) != texts:
@@ -206,7 +208,7 @@ def prefixes(prefix: str | Sequence[str], texts: int) -> list[str]:
 
 
 def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -> list[list[str]]:
-    """The phrases that are asked for of each text: one list for all, or a list for each."""
+    """Return the required phrases of each text: given as one list for all, or a list for each."""
     if isinstance(must_include, str):
         raise UsageError("must_include takes a list of phrases: put the phrase in brackets")
     if all(isinstance(each, str) for each in must_include):
@@ -220,6 +222,26 @@ def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -
 
 
 Progress = Callable[[Sequence[int]], None]  # gets the places of the sentences that are finished
+
+
+class DecodingEngine(Protocol):
+    """Replaces `search_all` for the options that it supports: processes, or slots on a GPU."""
+
+    def supports(self, options: SearchOptions) -> str | None:
+        """Return None, or the reason why `search_all` has to do it."""
+        ...
+
+    def search_all(
+        self,
+        sources: Sequence[Ids],
+        options: SearchOptions,
+        *,
+        prefixes: Sequence[Ids] | None = None,
+        numbers: Sequence[int] | None = None,
+        progress: Progress = lambda finished: None,
+    ) -> list[list[Hypothesis]]:
+        """Return the n best hypotheses of each source, in the order of the sources."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -241,13 +263,13 @@ class SearchRunner:
     """A model with everything that its searches use."""
 
     model: StepModel[Any, Any]
-    plain: StepModel[Any, Any]  # the same as it was trained, whose attention can be recorded
+    plain: StepModel[Any, Any]  # the model before packing: its attention can be recorded
     tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
     narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the model with these output tokens alone …
     shortlist: Shortlist | None = None  # … which are chosen here
-    start: StartSearch = start_variant  # an engine's, whose steps are faster
+    start: StartSearch = start_variant  # an engine's is faster
     engines: Sequence[DecodingEngine] = ()  # the first that supports the options does the search
 
     def run(
@@ -272,7 +294,7 @@ class SearchRunner:
         return [hypotheses[: request.n_best] for hypotheses in found]
 
     def _search(self, work: SearchInput, request: SearchRequest, progress: Progress) -> list[list[Hypothesis]]:
-        """Search for sentences that all have required phrases, or none of which has."""
+        """Search for sentences: all of them have required phrases, or none has."""
         options = request.options
         each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
@@ -331,3 +353,31 @@ def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
     """Return the first of each that are equal, by score."""
     first = {tuple(hypothesis.tokens): hypothesis for hypothesis in reversed(hypotheses)}
     return sorted(first.values(), key=lambda hypothesis: -hypothesis.score)
+
+
+# ---- forced decoding -------------------------------------------------------------------------------------------------
+
+
+def score_all(
+    model: StepModel[Any, Any],
+    sources: Sequence[Ids],
+    targets: Sequence[Ids],
+    tokenizers: TokenizerPair,
+    *,
+    device: torch.device,
+    tokens: int = 2048,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[float]]:
+    """Return log p of each token of each target, </s> last; `progress` gets how many more are done.
+
+    A batch is small because the logits of all its tokens exist at once: 300 MB with a vocabulary of 37,000.
+    """
+    results: list[list[float]] = [[] for _ in sources]
+    lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
+    for indices in by_length(lengths, tokens):
+        source, target = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
+        batch = collate(source, target, tokenizers).to(device)
+        for i, logprobs in zip(indices, token_logprobs(model, batch, tokenizers.tgt.pad), strict=True):
+            results[i] = logprobs
+        progress(len(indices))
+    return results

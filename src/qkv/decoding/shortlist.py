@@ -53,7 +53,7 @@ class Shortlist:
         return may
 
     def save(self, path: Path, tokenizers: TokenizerPair) -> None:
-        """Write it as safetensors, with the mark of the tokenizers whose ids it holds."""
+        """Write it as safetensors, with the fingerprint of its tokenizers."""
         mark = torch.tensor(list(bytes.fromhex(tokenizers.fingerprint)), dtype=torch.uint8)
         tensors = {"likeliest": self.likeliest.int(), "frequent": self.frequent.int(), "tokenizers": mark}
         files.write_tensors(path, tensors)
@@ -121,7 +121,7 @@ def translation_table(pairs: Sequence[Pair], vocabulary: int) -> tuple[NDArray[n
     probability = np.ones(len(keys))
     for _ in range(ROUNDS if len(keys) else 0):
         weight = probability[link]
-        weight /= np.repeat(np.add.reduceat(weight, start), width)  # by whom this token was written
+        weight /= np.repeat(np.add.reduceat(weight, start), width)  # share of each source token in this one
         expected = np.bincount(link, weight, len(keys))
         probability = expected / np.bincount(keys // vocabulary, expected)[keys // vocabulary]
     return keys, probability

@@ -18,7 +18,7 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import score_all
+from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import EncodedSource
@@ -41,7 +41,7 @@ class WhatIf:
     """The translation before a change and after it.
 
     `forced_logprob` and `forced_score` belong to the first translation, scored with teacher forcing under the change. A
-    forced word does not affect them, because it changes neither the model nor the source.
+    forced word does not affect them: model and source are the same.
     """
 
     before: Outcome

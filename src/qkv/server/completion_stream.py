@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qkv.api.completer import Completer, TextDecoder
+from qkv.api.completer import LanguageModel, TextDecoder
+from qkv.data.subwords import encode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models.language_models import DecoderOnly
 
@@ -58,7 +59,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @torch.inference_mode()
 def stream_completions(
-    model: Completer,
+    model: LanguageModel,
     prompt: str,
     *,
     max_tokens: int,
@@ -70,7 +71,7 @@ def stream_completions(
     """Yield the length of the prompt, then for each step the new tokens of the unfinished continuations."""
     tokenizer = model.tokenizer
     continuations = [Continuation(TextDecoder(tokenizer, prompt), stop) for _ in range(n)]
-    ids = [tokenizer.newline, *tokenizer.encode_text(prompt)]
+    ids = [newline_of(tokenizer), *encode_text(tokenizer, prompt)]
     yield {"prompt_tokens": len(ids) - 1}
     recorder = LogitsRecorder(model.model)
     forbidden = (tokenizer.pad, tokenizer.bos, tokenizer.eos)

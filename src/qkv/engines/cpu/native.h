@@ -75,7 +75,7 @@ typedef struct {
     void *scratch;
 } Encode;
 
-/* A search's board (qkv.decode.board), and what else it knows. */
+/* The SearchState of qkv.core.search, and the options of its steps. */
 typedef struct {
     float *logits; /* (sentences · rows, vocabulary) */
     int64_t vocabulary, sentences, rows, n, capacity;

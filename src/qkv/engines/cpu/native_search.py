@@ -2,7 +2,7 @@
 
 `NativeGreedySearch` and `NativeBeamSearch` do the plain steps of `qkv.core.search` in C, on the same search state. If
 the model is native too, its steps and those of the search alternate in C until all sentences are done or memory is
-needed. C skips sentences that are done, so none has to leave before.
+needed. C skips sentences that are done, so they stay in the batch.
 
 In decoding by processes each has a model on one thread: two of them are faster than one with two threads. Each opens
 the run itself: it maps the weights and packs them. Batches wait in one queue, the longest sentences first; a free
@@ -63,7 +63,7 @@ def refused(search: Search) -> str | None:
 
 
 class NativeGreedySearch(GreedySearch):
-    """Greedy search whose steps are done in C where they can be."""
+    """Greedy search with plain steps in C; other steps run in PyTorch."""
 
     def advance(self) -> None:
         if not _advance(self):
@@ -76,7 +76,7 @@ class NativeGreedySearch(GreedySearch):
 
 
 class NativeBeamSearch(BeamSearch):
-    """Beam search whose steps are done in C where they can be."""
+    """Beam search with plain steps in C; other steps run in PyTorch."""
 
     def advance(self) -> None:
         if not _advance(self):
@@ -93,7 +93,7 @@ class NativeBeamSearch(BeamSearch):
 def start_native(
     model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
 ) -> Search:
-    """Return the search that the options ask for, in C where it can be (`qkv.core.search.start_search`)."""
+    """Return a search for these options, with plain steps in C (`qkv.core.search.start_search`)."""
     steps: dict[str, Any] = {"greedy": NativeGreedySearch, "beam": NativeBeamSearch}
     reason = SEARCH.refusal(options)
     search = start_variant(model, options, special, **arguments, **({} if reason else steps))
@@ -105,7 +105,7 @@ def start_native(
 
 @dataclass
 class LivingRows:
-    """A native model that computes only the rows in which a search has a hypothesis; others get zeros."""
+    """A native model that skips rows without a hypothesis; their logits are zeros."""
 
     model: NativeTransformer
     search: Search

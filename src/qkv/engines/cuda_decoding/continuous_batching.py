@@ -1,13 +1,11 @@
-"""Continuous batching: a fixed number of slots, which sentences enter when others have left.
+"""Continuous batching: a fixed number of slots; a new sentence starts in a slot as soon as the old one is done.
 
-On a GPU the step of the whole search is captured once and replayed, without a word between the host and the device: the
-host looks at flags of some steps before, while the device is busy with the next ones.
+On a GPU the step of the whole search is captured once as a CUDA graph and replayed without synchronisation: the host
+reads the flags of an earlier step while the device computes the next one.
 
-A decoder's memory in buffers of fixed size, where each row has a position of its own.
-
-A step over it never asks the device for a value and always touches the same addresses, so it can be captured as a
-graph. Beams are reordered by a table of whose row holds each position: no key or value is ever copied. And sentences
-come and go: a slot that is free takes the next one, whatever positions the others are at.
+The decoder state has buffers of fixed size, and each row has its own position. A step reads no value from the device
+and uses the same addresses every time, so it can be captured. Beams are reordered in a table that gives, for each
+position, the row with its key and value: neither is ever copied.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.core.translate import longest_outputs
 from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
@@ -37,7 +34,7 @@ from qkv.options import TransformerConfig
 # ---- the search ------------------------------------------------------------------------------------------------------
 
 MOST = 512  # sentences at a time: more do not make a large GPU any faster
-LAG = 1  # steps that the host is behind: while it looks at one, the device is at the next
+LAG = 1  # steps between the newest step and the flags that the host reads
 
 
 MODEL = AllowList(
@@ -67,7 +64,7 @@ SEARCH = AllowList(
 
 
 class SlotDecoding:
-    """Decoding engine whose searches keep a fixed shape, so that a GPU replays their steps as CUDA graphs.
+    """Decoding engine for searches of a fixed shape: their steps are replayed as CUDA graphs.
 
     Searches are kept for the next call: capturing one takes longer than decoding a sentence.
     """
@@ -88,7 +85,7 @@ class SlotDecoding:
             return "without Triton the steps cannot be captured"
         if wrappers.get():
             return "attention is recorded or muted in the plain model alone"
-        if not all(processor.capturable for processor in options.logits_processors()):
+        if not all(getattr(processor, "capturable", False) for processor in options.logits_processors()):
             return "a logits processor needs values on the host"
         return None
 
@@ -115,7 +112,7 @@ class SlotDecoding:
         special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
         begun = prefixes or [()] * len(sources)
         check_prefix(torch.tensor([token for prefix in begun for token in prefix], dtype=torch.long), special)
-        limits = longest_outputs(sources, options)
+        limits = [len(i) + options.extra_length if options.max_length is None else options.max_length for i in sources]
         ids, longest = [[*sources[i], src.eos] for i in order], [limits[i] for i in order]
         begun = [begun[i] for i in order]
         self._scheduler(ids, longest, begun, options, special).run(
@@ -192,7 +189,7 @@ class SlotScheduler:
         self.search = start(model, options, special, lengths=lengths, capacity=capacity)
         self.search.decoder = SlotCache(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
-        self.group = max(1, slots // 8)  # the fewest that leave and enter at once: meanwhile the device waits
+        self.group = max(1, slots // 8)  # sentences replaced at once, at least: the device is idle meanwhile
         self.doors = [Door(self.search, size, source, capacity) for size in sorted({self.group, slots})]
         self.lag = 0
         if self.device.type == "cuda":
@@ -214,7 +211,7 @@ class SlotScheduler:
         pad_id: int,
         finished: Callable[[int, list[Hypothesis]], None],
     ) -> None:
-        """Decode sources (ids with </s>), in the order given; `finished` hears of each as it ends."""
+        """Decode sources (ids with </s>), in the order given; `finished` is called with each result."""
         waiting = deque(range(len(sources)))
         held: list[int | None] = [None] * self.slots
         since = [0] * self.slots  # the step at which each slot was filled: flags from before are another sentence's
@@ -345,7 +342,7 @@ class SlotCache:
         device = weight.device
         row = torch.arange(rows, dtype=torch.int, device=device)
         self.position = torch.zeros(rows, dtype=torch.long, device=device)
-        self.origin = row[:, None].repeat(1, capacity)  # whose row holds each position; the newest is a row's own
+        self.origin = row[:, None].repeat(1, capacity)  # row that holds each position; the newest is in the row itself
         self.sentence = (row // beam)[:, None].expand(-1, source)
         self.source_length = torch.ones(rows, dtype=torch.long, device=device)
         if model.target.positions is not None:  # as many as the buffers have room for, or a clear refusal
@@ -355,7 +352,7 @@ class SlotCache:
                 rotary.reach(capacity)
 
     def admit(self, slots: Tensor, encoded: EncoderOutput) -> None:
-        """Begin sentences in these slots with what the encoder made of them."""
+        """Start sentences in these slots with their encoder outputs."""
         rows = (slots[:, None] * self.beam + torch.arange(self.beam, device=slots.device)).flatten()
         self.position.index_fill_(0, rows, 0)
         self.origin[:, 0].index_copy_(0, rows, rows.int())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens, log_sum_exp
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
 from qkv.engines import SEARCH_STEP, AllowList
@@ -38,7 +38,7 @@ def refused(search: Search, vocab: int) -> str | None:
 
 
 class TritonGreedySearch(GreedySearch):
-    """Greedy search whose steps are kernels where they can be."""
+    """Greedy search with kernels for plain steps; other steps run in PyTorch."""
 
     def extend(self, logits: Tensor) -> None:
         if refused(self, logits.shape[1]):
@@ -48,7 +48,7 @@ class TritonGreedySearch(GreedySearch):
 
 
 class TritonBeamSearch(BeamSearch):
-    """Beam search whose steps are kernels where they can be."""
+    """Beam search with kernels for plain steps; other steps run in PyTorch."""
 
     def extend(self, logits: Tensor) -> Tensor:
         if refused(self, logits.shape[1]):
@@ -60,7 +60,7 @@ class TritonBeamSearch(BeamSearch):
 def start_triton(
     model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
 ) -> Search:
-    """Return the search that the options ask for, by kernels where it can be (`qkv.core.search.start_search`)."""
+    """Return a search for these options, with kernels for plain steps (`qkv.core.search.start_search`)."""
     steps: dict[str, Any] = {"greedy": TritonGreedySearch, "beam": TritonBeamSearch}
     return start_variant(model, options, special, **arguments, **({} if SEARCH.refusal(options) else steps))
 
@@ -75,7 +75,7 @@ def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
-    """What a search asks of logits (rows, vocab), in one pass: log Σ exp of each row, and the largest of each chunk.
+    """Return log Σ exp of each row of logits (rows, vocab) and the maximum of each chunk, in one pass.
 
     The tokens `never` (two of them), and `eos` in the rows where it is too `early`, are part of the sum but become -inf
     in `logits`, and none of the largest.
@@ -86,7 +86,7 @@ def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple
 
 def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
     largest = _largest(logits)
-    total = log_sum_exp(logits)
+    total = logits.float().logsumexp(1)
     logits.index_fill_(1, never, -math.inf)
     if early is not None:
         logits[:, eos].masked_fill_(early, -math.inf)
@@ -157,12 +157,12 @@ if triton is not None:
 
     @triton.jit
     def _known(value):  # type: ignore[no-untyped-def]
-        """What is no number comes behind all that are."""
+        """Replace NaN by -inf: it ranks last."""
         return tl.where(value == value, value, float("-inf"))
 
     @triton.jit
     def _take(value, place, no_place):  # type: ignore[no-untyped-def]
-        """The largest value and the first place where it is; what is no number is not there, or was taken before."""
+        """Return the largest value and its lowest place; NaN marks values that do not exist or were taken before."""
         largest = tl.max(value, axis=0)
         return largest, tl.min(tl.where(value == largest, place, no_place), axis=0)
 
@@ -213,8 +213,8 @@ if triton is not None:
             value = tl.where(place == which, float("nan"), value)
             where = tl.where(within // chunk == i, which, where)
             worth = tl.where(within // chunk == i, best, worth)
-        # The best of their tokens, or of those that must follow. Of equals the lower flat index row · vocab + token is
-        # taken; candidates that do not exist have indices behind all others.
+        # The best of their tokens, or of the forced ones. Of equals the lower flat index row · vocab + token is taken;
+        # candidates outside the vocabulary get indices behind all others.
         whole = first + where // across
         token = where % across * chunk + within % chunk
         real = (worth > nothing) & (token < vocab)
@@ -350,7 +350,7 @@ if triton is not None:
         alive = tl.where(goes_on, totals, nothing)
         best = tl.max(tl.where(lives, alive, nothing), axis=0)
         attainable = tl.div_rn(best, tl.load(penalties + tl.load(longest + sentence)))
-        # What goes beyond its limit is no number: it would never end.
+        # A total beyond the limit is NaN and would never end.
         over = (attainable <= worst) | limit | (tl.load(done + sentence) != 0)
         end = tl.minimum(at + 1, capacity - 1)
         source, target = tokens + (first + parents) * capacity, tokens + (first + place) * capacity
@@ -392,12 +392,12 @@ if triton is not None:
         chunk: tl.constexpr,
         part: tl.constexpr,
     ):
-        """One program a sentence, whose only row it is."""
+        """One program a sentence of one row."""
         nothing = float("-inf")
         sentence = tl.program_id(0).to(tl.int64)
         at, limit, only, bound = _may_follow(length, longest, forced, capacity, eos)
         place = tl.arange(0, block)
-        # What is no number counts as the largest, as it does in `argmax`.
+        # NaN counts as the largest, as in `argmax`.
         value = tl.load(largest + sentence * chunks + place, mask=place < chunks, other=nothing)
         value = tl.where(value == value, value, float("inf"))
         _, best = _take(tl.where(place < chunks, value, float("nan")), place, block)
@@ -425,7 +425,7 @@ if triton is not None:
                 written = tl.load(tokens + sentence * capacity + position, mask=inside, other=0)
                 tl.store(finished + sentence * capacity + position, written, mask=inside)
             tl.debug_barrier()
-        now = tl.where(ends | limit, nothing, now)  # what goes beyond its limit is no number: it would never end
+        now = tl.where(ends | limit, nothing, now)  # a NaN beyond the limit would never end
         tl.store(tokens + sentence * capacity + end, token.to(tl.int64))
         tl.store(newest + sentence, token.to(tl.int64))
         tl.store(logprob + sentence, now)
