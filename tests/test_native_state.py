@@ -30,11 +30,11 @@ def test_there_may_be_no_sentences() -> None:
 def test_positions_grow_while_another_thread_reads_them() -> None:
     """What a call was given is still there, and still the same, when another has asked for more."""
     table = native(made(KINDS["transformer"])).target
-    before = table.reaching(10)
+    before = table.at_least(10)
     assert before is not None
     place, copied = before.data_ptr(), before.clone()
     del before
-    longer = table.reaching(2000)
+    longer = table.at_least(2000)
     assert longer is not None
     assert len(longer) >= 2000
-    assert any(kept.data_ptr() == place and torch.equal(kept, copied) for kept in table.made)
+    assert any(kept.data_ptr() == place and torch.equal(kept, copied) for kept in table.tables)
