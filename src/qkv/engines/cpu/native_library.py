@@ -232,7 +232,7 @@ class WeightPacking:
     held: list[Tensor] = field(default_factory=list)
 
     def hold(self, x: Tensor) -> int:
-        """Copy a tensor and return its address; the copy lives as long as this object."""
+        """Copy a tensor and return its address; this object keeps the copy alive."""
         self.held.append(x.detach().contiguous().clone())
         return self.held[-1].data_ptr()
 

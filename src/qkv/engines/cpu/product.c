@@ -149,7 +149,7 @@ INLINE void tile_int8(const int rows, const Input *x, int64_t row, const Matrix 
 }
 #else
 int qkv_has_int8(void) { return 0; }
-#define tile_int8 tile_fp32 /* never called: Python does not offer int8 without AVX-512 VNNI */
+#define tile_int8 tile_fp32 /* unused: Python offers int8 only with AVX-512 VNNI */
 #endif
 
 #define FOR_TILE_ROWS(tile)                                                                                            \
