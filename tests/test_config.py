@@ -198,7 +198,7 @@ def test_what_is_left_out_has_its_default() -> None:
         ({"model": {"kind": "rnn", "d_model": 7}}, "a bidirectional encoder needs an even width"),
         ({"model": {"kind": "conv", "kernel": 4}}, "model.kernel = 4: a kernel is centred on a position"),
         ({"model": {"kind": "decoder", "positions": "learned", "max_positions": 255}}, "model.max_positions = 255: "),
-        ({"model": {"positions": "rotary", "d_k": 5, "d_v": 5}}, "rotary positions turn pairs"),
+        ({"model": {"positions": "rotary", "d_k": 5, "d_v": 5}}, "rotary positions rotate pairs"),
         ({"model": {"kind": "decoder"}, "tokenizer": {"dropout": 0.1}}, "is for models that translate"),
         ({"model": {"heads": 7}}, "model.heads = 7 does not divide model.d_model = 512"),
         ({"model": {"heads": 7, "d_k": 8}}, "does not divide"),
