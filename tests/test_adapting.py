@@ -64,7 +64,7 @@ def test_it_resumes_without_the_run_it_came_from(tiny: Path, other: Pair, tmp_pa
     assert run.tokenizers.fingerprint == Run.open(tiny).tokenizers.fingerprint
 
 
-def test_what_the_weights_depend_on_is_refused(tiny: Path, other: Pair, tmp_path: Path) -> None:
+def test_options_that_change_the_weights_are_refused(tiny: Path, other: Pair, tmp_path: Path) -> None:
     for setting in ("model.d_model=32", "tokenizer.vocab=100", "model.norm=post"):
         with pytest.raises(UsageError, match=f"its weights depend on {setting.partition('=')[0]}"):
             qkv.train(tiny_config(*other), tmp_path / "run", start=tiny, settings=[setting])
@@ -92,7 +92,7 @@ def test_a_command_adapts_with_nothing_configured(
     assert "--resume takes" in call("train", "--resume", "--from", tiny, "--run", tmp_path / "run").error
 
 
-def test_a_run_as_a_config_says_that_its_weights_are_not_used(
+def test_a_run_used_as_a_config_warns_that_its_weights_are_not_used(
     tiny: Path, other: Pair, call: Call, tmp_path: Path
 ) -> None:
     sets = ["train.steps=1", "train.validate_every=1"]
@@ -102,7 +102,7 @@ def test_a_run_as_a_config_says_that_its_weights_are_not_used(
     assert f"to start from its weights, give --from {tiny}" in done.err
 
 
-def test_a_language_model_goes_on_with_other_text(tmp_path: Path) -> None:
+def test_a_language_model_is_fine_tuned_on_other_text(tmp_path: Path) -> None:
     (tmp_path / "one").write_text("".join(f"{line}\n" for line, _ in sentences(300)), encoding="utf-8")
     (tmp_path / "two").write_text("".join(f"{line}\n" for _, line in sentences(300)), encoding="utf-8")
     model = DecoderOnlyConfig(d_model=16, d_ff=16, heads=2, layers=1)

@@ -66,7 +66,7 @@ def test_pharaoh_text_there_and_back(pairs: frozenset[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "0-", "a-b", "0-1-2", "1_0-2", "-1-0", "0-1,1-2", "٣-1"])
-def test_what_is_no_link_is_named(text: str) -> None:
+def test_an_invalid_link_is_named(text: str) -> None:
     with pytest.raises(UsageError, match=f'"{re.escape(text)}" is not a link'):
         Alignment.parse(f"0-0 {text}")
 
@@ -109,7 +109,7 @@ def test_words_have_the_tokens_that_hold_them(tokenizer: Tokenizer, rule: str) -
             assert group == list(range(group[0], group[-1] + 1))
             held = b"".join(tokenizer.bytes_of(ids[place]) for place in group)
             assert word.encode() in held
-            # No token more than needed: without its first or last token the word is cut.
+            # The group is minimal: dropping its first or last token cuts the word.
             for less in (group[1:], group[:-1]):
                 assert word.encode() not in b"".join(tokenizer.bytes_of(ids[place]) for place in less)
         free = set(range(len(ids))) - {place for group in groups for place in group}
@@ -149,7 +149,7 @@ def test_links_by_hand() -> None:
     # Target word 1 gives 0.1 / 0.7 to it, too little.
     assert np.argwhere(choose_links(weights, 0.25)).tolist() == [[0, 0], [0, 1], [1, 2], [2, 2]]
     assert np.argwhere(choose_links(weights, 0.38)).tolist() == [[0, 0], [1, 2], [2, 2]]
-    # Both directions count: what is much to the target word must be much to the source word too.
+    # A threshold link needs a high share in both directions.
     assert not choose_links(np.array([[0.6, 0.4], [0.0, 9.0]], np.float32), 0.1)[0, 1]
     assert choose_links(np.zeros((1, 2), np.float32), 0.1).tolist() == [[True, False]]
 
@@ -186,7 +186,7 @@ def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:
     assert len(ranked) == 2 * (2 + 1 + 1) * 7
     found = align_pairs(model, both, sources[30:], targets[30:], CPU, head)
     assert agreement(found, gold[30:]).aer < 0.1
-    # Alone as in a batch, and nothing is asked about an empty line.
+    # A single pair gives the same as in a batch; empty lines are skipped.
     assert align_pairs(model, both, sources[33:34], targets[33:34], CPU, head) == [found[3]]
     assert align_pairs(model, both, ["", "Cat."], ["Gatto.", " "], CPU, head) == [Alignment(), Alignment()]
     with pytest.raises(UsageError, match="1 sources but 0 targets"):
@@ -214,14 +214,19 @@ def test_untranslated_words_are_marked() -> None:
             "<a href='x'>il gatto <b>grande</b></a>",
         ),
         ("<b>one two</b> three", "uno tre due", "0-0 1-2 2-1", "<b>uno</b> tre <b>due</b>"),  # torn apart
-        ("<b>one two</b>", "uno e due", "0-0 1-2", "<b>uno e due</b>"),  # what has no link joins its neighbours
+        (
+            "<b>one two</b>",
+            "uno e due",
+            "0-0 1-2",
+            "<b>uno e due</b>",
+        ),  # a word without a link has the links of its neighbours
         ("one <b>of</b> two", "uno due", "0-0 2-1", "uno<b></b> due"),  # nothing translates it
         ("one<br/> <i>two <br> three</i>", "due tre uno", "0-2 1-0 2-1", "<i>due<br> tre</i> uno<br/>"),
         ("<i>3 < 4</i> & 5", "3 < 4 & 5", "0-0 1-1 2-2 3-3 4-4", "<i>3 < 4</i> & 5"),
         ("<b></b>", "", "", "<b></b>"),
     ],
 )
-def test_markup_goes_where_its_words_went(source: str, translation: str, alignment: str, expected: str) -> None:
+def test_markup_follows_the_aligned_words(source: str, translation: str, alignment: str, expected: str) -> None:
     assert place_markup(source, translation, Alignment.parse(alignment)) == expected
 
 

@@ -29,7 +29,7 @@ def translator(tiny: Path) -> Translator:
     return qkv.load(tiny)
 
 
-def test_public_names_stay_what_they_are() -> None:
+def test_public_names_are_unchanged() -> None:
     """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
     code = (
         "import qkv.training.distributed, qkv.evaluation.metrics, qkv; print(qkv.train.__name__, qkv.evaluate.__name__)"
@@ -73,7 +73,7 @@ def test_a_text_or_several(translator: Translator) -> None:
     assert translator.translate(("One.",))[0].text == "Uno."
 
 
-def test_what_a_translation_says_of_itself(translator: Translator) -> None:
+def test_fields_of_a_translation(translator: Translator) -> None:
     found = translator.translate("One small house.", beam=3, n_best=3)
     assert "".join(found.tokens).replace("▁", " ").strip() == found.text == "Uno piccolo casa."
     assert len(found.alternatives) == 2
@@ -87,7 +87,7 @@ def test_what_a_translation_says_of_itself(translator: Translator) -> None:
     assert sorted(plain) == sorted(known)
 
 
-def test_the_empty_translation_is_nobodys(translator: Translator) -> None:
+def test_results_of_empty_text_are_not_shared(translator: Translator) -> None:
     translator.translate("").tokens.append("mine")
     assert translator.translate("").tokens == []
 
@@ -106,7 +106,7 @@ def test_options_reach_the_search(translator: Translator) -> None:
 
 
 def test_long_text_is_translated_in_pieces_and_nothing_is_cut(translator: Translator) -> None:
-    """Sentences that the model knows, ten times as long as it can read at once."""
+    """Training sentences, together ten times as long as the model's limit."""
     pairs = sentences(60, seed=5)
     source = " ".join(text for text, _ in pairs)
     longest = translator.config.data.max_length
@@ -125,7 +125,7 @@ TEXT, SENTENCES = "One cat. Two dog?  Three house!", ["One cat.", "Two dog?", "T
 
 
 def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> None:
-    """White space between sentences stays; what is long is cut into sentences too, and alternatives are joined."""
+    """White space between sentences is kept; long texts are cut into sentences, and alternatives are joined."""
     alone = translator.translate(SENTENCES)
     found = translator.translate(TEXT)
     assert (found.text, found.pieces) == ("{} {}  {}".format(*map(str, alone)), 3)
@@ -140,7 +140,7 @@ def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> No
 
 
 def test_a_text_may_be_translated_as_a_whole(translator: Translator) -> None:
-    """If that is asked for, or if it must have what could be for any of its sentences."""
+    """A text is not cut if split is false, or with a prefix or phrases for the text as a whole."""
     assert translator.translate(TEXT, split=False).pieces == 1
     assert translator.translate(TEXT, prefix="Uno").pieces == 1
     found = translator.translate([TEXT, TEXT], must_include=[["rosso"], []])
@@ -162,7 +162,7 @@ def test_another_word_is_for_its_sentence(translator: Translator) -> None:
 def test_training_text_decides_whether_a_text_is_cut(
     tiny: Path, tmp_path: Path, share: float | None, pieces: int
 ) -> None:
-    """A run folder without the record, as older ones are, is taken for one whose lines were sentences."""
+    """Older run folders without the record are treated as trained on single sentences."""
     run = tmp_path / "run"
     shutil.copytree(tiny, run, ignore=shutil.ignore_patterns("state", "store"))
     about = json.loads((run / "run.json").read_text())

@@ -79,7 +79,7 @@ def test_words_do_move() -> None:
 
 
 @given(NUMBERED, st.floats(0, 0.99), st.integers(0, 1000))
-def test_something_is_left_in_order(words: list[str], drop: float, seed: int) -> None:
+def test_dropped_words_leave_one_word_in_order(words: list[str], drop: float, seed: int) -> None:
     found = WordNoise(drop=drop).words(words, np.random.default_rng(seed))
     assert bool(found) == bool(words)
     assert found == [word for word in words if word in found]
@@ -205,7 +205,7 @@ class FakeTranslator:
 @pytest.mark.parametrize(
     ("reference", "disposition"), [("CHOSEN X", "unfinished"), ("LA " * 12, "looped"), ("CHOSEN WELL", "kept")]
 )
-def test_what_is_chosen_is_judged(reference: str, disposition: str) -> None:
+def test_the_chosen_candidate_is_filtered(reference: str, disposition: str) -> None:
     augmenter = Augmenter(FakeTranslator(), "distillation", filters=Filters(allow=("ratio",)))  # type: ignore[arg-type]
     (pair,) = augmenter.pairs(list(filter_lines(["chosen"], lambda: 0)), [reference])
     assert (pair.disposition, pair.tgt.split()) == (disposition, reference.split())
@@ -225,7 +225,7 @@ def test_each_fate_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_a_reason_may_be_waived(name: str) -> None:
+def test_each_filter_can_be_switched_off(name: str) -> None:
     lines = list(filter_lines(EACH, lambda: 0, repeated=name != "repeated"))
     augmenter = Augmenter(FakeTranslator(), "self-training", filters=Filters(allow=(name,)))  # type: ignore[arg-type]
     found = [pair.disposition for pair in augmenter.pairs(lines)]
@@ -296,7 +296,7 @@ SAID = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=8).ma
 
 
 @given(SAID, st.lists(SAID, min_size=2, max_size=6), st.sampled_from(["bleu", "chrf"]))
-def test_closest_is_what_the_metric_says(reference: str, texts: list[str], by: str) -> None:
+def test_the_closest_candidate_has_the_best_metric(reference: str, texts: list[str], by: str) -> None:
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
@@ -328,7 +328,7 @@ def test_a_line_has_its_own_noise_wherever_it_is_cut() -> None:
         (lambda: Filters(allow=("empty",)), 'allow = "empty": must be one of repeated'),
     ],
 )
-def test_what_cannot_be_asked(make: Any, words: str) -> None:
+def test_impossible_options_are_refused(make: Any, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)):
         make()
 
@@ -576,7 +576,7 @@ def test_standard_output_is_a_corpus(tiny: Path, call: Call, text: Path) -> None
     [["--beam", "2"], ["--sample"], ["--sample", "--top-k", "3"], ["--noise"], ["--noise", "--drop", "0"]],
     ids=" ".join,
 )
-def test_whatever_the_batch(
+def test_results_do_not_depend_on_the_batch(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
     outs = [tmp_path / f"{size}.tsv" for size in (2048, 7)]

@@ -263,14 +263,14 @@ def test_a_bad_line_may_be_skipped_and_stays_a_line(tiny: Path, call: Call) -> N
     assert done.err == "-: 1 lines were not UTF-8; their output is empty\n"
 
 
-def test_a_remedy_is_offered_only_where_there_is_one(tiny: Path, call: Call, tmp_path: Path) -> None:
+def test_a_remedy_is_offered_only_if_one_exists(tiny: Path, call: Call, tmp_path: Path) -> None:
     text = tmp_path / "bad.txt"
     text.write_bytes(b"caf\xe9\n")
     assert call("translate", tiny, text).error.endswith('with --on-bad skip (data.on_bad = "skip")')
     assert call("evaluate", tiny, text, text).error.endswith("convert the file")
 
 
-def test_a_translation_that_had_to_end_is_told(copy: Path, call: Call) -> None:
+def test_translations_cut_at_the_maximum_length_are_reported(copy: Path, call: Call) -> None:
     run = Run.open(copy)
     run.write_config(run.config.replace(decode={"extra_length": 0}))
     done = call("translate", copy, input=b"One\n\n")
@@ -338,7 +338,9 @@ def test_weights_of_another_model(copy: Path, call: Call) -> None:
 
 
 @pytest.mark.parametrize("weights", [(), ("--weights", "last")])
-def test_a_run_without_weights_says_when_they_come(copy: Path, call: Call, weights: tuple[str, ...]) -> None:
+def test_loading_a_run_without_weights_says_when_they_are_saved(
+    copy: Path, call: Call, weights: tuple[str, ...]
+) -> None:
     shutil.rmtree(copy / "weights")
     expect(call("translate", copy, *weights), 2, f"{copy}: no weights: restore them from a copy")
     (copy / "scores.json").unlink()
@@ -446,7 +448,7 @@ def test_a_file_that_cannot_be_written_is_as_before(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("place", ["log", "tokenizer", "output"])
-def test_other_writes_to_a_full_disk_are_told_in_one_line(
+def test_other_writes_to_a_full_disk_are_reported_in_one_line(
     train: Any, tiny: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     if place == "output":
@@ -487,7 +489,7 @@ def test_other_writes_to_a_full_disk_are_told_in_one_line(
     ],
     ids=lambda arguments: " ".join(arguments[::4]),
 )
-def test_what_cannot_be_written_is_refused_before_the_work(
+def test_unwritable_outputs_are_refused_before_the_work(
     tiny: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     (tmp_path / "in.txt").write_text("One cat.\n")
@@ -506,7 +508,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(
 
 
 def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody write into a folder, root neither, whom its mode does not stop."""
+    """Make a folder read-only, for root too (root ignores the mode)."""
     folder.chmod(0o555)
     access, open_ = os.access, io.open
 
@@ -533,7 +535,7 @@ def test_debug_shows_a_traceback(call: Call, arguments: list[str]) -> None:
     assert done.err.splitlines()[-1].startswith("qkv: nothing: no such preset")
 
 
-def test_what_nobody_foresaw_is_a_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_has_a_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug must not look like a user's mistake."""
     monkeypatch.setattr("qkv.presets.find_config", lambda name: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -40,6 +40,7 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn, pair_dropout
 from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
 from qkv.options import TokenizerConfig
+from qkv.training.prefetching import prefetching
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
 
@@ -97,7 +98,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
         return flat(plan_epoch(indices, src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
 
     first = planned(1, 0)
-    np.random.seed(5)  # nobody else's random state matters
+    np.random.seed(5)  # the plan does not use numpy's global random state
     assert planned(1, 0) == first
     others = [planned(1, 1), planned(2, 0), planned(0, 1)]
     for i, other in enumerate(others):
@@ -299,7 +300,7 @@ def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -
     whole = list(islice(updates._updates(Position(0, 0)), 30))
     assert {step.after.epoch for step in whole} >= {0, 1}
     position = whole[start - 1].after if start else Position(0, 0)
-    tail = islice(updates_of(dropout=dropout).starting(position), 30 - start)
+    tail = islice(prefetching(updates_of(dropout=dropout)).starting(position), 30 - start)
     assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]
 
 
@@ -323,7 +324,7 @@ def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_together_load_what_one_would(world: int, dropout: float) -> None:
+def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
     one = list(islice(updates_of(dropout=dropout).starting(Position(0, 0)), 12))
     ranks = [
         list(islice(updates_of(dropout=dropout, rank=rank, world=world).starting(Position(0, 0)), 12))
@@ -343,7 +344,7 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
                 raise OSError("the disk is gone")
             return super().rows(side, indices)
 
-    steps = updates_of(store=Broken()).starting(Position(0, 0))
+    steps = prefetching(updates_of(store=Broken())).starting(Position(0, 0))
     with pytest.raises(OSError, match="the disk is gone"):
         list(islice(steps, 100))
     assert list(islice(steps, 1)) == []  # and that was the end
@@ -351,12 +352,12 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
 
 def test_visiting_nothing_is_an_error_and_no_endless_wait() -> None:
     with pytest.raises(UsageError, match="visits no sentence"):
-        next(updates_of(store=FakeStore(weights=(0.0, 0.0))).starting(Position(0, 0)))
+        next(prefetching(updates_of(store=FakeStore(weights=(0.0, 0.0)))).starting(Position(0, 0)))
 
 
 def test_the_thread_ends_with_its_reader() -> None:
     before = set(threading.enumerate())
-    steps = updates_of().starting(Position(0, 0))
+    steps = prefetching(updates_of()).starting(Position(0, 0))
     next(steps)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
@@ -375,7 +376,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
         return made[-1]
 
     monkeypatch.setattr(PairBatches, "batch", counted)
-    steps = updates_of(micro_tokens=400).starting(Position(0, 0))  # a micro-batch an update
+    steps = prefetching(updates_of(micro_tokens=400)).starting(Position(0, 0))  # a micro-batch an update
     next(steps)
     ahead = 1 + 4 + 1  # read, queued, and the one in hand
     wait_until(lambda: len(made) >= ahead)
@@ -384,7 +385,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many streams over a store ask for it: each takes a second for two million pairs."""
+    """Several streams over one store share it: a plan of two million pairs takes a second."""
     calls: list[str] = []
 
     def count(name: str) -> None:

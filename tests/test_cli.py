@@ -61,7 +61,7 @@ def test_as_many_lines_out_as_in(tiny: Path, call: Call, text: bytes, lines: lis
 
 
 def test_a_line_of_several_sentences_is_translated_one_by_one(tiny: Path, call: Call, tmp_path: Path) -> None:
-    """From a pipe and from a file, to a file too, by one process or two; and as a whole if that is asked for."""
+    """From a pipe and from a file, to a file, with one process or two; as one text with --no-split."""
     text, out = tmp_path / "text", tmp_path / "out"
     line = "One cat. Two dog.  Three house!"
     text.write_text(f"{line}\n\nOne cat.\n" * 3)

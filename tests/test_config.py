@@ -75,7 +75,7 @@ def test_every_option_says_what_it_means(kind: str) -> None:
 
 
 def values(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Sections whose every option lies anywhere within its own bounds."""
+    """Random sections: each option has a value within its bounds."""
 
     def value(spec: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
         low, high, choices = (spec.metadata[key] for key in ("low", "high", "choices"))
@@ -157,7 +157,7 @@ def test_a_file_gives_the_same_config(tmp_path: Path) -> None:
     assert Config.load(path) == original
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_missing_options_have_their_defaults() -> None:
     assert Config.from_dict({}) == Config()
     assert Config.from_dict({"train": {"steps": 7}}) == Config().replace(train={"steps": 7})
     assert Config.from_dict({"train": {"epochs": 3}}).train.epochs == 3.0

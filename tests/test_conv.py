@@ -1,4 +1,4 @@
-"""ConvS2S: its equations, what it sees, and the same answer by every way to it."""
+"""ConvS2S: its equations, its receptive field, and equal results of whole and stepped decoding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def matrix(weights: dict[str, Array], name: str) -> Array:
 
 
 def gated(weights: dict[str, Array], name: str, x: Array, places: list[int]) -> Array:
-    """GLU of the convolution of x (n, d), whose inputs for position i stand at i + each of `places`."""
+    """GLU of the convolution of x (n, d); the inputs of position i are at i + each of `places`."""
     n, d = x.shape
     out = np.zeros((n, d))
     mixture, bias = matrix(weights, f"{name}.mixture"), weights[f"{name}.mixture.bias"]
@@ -168,7 +168,7 @@ def test_separable_convolutions_have_fewer_parameters() -> None:
     assert count["separable"] < count["contiguous"]
 
 
-# ---- what is seen ----------------------------------------------------------------------------------------------------
+# ---- receptive fields ------------------------------------------------------------------------------------------------
 
 
 def influence(output: torch.Tensor, given: torch.Tensor) -> NDArray[np.bool_]:
@@ -182,7 +182,7 @@ def influence(output: torch.Tensor, given: torch.Tensor) -> NDArray[np.bool_]:
 
 
 def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
-    """Which positions a stack sees from each, if its layers see so far: (n, n)."""
+    """The receptive field (n, n) of a stack of layers that read these relative positions."""
     seen = np.eye(n, dtype=bool)
     for places in layers:
         one = np.eye(n, dtype=bool)  # by the residual connection
@@ -195,14 +195,14 @@ def reached(n: int, layers: list[list[int]]) -> NDArray[np.bool_]:
 @kinds
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_receptive_field_is_what_kernel_and_dilations_say(convolution: str, kernel: int, depth: int) -> None:
+def test_the_receptive_field_follows_from_kernel_and_dilations(convolution: str, kernel: int, depth: int) -> None:
     model = model_of(convolution=convolution, kernel=kernel, encoder_layers=depth, decoder_layers=depth).double()
     inputs, n = leaves(source=model.source, target=model.target), 40
     hidden = model.hidden(some(1, 2), torch.tensor([2]), some(1, n))
     sizes = [kernel**i if convolution == "dilated" else 1 for i in range(depth)]
     before = reached(n, [[-size * j for j in range(kernel)] for size in sizes])
     np.testing.assert_array_equal(influence(hidden, inputs["target"])[0], before)
-    # The number of positions that the last one sees: it grows by kernel − 1 a layer, or kernel-fold.
+    # The receptive field of the last position grows by kernel − 1 per layer, or kernel-fold with dilation.
     assert before[-1].sum() == min(n, kernel**depth if convolution == "dilated" else depth * (kernel - 1) + 1)
     keys = model.encode(some(1, n), torch.tensor([n])).keys[:, 0]
     around = reached(n, [[size * j for j in range(-(kernel // 2), kernel // 2 + 1)] for size in sizes])
@@ -237,7 +237,9 @@ def test_no_output_sees_a_later_target_or_padding(
 
 
 @pytest.mark.parametrize(("convolution", "kernel", "positions", "tie"), COMBINATIONS)
-def test_stepped_and_in_company_is_whole_and_alone(convolution: str, kernel: int, positions: str, tie: str) -> None:
+def test_stepped_decoding_in_a_batch_equals_the_whole_alone(
+    convolution: str, kernel: int, positions: str, tie: str
+) -> None:
     model = model_of(convolution=convolution, kernel=kernel, positions=positions, tie=tie)
     shared = {"all": 1, "output": 2, "none": 3}[tie]
     assert len({id(p) for p in (model.source.tokens.weight, model.target.tokens.weight, model.output.weight)}) == shared
@@ -256,7 +258,7 @@ def test_stepped_and_in_company_is_whole_and_alone(convolution: str, kernel: int
 @kinds
 @settings(max_examples=15)
 @given(st.data())
-def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, data: st.DataObject) -> None:
+def test_selected_rows_continue_like_new_rows(convolution: str, data: st.DataObject) -> None:
     """Steps of any size; rows repeated, dropped and reordered inside a sentence, and whole sentences likewise."""
     kernel, beam, sentences = data.draw(st.sampled_from([1, 3, 5])), data.draw(st.integers(1, 3)), 3
     model = model_of(convolution=convolution, kernel=kernel)
@@ -281,7 +283,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(convolution: str, 
 
 
 @kinds
-def test_a_search_is_the_same_in_company(convolution: str) -> None:
+def test_search_does_not_depend_on_the_batch(convolution: str) -> None:
     model = model_of(convolution=convolution, tie="none")
     source, lengths = some(4, 6), torch.tensor([6, 2, 4, 1])
     options, special = SearchOptions(beam=3, extra_length=5, n_best=3), SpecialTokens(bos=1, eos=2, pad=0)

@@ -74,7 +74,7 @@ def test_compressed_or_not(tmp_path: Path, suffix: str) -> None:
     assert pairs_of(tmp_path, CorpusConfig(text=f"d.txt{suffix}")) == [(line,) for line in tgt]
 
 
-def test_a_file_that_is_there_only_packed_is_found(tmp_path: Path) -> None:
+def test_a_compressed_file_is_found_under_its_plain_name(tmp_path: Path) -> None:
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"packed"))
     assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("packed",)]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"also"))
@@ -231,7 +231,7 @@ def test_pairs_and_plain_text_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_a_long_line_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many parts it is read in: adding each to what came before takes time that grows with its square."""
+    """Appending each part read to the line so far would take quadratic time."""
 
     class Part(bytes):
         def __add__(self, other: bytes) -> bytes:
@@ -259,7 +259,7 @@ def test_a_long_line_is_joined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["demo:train.en demo:train.it"], ("en", "it")),
         (["some/folder.fr/europarl-v7.de-en.eng.txt.gz /data/europarl-v7.de-en.deu.txt.gz"], ("eng", "deu")),
         (["a.en a.de", "b.en b.de"], ("en", "de")),
-        (["a.en a.de", "made.tsv "], ("en", "de")),  # it does not tell, and nothing against it
+        (["a.en a.de", "made.tsv "], ("en", "de")),  # its name has no language and contradicts none
         (["a.en a.de", "b.en b.fr"], ("en", "")),  # several target languages, as with tags
         (["a.en a.de", "b.de b.en"], ("", "")),
         (["train.src train.tgt"], ("", "")),

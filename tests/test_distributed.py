@@ -70,7 +70,7 @@ except Exception as error:
 
 
 def job(run: Path, recipe: Path | None = None, **settings: object) -> dict[str, Any]:
-    """Train a recipe in a folder, or go on with what is there."""
+    """Arguments that train a recipe in a folder, or resume the run in it."""
     given = [f"train.{key}={json.dumps(value)}" for key, value in settings.items()]
     return {"run": str(run), "resume": recipe is None, "config": str(recipe or ""), "settings": given}
 
@@ -128,7 +128,7 @@ def assert_same(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Updates so small that some have a single row, of which the second rank has nothing."""
+    """A recipe with updates so small that some have a single row, and the second rank gets none."""
     folder = tmp_path_factory.mktemp("recipe")
     short = sentences(60)
     long = [
@@ -195,7 +195,7 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> None:
-    """So that what follows holds for them too."""
+    """The recipe has such updates, so the tests below cover them."""
     prepared = PreparedText.open(runs / "aa" / "store")
     first = updates_for(Config.load(recipe), prepared).plan(0)[:STEPS]
     shares = [batches.share(update, 1, 2) for update in first]
@@ -204,7 +204,7 @@ def test_some_updates_leave_a_rank_without_rows(runs: Path, recipe: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["dd", "ss"])
-def test_two_processes_train_what_one_trains(runs: Path, how: str) -> None:
+def test_two_processes_train_the_same_weights_as_one(runs: Path, how: str) -> None:
     assert_same(runs / how, runs / "aa")
     assert len(entries(runs / how, "train")) == STEPS  # one of them logs
 
@@ -276,7 +276,7 @@ def test_a_signal_stops_all_ranks_at_one_step(runs: Path, recipe: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_what_the_first_rank_refuses_is_said_once(runs: Path, recipe: Path, tmp_path: Path) -> None:
+def test_an_error_of_the_first_rank_is_reported_once(runs: Path, recipe: Path, tmp_path: Path) -> None:
     with ranks(tmp_path, job(runs / "aa", recipe)) as (started, _):
         _, err = started.communicate(timeout=PATIENCE)
     assert started.returncode
@@ -311,10 +311,11 @@ def test_a_process_that_waits_for_ever_ends_after_a_signal() -> None:
 # ---- the pieces ------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_a_world_of_one_process_changes_nothing() -> None:
     world = ALONE
     numbers = torch.arange(3.0)
     world.sum([numbers])
+    distributed.copy_from_first(world, [numbers])
     assert numbers.tolist() == [0, 1, 2]
     assert (world.first, world.broadcast("word"), world.largest(7)) == (True, "word", 7)
 
@@ -341,7 +342,7 @@ def test_every_rank_has_its_own_dropout(runs: Path, recipe: Path) -> None:
     assert second.step(update).loss != pytest.approx(outcome.loss, rel=1e-4)
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_unsupported_sharding_is_refused() -> None:
     base = Config()
     sharded = dataclasses.replace(base.train, parallel="sharded")
     assert dataclasses.replace(base, train=sharded).train.parallel == "sharded"

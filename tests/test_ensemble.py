@@ -56,7 +56,7 @@ def found_by(model: Any, beam: int = 3) -> Any:
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(["probabilities", "logprobs"]), st.integers(1, 3))
 def test_a_small_world_of_two_is_searched_by_their_mean(seed: int, average: str, n_best: int) -> None:
-    """A wide beam over two tables finds what is best by the mean of both, worked out in plain numpy."""
+    """A wide beam over two tables finds the best hypothesis by the mean of both, computed in numpy."""
     one, other = random_table(seed, 3), random_table(seed + 1, 3)
 
     def mean(sentence: int, prefix: Prefix) -> np.ndarray[Any, Any]:

@@ -66,7 +66,7 @@ def checked(systems: list[System], comparison: metrics.Comparison | None = None)
     return parsed
 
 
-def test_the_tables_hold_what_was_measured() -> None:
+def test_the_tables_have_the_measured_numbers() -> None:
     parsed = checked([ONE, TWO], COMPARISON)
     rows = {row[0]: row[1:] for row in reversed(parsed.cells) if len(row) == 4}
     for a, b in zip(ONE.scores, TWO.scores, strict=True):
@@ -85,7 +85,7 @@ def test_the_tables_hold_what_was_measured() -> None:
         assert numbers == [[str(a["sentences"]), f"{a[m]:.2f}", f"{b[m]:.2f}"] for m in ("bleu", "chrf")]
 
 
-def test_histograms_count_every_sentence_where_it_belongs() -> None:
+def test_histograms_count_every_sentence_in_its_bin() -> None:
     columns = ONE.diagnosis.to_dict()["sentences"]
     by_score, by_ratio = chrf_histogram(ONE.diagnosis), ratio_histogram(ONE.diagnosis)
     assert sum(by_score) == sum(by_ratio) == len(ONE.diagnosis.sentences) == 80
@@ -102,7 +102,7 @@ def test_every_text_is_escaped() -> None:
     assert not {"b", "!--"} & {tag for tag, _ in parsed.seen}
 
 
-def test_marks_stand_where_texts_differ() -> None:
+def test_differing_words_are_marked() -> None:
     assert marked("Il gatto nero dorme.", ["Il gatto dorme."]) == "Il gatto <mark>nero</mark> dorme."
     assert marked("a b c d", ["d c"]) == "<mark>a b</mark> c <mark>d</mark>"  # in order: not both
     assert marked("a <b>", ["a"], ' class="missed"') == 'a <mark class="missed">&lt;b&gt;</mark>'
@@ -131,7 +131,7 @@ def test_the_lists_hold_the_right_sentences() -> None:
     assert compared["empty"].total == sum(not a or not b for a, b in zip(spoilt(1), spoilt(2), strict=True))
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_cut_lists_say_how_many_they_contain() -> None:
     repeated = system("repeated", [""] * 300, [*SOURCES * 4][:300], [*REFERENCES * 4][:300])
     parsed = checked([repeated])
     assert f"{LISTED} of 300." in parsed.text

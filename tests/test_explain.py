@@ -86,7 +86,7 @@ def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair)
     ],
     ids=lambda spec: spec.kind,
 )
-def test_other_kinds_of_model_show_what_they_have(spec: Any, tokenizers: TokenizerPair, tmp_path: Path) -> None:
+def test_other_kinds_of_model_show_their_cross_attention(spec: Any, tokenizers: TokenizerPair, tmp_path: Path) -> None:
     example = map_of(tokenizers, spec)
     assert example.weights
     for name, weights in example.weights.items():
@@ -122,7 +122,7 @@ def shifted(n: int, offset: int, sharp: float = 0.9) -> np.ndarray:
 @pytest.mark.parametrize(
     ("offset", "role"), [(-1, "previous token"), (1, "next token"), (0, "positional"), (-3, "positional")]
 )
-def test_a_head_that_looks_at_one_offset_is_named_for_it(offset: int, role: str) -> None:
+def test_a_head_that_attends_to_one_offset_is_named_after_it(offset: int, role: str) -> None:
     head = measure_head(shifted(10, offset), cross=False)
     assert (head.offset, head.roles) == (offset, [role])
     assert head.mass == pytest.approx(0.9)
@@ -243,7 +243,7 @@ def test_nothing_is_cut_at_the_edge_of_a_picture(tmp_path: Path, tokens: int, ac
     assert all(np.all(edge == 1.0) for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
 
 
-def test_a_picture_of_signs_the_font_lacks_is_drawn_and_says_so(
+def test_a_picture_with_characters_missing_in_the_font_is_drawn_with_a_note(
     example: AttentionMap, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""The attention explorer in a real browser: it loads nothing, shows what was recorded, and stays quick."""
+"""The attention explorer in a real browser: it loads nothing, shows the recorded weights, and stays responsive."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 
-READING = "Multiple readback operations"  # the browser notes that a test looks at pixels
+READING = "Multiple readback operations"  # a browser warning caused by reading pixels in the test
 QUICK = 100  # milliseconds from a hover, key or click to the picture
 
 
 def made_map(layers: int, heads: int, source: int, target: int) -> AttentionMap:
-    """Random weights between made-up tokens, of which every third goes on a word; some markup among them."""
+    """Random weights between invented tokens: every third continues a word, some contain markup."""
     rng = np.random.default_rng(1)
 
     def tokens(count: int, letter: str) -> list[str]:
@@ -91,7 +91,7 @@ def node(
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        # The pages are our own files, and a sandbox is not to be had for root or inside a container.
+        # The pages are local files; the sandbox does not work for root or inside a container.
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -102,7 +102,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Save a map and open it; the page may neither complain nor ask for anything but itself."""
+    """Save a map and open it; console errors and requests fail the test."""
     contexts, complaints = [], []
 
     def open_page(found: AttentionMap, **options: Any) -> Any:

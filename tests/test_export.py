@@ -33,7 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no networ
 
 CPU = torch.device("cpu")
 WORDS = 40  # learned tokens; the vocabulary has the bytes too
-EXTRA = 30  # tokens by which a translation may be longer than its source: the taught models seldom need so many
+EXTRA = 30  # extra tokens of a translation, more than the trained models usually need
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
 TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
 NAMES = TOKENIZER.names
@@ -253,7 +253,7 @@ def test_tags_and_two_vocabularies_are_exported(to: str, tmp_path: Path) -> None
     assert (tmp_path / "out" / "target" / "tokenizer.json").exists()
 
 
-def test_what_cannot_be_exported_leaves_nothing_behind(tiny: Path, tmp_path: Path, call: Call) -> None:
+def test_a_refused_export_leaves_no_files(tiny: Path, tmp_path: Path, call: Call) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine.txt").write_text("mine", encoding="utf-8")

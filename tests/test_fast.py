@@ -88,7 +88,7 @@ def test_an_update_in_several_passes_is_the_same_update(make: Make) -> None:
     assert several
 
 
-def test_a_resumed_run_goes_on_as_an_unbroken_one(make: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, tmp_path: Path) -> None:
     options = {"dropout": 0.2, "ema": 0.9, "seed": 3}
     unbroken, broken, resumed = (make(CudaTrainStep, **options) for _ in range(3))
     steps = updates(unbroken, STEPS)
@@ -119,7 +119,7 @@ def test_an_update_that_is_not_finite_changes_nothing(make: Make) -> None:
     assert trainer.progress.skipped_in_a_row == 0
 
 
-def test_what_does_not_fit_is_computed_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_too_large_for_memory_is_computed_in_parts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = make(MemoryLimitedStep), make(CudaTrainStep)
     step = fast.train_step
     assert isinstance(step, CudaTrainStep)
@@ -153,7 +153,7 @@ def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
     assert rows(fast, ours) == rows(plain, theirs)
 
 
-def test_room_is_made_for_all_updates_of_a_pass(make: Make) -> None:
+def test_buffers_fit_all_updates_of_an_epoch(make: Make) -> None:
     trainer = make(CudaTrainStep, micro_tokens=0, seed=2)
     assert isinstance(trainer.updates, PairBatches)
     most = trainer.updates.most_rows(0)
@@ -183,8 +183,8 @@ def test_an_end_in_passes_is_that_of_its_own_plan(make: Make) -> None:
     assert own[0] != own[1]
 
 
-def test_another_trainer_goes_on_in_the_same_plan(make: Make) -> None:
-    """Resumed where another trainer serves, on a CPU or with checkpointing, a run reads what it has not read yet."""
+def test_another_trainer_continues_in_the_same_plan(make: Make) -> None:
+    """A run resumed with another trainer (on a CPU, or with checkpointing) continues with the unread batches."""
     plain, fast = (make(kind, micro_tokens=0, epochs=2.0, steps=10_000) for kind in (MemoryLimitedStep, CudaTrainStep))
     plain.go_on_from(fast.progress)
     ours, theirs = ([[micro.tolist() for micro in update] for update in each.updates.plan(0)] for each in (plain, fast))

@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     ids=str,
 )
 def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, object], r_drop: float) -> None:
-    """What is dropped forward is dropped backward: along the gradient the loss rises as the gradient says."""
+    """Backward uses the dropout masks of forward: the slope along the gradient is its squared norm."""
     dropout = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.2, "token_dropout": 0.1}
     model = small(**dropout, **options)
     weights = FlatWeights(model, torch.float32)
@@ -126,7 +126,7 @@ def test_gradients_with_dropout_are_the_slope_of_the_loss(options: dict[str, obj
 
 
 @pytest.mark.parametrize("alpha", [0.0, 3.0])
-def test_two_passes_agree_as_autograd_says(alpha: float) -> None:
+def test_the_agreement_of_two_passes_has_the_gradient_of_autograd(alpha: float) -> None:
     """The loss of R-Drop and its gradients by hand, and by the definition of the divergence."""
     torch.manual_seed(3)
     labels = torch.randint(1, VOCAB, (700,))
@@ -209,7 +209,7 @@ def test_rows_lie_end_to_end_in_the_order_of_their_tiles() -> None:
     assert sorted(tuple(part.tolist() for part in row) for row in laid.rows(0)) == sorted(rows)
 
 
-def test_what_the_pass_does_not_know_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     for options in ({"window": 3}, {"heads": 1}, {"attention": "additive"}):
         assert refused_model(TransformerConfig(**options))  # type: ignore[arg-type]
     assert refused_model(DecoderOnlyConfig())

@@ -1,4 +1,4 @@
-"""Guided alignment: the objective is its definition, teaches the head, and changes nothing else; links in the store."""
+"""Guided alignment: the loss equals its definition and trains one head alone; alignments in the store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_guided_loss_is_the_cross_entropy_of_its_definition() -> None:
 
 
 def words_links(pairs: list[tuple[str, str]]) -> list[str]:
-    """The gold of the small language, over what stands between spaces."""
+    """Gold alignments of the small language, over words separated by spaces."""
     return [" ".join(f"{i}-{i}" for i in range(len(source.split()))) for source, _ in pairs]
 
 
@@ -81,7 +81,7 @@ def trainer(aligned: tuple[str, str, str], tmp_path: Path) -> Callable[..., Trai
     return make
 
 
-def test_the_guide_sees_the_weights_that_are_used(trainer: Callable[..., Trainer]) -> None:
+def test_guided_alignment_uses_the_weights_of_the_forward_pass(trainer: Callable[..., Trainer]) -> None:
     made = trainer()
     batch = updates(made, 1)[0].micro_batches[0]
     guide = made.train_step.objective
@@ -142,7 +142,7 @@ def test_micro_batches_do_not_change_the_guided_step(trainer: Callable[..., Trai
     assert together == pytest.approx(parts.step(Update(pieces, update.after)), rel=1e-5)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-4, atol=1e-6)
-    # The objective is part of what is minimised: twice the weight adds twice as much.
+    # The objective is part of the loss: twice the weight adds twice as much.
     double = trainer(guided_alignment=1.0).step(Update([batch], update.after))
     none = trainer(guided_alignment=0.0).step(Update([batch], update.after))
     assert double.loss - none.loss == pytest.approx(2 * (together.loss - none.loss), rel=1e-4)
@@ -282,7 +282,7 @@ def test_bad_alignments_are_named_with_their_line(tmp_path: Path, line: str, mes
         ({"train": {"guided_alignment": -1.0}}, "guided_alignment = -1.0: must be at least 0"),
     ],
 )
-def test_what_cannot_be_guided_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_guided_alignment_refuses_unsupported_configs(changed: dict[str, Any], message: str) -> None:
     tree: dict[str, Any] = {
         "data": {"train": [{"src": "a", "tgt": "b", "align": "c"}]},
         "train": {"guided_alignment": 0.5},

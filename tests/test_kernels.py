@@ -68,7 +68,7 @@ for vocab in (70, 4096 + 37):
 print("equal")
 """
 
-# A step on any board, and a whole search, written by the kernels of the search and by the search itself.
+# A step from random search states, and a whole search, by the Triton kernels and by PyTorch.
 SEARCHES = """
 import copy, random
 import torch
@@ -84,8 +84,8 @@ from qkv.options import TransformerConfig
 PAD, BOS, EOS = 0, 1, 2
 CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
 
-def a_board(sentences, rows, n, capacity, vocab):
-    # Sentences at any point: some must begin with tokens, some are at their limits or at the capacity, some are over.
+def random_state(sentences, rows, n, capacity, vocab):
+    # Sentences at any point: some have forced tokens, some are at their limit or the capacity, some are done.
     board = SearchState.empty(sentences, rows, n, capacity, CPU)
     board.length.random_(capacity)
     board.length[0], board.length[1] = capacity - 1, 0
@@ -118,7 +118,7 @@ def same(ours, theirs, where):
     assert torch.equal(ours[where].nan_to_num(), theirs[where].nan_to_num()), (ours, theirs)
     assert torch.equal(ours[where].isnan(), theirs[where].isnan()), (ours, theirs)
 
-search_kernels.refused = lambda *_: None  # not on a GPU, but in the interpreter
+search_kernels.refused = lambda *_: None  # run in the interpreter, without a GPU
 SENTENCES = 3
 for rows, n, capacity, vocab, penalty in (
     (1, 1, 3, 5, "gnmt"),
@@ -135,7 +135,7 @@ for rows, n, capacity, vocab, penalty in (
             continue
         torch.manual_seed(seed)
         random.seed(seed)
-        board = a_board(SENTENCES, rows, n, capacity, vocab)
+        board = random_state(SENTENCES, rows, n, capacity, vocab)
         twin = copy.deepcopy(board)
         options = SearchOptions(beam=rows, length_penalty=penalty, min_length=2 * (seed // 2))
         kernel, plain = (TritonGreedySearch, GreedySearch) if greedy else (TritonBeamSearch, BeamSearch)
@@ -181,7 +181,7 @@ print("equal")
 """
 
 
-# A greedy search of whole models with plain and with fused modules, whose kernels the interpreter runs.
+# Greedy search with plain and with fused modules; Triton's interpreter runs the kernels.
 MODULES = """
 import copy
 import torch

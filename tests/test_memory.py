@@ -1,4 +1,4 @@
-"""Memory: what does not fit is cut without changing the gradient, and layers computed twice change nothing at all."""
+"""Memory limits: smaller micro-batches keep the gradient, and activation checkpointing is bit-identical."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int)
 
 
 @pytest.mark.parametrize("tokens", [200, 100, 40])
-def test_what_does_not_fit_is_cut_and_the_step_stays_the_same(
+def test_smaller_micro_batches_keep_the_step(
     trainer: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokens: int
 ) -> None:
     plenty, scarce = trainer(), trainer()

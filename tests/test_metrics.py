@@ -84,7 +84,7 @@ def test_the_order_of_sentences_does_not_matter() -> None:
     assert list(moved) == list(metrics.score(HYPOTHESES, REFERENCES, bootstrap=0))
 
 
-def test_parts_can_be_left_out() -> None:
+def test_optional_scores_can_be_skipped() -> None:
     scores = metrics.score(HYPOTHESES, REFERENCES, bootstrap=0, ter=False)
     assert scores.ter is None
     assert [(score.low, score.high) for score in scores] == [(None, None)] * 3
@@ -123,6 +123,11 @@ def test_unicode_forms_do_not_change_a_score() -> None:
         assert corpus_bleu(hypotheses, references) == pytest.approx(100)
         comparison = metrics.compare(hypotheses, forms["NFC"], references, bootstrap=20)
         assert [difference.p for difference in comparison] == [1.0, 1.0]
+
+
+def test_characters_and_bytes_of_a_text_are_counted_in_nfc() -> None:
+    nfd = unicodedata.normalize("NFD", "Perché così?")
+    assert metrics.TextLoss.of(8.0, 4, nfd) == metrics.TextLoss(8.0, 4, 12, 14)
 
 
 @pytest.mark.parametrize(

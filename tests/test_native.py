@@ -1,4 +1,4 @@
-"""The engine in C: it is the plain model and the torch engine, with any options; without a compiler torch serves."""
+"""The engine in C: equal to the plain model with all options; without a compiler the plain model decodes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_language_model_stepped_is_whole(options: dict[str, Any], dtype: str) 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @torch.inference_mode()
 def test_nothing_in_the_batch_changes_a_row_by_a_bit(dtype: str) -> None:
-    """Whatever else is there, however long, wherever it stands; several tokens at once or one by one."""
+    """Bit-identical for other rows, lengths and positions in the batch, and for tokens at once or one by one."""
     ours = native(made(KINDS["transformer"]), dtype)
     source, target = draw(5, 9), draw(5, 6)
     together, _ = ours.step(target, ours.start(ours.encode(source, LENGTHS)))
@@ -139,7 +139,7 @@ def test_nothing_in_the_batch_changes_a_row_by_a_bit(dtype: str) -> None:
 
 @needed
 def test_several_threads_compute_the_same_bits() -> None:
-    """In a process of its own, whose threads are as many as this machine may have or more."""
+    """In a separate process, with up to as many threads as the machine has cores, or more."""
     script = """
 import torch
 from qkv.assembly import build_model
@@ -179,11 +179,11 @@ def test_rows_are_repeated_and_permuted_and_their_pages_used_again() -> None:
         most = max(most, int(states[0].filled.sum()))
     allocator = states[0].allocator
     pages = sum(len(held) for held in allocator.held) // allocator.size
-    assert pages <= most + 2 * -(-60 // PAGE)  # what was alive at once, and what a repeated sentence needed meanwhile
+    assert pages <= most + 2 * -(-60 // PAGE)  # the most filled positions at once, plus those of a repeated sentence
 
 
 @torch.inference_mode()
-def test_rows_that_nobody_asks_for_are_left_out() -> None:
+def test_finished_rows_are_not_computed() -> None:
     ours = native(made(KINDS["transformer"]))
     whole, part = (ours.start(ours.encode(draw(5, 9), LENGTHS), 3) for _ in range(2))
     for step in range(20):
@@ -217,7 +217,7 @@ def test_another_output_matrix_gets_the_hidden_layer() -> None:
     torch.testing.assert_close(part, whole[..., :7], rtol=1e-4, atol=1e-4)
 
 
-def test_the_original_is_untouched_and_apart() -> None:
+def test_the_original_is_unchanged_and_independent() -> None:
     plain = made(KINDS["learned"]).train()
     ours = native(plain)
     with torch.inference_mode():
@@ -239,7 +239,7 @@ def test_bytes_hold_no_second_copy_of_the_weights() -> None:
     assert held < 1.3 * weights + 4 * embedded  # a byte for each, but for the table that tokens are looked up in
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- refused options -------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from test_packed import KINDS, made
 
 
 @needed
-def test_the_engine_says_that_it_is_native() -> None:
+def test_the_engine_reports_that_it_is_native() -> None:
     assert str(pack(made(KINDS["transformer"])).engine) == f"{choose('fp32')}, native"
     if "avx512_vnni" in str(choose("int8")):
         assert str(pack(made(KINDS["transformer"]), "int8").engine) == "int8 on avx512_vnni, native"
@@ -120,7 +120,7 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @needed
 @pytest.mark.usefixtures("quickly")
 def test_a_cache_that_nothing_may_be_loaded_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a disk mounted noexec: a passing folder serves."""
+    """On a disk mounted noexec the library is loaded from a temporary folder."""
     load = native_library.ctypes.CDLL
 
     def picky(path: str) -> Any:

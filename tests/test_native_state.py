@@ -17,7 +17,7 @@ def test_sentences_are_chosen_before_the_first_token() -> None:
 
 
 @torch.inference_mode()
-def test_there_may_be_no_sentences() -> None:
+def test_an_empty_batch_is_decoded() -> None:
     ours = native(made(KINDS["transformer"]))
     for state in (
         ours.start(ours.encode(draw(5, 9)[:0], LENGTHS[:0]), 2),
@@ -28,7 +28,7 @@ def test_there_may_be_no_sentences() -> None:
 
 
 def test_positions_grow_while_another_thread_reads_them() -> None:
-    """What a call was given is still there, and still the same, when another has asked for more."""
+    """A table returned by one call stays valid and unchanged after another call grew it."""
     table = native(made(KINDS["transformer"])).target
     before = table.at_least(10)
     assert before is not None

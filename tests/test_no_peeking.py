@@ -97,7 +97,7 @@ def reach(model: Any, embedding: torch.nn.Module, *inputs: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("window", [0, 2])
 @kinds
-def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: int) -> None:
+def test_a_language_model_uses_the_tokens_before(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
     spec = DecoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
     model = build_model(spec, 20, 20).eval()
@@ -108,7 +108,7 @@ def test_a_language_model_sees_what_came_before(kind: dict[str, Any], window: in
 
 @pytest.mark.parametrize("window", [0, 2])
 @kinds
-def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window: int) -> None:
+def test_an_encoder_attends_to_all_tokens_but_padding(kind: dict[str, Any], window: int) -> None:
     torch.manual_seed(window)
     spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=4, layers=2, window=window, max_positions=20, **kind)
     model = build_model(spec, 20, 20).eval()
@@ -119,7 +119,7 @@ def test_an_encoder_sees_all_around_but_no_padding(kind: dict[str, Any], window:
 
 
 @kinds
-def test_padding_cannot_be_seen_whatever_stands_there(kind: dict[str, Any]) -> None:
+def test_the_content_of_padding_changes_nothing(kind: dict[str, Any]) -> None:
     torch.manual_seed(4)
     model = build_model(TransformerConfig(**kind, **SIZES[1]), 20, 20).eval()
     source, target, lengths = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 5)), torch.tensor([4, 6])
@@ -154,9 +154,9 @@ def test_the_mask_is_its_definition(
     assert mask.dtype == torch.bool
     assert mask.shape == (1 if lengths is None else len(lengths), 1, queries, keys)
     for b, i, j in np.ndindex(mask.shape[0], queries, keys):
-        place = before + i  # the last query stands at the last key
+        place = before + i  # the last query has the position of the last key
         may = (not causal or j <= place) and (not window or abs(place - j) <= window)
-        own = window and place == j  # a window never leaves a query without any key
+        own = window and place == j  # with a window every query keeps its own key
         assert bool(mask[b, 0, i, j]) == bool(own or (may and (lengths is None or j < lengths[b])))
 
 

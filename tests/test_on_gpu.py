@@ -105,7 +105,7 @@ def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more
     fast = trainer(tmp_path, None, precision=precision, **more)
     assert isinstance(fast.train_step, CudaTrainStep)
     ours, theirs = losses(fast), losses(trainer(tmp_path, MemoryLimitedStep, precision="fp32", **more))
-    # SOAP steps along eigenvectors, of which a little noise makes others.
+    # SOAP steps along eigenvectors, and little noise changes them much.
     assert ours == pytest.approx(theirs, rel=0.1 if precision == "bf16" or "optimizer" in more else 0.01)
     graphs = fast.train_step.graphs()
     assert len(graphs.graphs) >= 1
@@ -120,7 +120,7 @@ def test_captured_training_with_dropout_learns(tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_of_two() -> Iterator[TorchrunWorld]:
-    """The first of two ranks, whose group has no second: NCCL is asked for every sum, and finds nothing to add."""
+    """Rank 0 of 2 in a group of one process: NCCL runs every sum, and adds nothing."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     yield TorchrunWorld(0, 2, store)

@@ -79,7 +79,7 @@ def test_newton_schulz_gives_nearly_orthogonal_rows(shape: tuple[int, ...]) -> N
     assert cosine.min() > 0.98
 
 
-def test_newton_schulz_leaves_what_is_zero_and_lifts_what_is_small() -> None:
+def test_newton_schulz_keeps_zeros_and_raises_small_singular_values() -> None:
     assert orthogonal(torch.zeros(3, 4)).eq(0).all()
     spread = torch.diag(torch.logspace(0, -2.5, 8)) @ torch.linalg.qr(torch.randn(8, 8)).Q
     assert singular_values(orthogonal(spread)).min() > 0.7
@@ -108,7 +108,7 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap"])
 def test_weight_decay_shrinks_every_matrix(name: str) -> None:
-    """Without a gradient, a step multiplies the matrices by 1 − rate · weight_decay, and nothing else."""
+    """Without a gradient, a step multiplies the matrices alone by 1 − rate · weight_decay."""
     model = build_model(TINY, 17, 17)
     before = weights(model)
     optimizer = build(model, name, rate=0.01, weight_decay=0.1)
@@ -223,8 +223,8 @@ def test_the_rate_may_be_a_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_step_can_be_left_out_on_the_device(name: str, at: int) -> None:
-    """With found_inf = 1 a gradient that is no number changes nothing, not even what comes after."""
+def test_a_step_can_be_skipped_on_the_device(name: str, at: int) -> None:
+    """With found_inf = 1 a NaN gradient changes neither the weights nor the steps after it."""
     ours, theirs = perceptron(), perceptron()
     theirs.load_state_dict(ours.state_dict())
     first, second = build(ours, name, weight_decay=0.0), build(theirs, name, weight_decay=0.0)
@@ -260,7 +260,7 @@ def test_gradients_may_be_scaled(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("at", [4, 10])
-def test_what_is_saved_is_all_there_is(name: str, at: int, tmp_path: Path) -> None:
+def test_the_saved_state_of_an_optimizer_is_complete(name: str, at: int, tmp_path: Path) -> None:
     """Between SOAP's refreshments or on one, a new optimiser with the state goes on with the same bits."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -324,7 +324,7 @@ def test_wsd_rises_stays_and_falls_to_zero() -> None:
     assert rates[699:] == sorted(rates[699:], reverse=True)
     assert rates[774] == pytest.approx(2e-3 * (1 - math.sqrt(75 / 300)))  # a quarter of the way down in time
     assert rates[-1] == 0
-    assert learning_rate(1001, spec, 512) == 0  # a run whose limit was lowered
+    assert learning_rate(1001, spec, 512) == 0  # beyond the end, as after train.steps was lowered
 
 
 def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:

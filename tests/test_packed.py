@@ -1,6 +1,6 @@
 """The CPU engine with torch's kernels: packed fp32 is the plain model, for every kind; bf16 and int8 are near it.
 
-What is in C has its own tests (test_native.py), and is turned off here.
+The C engine is turned off here; its tests are in test_native.py.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def test_the_same_text_on_an_easy_task(tiny: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["conv", "transformer"])
-def test_the_original_is_untouched_and_apart(kind: str) -> None:
+def test_the_original_is_unchanged_and_independent(kind: str) -> None:
     plain = made(KINDS[kind]).train()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     ours = pack(plain, "fp32")
@@ -238,7 +238,7 @@ def test_bf16_and_int8_only_where_the_processor_has_them() -> None:
     assert processor() is processor()
 
 
-def test_a_missing_or_wrong_kernel_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     class Missing(Plain):
         def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
             raise RuntimeError("no such kernel\nand many lines more")

@@ -93,7 +93,7 @@ def test_equation_1(queries: int, keys: int, d_k: int, d_v: int, masked: bool, s
     torch.manual_seed(seed)
     q, k, v = torch.randn(2, 3, queries, d_k), torch.randn(2, 3, keys, d_k), torch.randn(2, 3, keys, d_v)
     mask = torch.rand(2, 1, queries, keys) < 0.5
-    mask[..., 0] = True  # whoever asks may look somewhere
+    mask[..., 0] = True  # every query has at least one key
     ours = array(attend(ATTENTION, q, k, v, mask if masked else None))
     with record_attention():
         written_out = array(attend(ATTENTION, q, k, v, mask if masked else None))
@@ -163,7 +163,7 @@ def test_sinusoids_beyond_the_table_are_the_same_function() -> None:
         assert torch.equal(short(start, length), long[start : start + length])
 
 
-def test_learned_positions_end_where_learning_did() -> None:
+def test_learned_positions_refuse_longer_sequences() -> None:
     positions = LearnedPositions(4, 6)
     assert torch.equal(positions(2, 4), positions.table[2:6])
     with pytest.raises(UsageError, match="max_positions = 6"):
@@ -252,7 +252,7 @@ def test_tying_needs_one_vocabulary() -> None:
 
 VOCAB = 37_000
 ROWS = ["paper_base", *presets.TABLE_3, "paper_big"]
-# The paper's own column, in millions, where only the base's and the row's rounding stand between it and our counts.
+# The paper's column in millions, for rows that differ from our counts by rounding of base and row alone.
 PRINTED = {"b_d_k_16": 58, "b_d_k_32": 60, "c_2_layers": 36, "c_4_layers": 50, "c_8_layers": 80}
 PRINTED |= {"c_d_model_256": 28, "c_d_ff_1024": 53, "c_d_ff_4096": 90}
 
@@ -312,7 +312,7 @@ def test_table_3_differences_from_base() -> None:
 
 @pytest.mark.parametrize("row", PRINTED)
 def test_table_3_agrees_with_the_printed_column(row: str) -> None:
-    # Its vocabulary is only "about" 37,000, so what can be compared is a difference of two numbers rounded to millions.
+    # Its vocabulary is "about" 37,000, so only differences of numbers rounded to millions are comparable.
     assert (counted(row) - counted("paper_base")) / 1e6 == pytest.approx(PRINTED[row] - 65, abs=1.0)
 
 
@@ -426,13 +426,13 @@ def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: floa
 
 def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    in_parts = loss_module._in_parts
+    in_parts = loss_module._LossInParts.apply
 
     def spy(*arguments: Any) -> Any:
         asked.append(arguments[-1])
         return in_parts(*arguments)
 
-    monkeypatch.setattr(loss_module, "_in_parts", spy)
+    monkeypatch.setattr(loss_module._LossInParts, "apply", spy)
     hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
     with torch.no_grad():
         without, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
@@ -444,7 +444,7 @@ def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tuple[str, int, float]], Transformer]:
-    """Every dropout that a training forward pass does: where, the width of what is dropped, and its probability."""
+    """Every dropout of a training forward pass: module, width of its input, probability."""
     model = build_model(dataclasses.replace(TINY, **options), 13, 13).train()  # type: ignore[arg-type]
     seen: list[tuple[str, int, float]] = []
     names = {module: name for name, module in model.named_modules()}

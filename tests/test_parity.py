@@ -27,13 +27,13 @@ from qkv.options import DecoderOnlyConfig, TransformerConfig
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, MarianMTModel
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is asked of any server
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before the import of transformers: no network requests
 
 
 Weights = dict[str, Tensor]
 PAD, BOS, EOS = 0, 1, 2
 VOCAB = 40
-EXTRA = 1  # tokens by which a translation may be longer than its source
+EXTRA = 1  # maximum output length minus source length, in tokens
 
 
 def assert_close(ours: Tensor, theirs: Tensor, name: str = "", *, of_largest: bool = False) -> None:
@@ -115,7 +115,8 @@ def torch_attention(theirs: Weights) -> Weights:
 def marian_layer(theirs: Weights, there: str, order: Tensor) -> Weights:
     """One layer of Marian's weights, or their gradients, under our names.
 
-    `order` is our order of the d_model axis: columns of what reads the residual stream, rows of what writes it.
+    `order` is our order of the d_model axis: the columns of matrices that read the residual stream, and the rows of
+    matrices that write it.
     """
     ours: Weights = {}
 
@@ -263,7 +264,7 @@ def test_logits_and_gradients_are_marians(scale_embedding: bool, positions: str)
 def marian_search(
     marian: MarianMTModel, source: Tensor, longest: Tensor, beam: int, **options: Any
 ) -> tuple[list[list[list[int]]], Tensor]:
-    """Hugging Face's own search under our two rules: never <pad> or <s>, and only </s> behind `longest` tokens.
+    """Hugging Face's search with our two rules: never <pad> or <s>, and only </s> after `longest` tokens.
 
     The n best of each sentence, without <s> and </s>, and their scores (sentences, n).
     """
@@ -431,7 +432,7 @@ def test_cached_steps_are_gpt2s(chunks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("prompt", [[3], [7, 5, 31, 20, 8], [*range(10, 34)]], ids=["short", "some", "full"])
 def test_greedy_continuation_is_gpt2s(prompt: list[int]) -> None:
-    """Also where the context is full, which GPT-2 must be told of: it goes on from the newer half of the text."""
+    """Also with a full context, which the test cuts for GPT-2: both continue from the newer half of the text."""
     theirs, ours = gpt2(), from_gpt2(gpt2())
     context, count = theirs.config.n_positions, 60
     drawn = generate(ours, prompt, Sampling(temperature=0), context=context)

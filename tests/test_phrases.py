@@ -149,7 +149,7 @@ def test_without_the_rule_the_phrases_do_come() -> None:
 
 
 def test_a_longer_word_is_another_word() -> None:
-    """Not in the spelling that writes " cat" first, though, unless the rest of the word is known to come."""
+    """Only the spelling that starts with the token " cat" is refused, unless the rest of the word is required."""
     avoid = Avoid(["cat"], WORDS)
     begun = [LIKELY[1 + PIECES.index(" c")]]
     at, egory, dot = (LIKELY[1 + PIECES.index(piece)] for piece in ("at", "egory", "."))
@@ -214,14 +214,14 @@ some_tokens = st.sampled_from(LIKELY[1:]).map(lambda token: [token]) | phrase.ma
     st.lists(some_tokens, max_size=4).map(lambda parts: [token for part in parts for token in part]),
     st.integers(0, 3),
 )
-def test_what_may_follow_leaves_room_for_what_is_missing(
+def test_allowed_tokens_leave_room_for_missing_phrases(
     phrases: list[str], ordered: bool, tokens: list[int], spare: int
 ) -> None:
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
-    board = SearchState.empty(1, 2, 1, 20, torch.device("cpu"))
+    search_state = SearchState.empty(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
     search_ = ConstrainedBeamSearch(
-        model, DecodingOptions(), SPECIAL, board, required=[required], lengths=torch.tensor([1])
+        model, DecodingOptions(), SPECIAL, search_state, required=[required], lengths=torch.tensor([1])
     )
     left = required.need(tokens) + spare
     merit = torch.zeros(WORDS.size)
@@ -263,7 +263,7 @@ def test_required_and_forbidden_together(seed: int, spare: int) -> None:
         assert avoid.occurs(text_of(hypotheses[0])) is None
 
 
-def test_what_excludes_itself_is_refused() -> None:
+def test_phrases_both_required_and_forbidden_are_refused() -> None:
     with pytest.raises(UsageError, match='"the cat" is required, but "cat" in it is forbidden'):
         check_conflict(["the cat"], "", Avoid(["cat"], WORDS))
     with pytest.raises(UsageError, match=r'"a cat\." is required, but "cat" in it is forbidden'):

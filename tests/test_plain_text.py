@@ -218,7 +218,9 @@ def test_validation_predicts_every_token_once(ids: list[int], length: int) -> No
     st.floats(0.01, 1),
     st.floats(0, 1),
 )
-def test_what_may_be_drawn(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_sampling_keeps_the_allowed_tokens(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     sampling = Sampling(temperature, top_k, top_p, min_p)
     found = sampling.probabilities(torch.tensor([logits]))[0].double().numpy()
     scores = np.array(logits, np.float32).astype(float) / temperature
@@ -302,10 +304,10 @@ def test_stepped_in_any_chunks_is_the_whole(kind: dict[str, Any], chunks: list[i
 
 @kinds
 def test_the_context_slides_and_generation_never_ends(kind: dict[str, Any]) -> None:
-    """Greedy, past the context several times: each token is what the uncached model says of the text it still sees."""
+    """Greedy, past the context several times: each token is the uncached model's for the text in the window."""
     model, context = language_model(**kind), 8
     text = [5, 6, 7]
-    seen = 3  # tokens the model still sees
+    seen = 3  # tokens in the window
     for drawn in islice(generate(model, text, Sampling(0.0), context=context, forbidden=[0, 1, 2]), 40):
         with torch.inference_mode():
             logits = model(torch.tensor([text[-seen:]]))[0, -1].clone()
@@ -329,7 +331,7 @@ def test_a_seed_decides_the_text_and_rows_differ() -> None:
     assert len({tuple(row) for row in zip(*write(3), strict=True)}) == 4
 
 
-def test_a_text_without_a_seed_leaves_other_random_numbers_alone() -> None:
+def test_sampling_without_a_seed_keeps_the_global_random_state() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -395,25 +397,31 @@ def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
     prepared = PreparedText.open(writer / "store")
     tgt = prepared.tokenizers.tgt
     train, valid = (decode_text(tgt, store.stream.tolist()) for store in (prepared.train, prepared.valid))
-    completer = qkv.Completer(writer)
-    found = completer.evaluate(valid)
+    language_model = qkv.LanguageModel(writer)
+    found = language_model.evaluate(valid)
     assert found.per_character < bigram_loss(train, valid) - 0.3
     assert found.bits_per_byte == pytest.approx(found.per_character / math.log(2))  # this text is ASCII
-    best = json.loads((writer / "scores.json").read_text(encoding="utf-8"))[completer.run.scores["chosen"]]
+    best = json.loads((writer / "scores.json").read_text(encoding="utf-8"))[language_model.run.scores["chosen"]]
     assert found.per_character == pytest.approx(best["nats_per_character"], abs=1e-4)
 
 
 def test_perplexity_is_that_of_forced_decoding(writer: Path) -> None:
-    completer = qkv.Completer(writer)
+    language_model = qkv.LanguageModel(writer)
     text = "The cat sees the dog."
-    ids = [newline_of(completer.tokenizer), *encode_text(completer.tokenizer, text)]
+    ids = [newline_of(language_model.tokenizer), *encode_text(language_model.tokenizer, text)]
     with torch.inference_mode():
-        log_probs = completer.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+        log_probs = language_model.model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
     nats = -sum(float(log_probs[i, token]) for i, token in enumerate(ids[1:]))
-    found = completer.evaluate(text)
+    found = language_model.evaluate(text)
     assert found.nats == pytest.approx(nats, rel=1e-4)
     assert (found.tokens, found.characters, found.bytes) == (len(ids) - 1, len(text), len(text))
     assert found.perplexity == pytest.approx(math.exp(nats / found.tokens), rel=1e-4)
+
+
+def test_the_unicode_form_of_a_text_does_not_change_its_loss(writer: Path) -> None:
+    model = qkv.LanguageModel(writer)
+    nfc, nfd = (model.evaluate(unicodedata.normalize(form, "Perché così? È già là.")) for form in ("NFC", "NFD"))
+    assert nfc == nfd
 
 
 def test_documents_are_evaluated_as_they_were_validated(tmp_path: Path, call: Call) -> None:
@@ -426,23 +434,23 @@ def test_documents_are_evaluated_as_they_were_validated(tmp_path: Path, call: Ca
 
 
 def test_completions(writer: Path) -> None:
-    completer = qkv.Completer(writer)
-    streamed = "".join(completer.stream("The c", max_tokens=80, temperature=0.5, seed=2))
-    (whole,) = completer.complete("The c", max_tokens=80, temperature=0.5, seed=2)
+    language_model = qkv.LanguageModel(writer)
+    streamed = "".join(language_model.stream("The c", max_tokens=80, temperature=0.5, seed=2))
+    (whole,) = language_model.complete("The c", max_tokens=80, temperature=0.5, seed=2)
     assert whole.text == streamed
     assert len(whole.tokens) == len(whole.token_logprobs) == 80  # more than twice the context
     assert whole.logprob == pytest.approx(sum(whole.token_logprobs))
     assert whole.finish_reason == "length"
-    (stopped,) = completer.complete("The c", max_tokens=80, temperature=0.5, seed=2, stop=["\n"])
+    (stopped,) = language_model.complete("The c", max_tokens=80, temperature=0.5, seed=2, stop=["\n"])
     assert stopped.finish_reason == "stop"
     assert stopped.text == whole.text.split("\n")[0]
-    many = completer.complete("", n=3, max_tokens=5, seed=1)
+    many = language_model.complete("", n=3, max_tokens=5, seed=1)
     assert len(many) == 3
     assert str(many[0]) == many[0].text
     words = {word.strip(".").lower() for line in LINES for word in line.split()}
     written = {word.strip(".").lower() for word in streamed.split()[1:-1]}
     assert len(written & words) > 0.5 * len(written)
-    likeliest = completer.next_tokens("The cat see", 3)
+    likeliest = language_model.next_tokens("The cat see", 3)
     assert likeliest[0][0] == "s"
     assert likeliest[0][1] > 0.5
 
@@ -458,9 +466,9 @@ def test_the_verbs_for_language_models(writer: Path, call: Call, tmp_path: Path)
     assert "never ends" in call("complete", writer, "--json", "--tokens", 0).error
     assert "not UTF-8" in call("complete", writer, "-", input=b"ab\xff").error
     with pytest.raises(UsageError, match="max_tokens = 0"):
-        next(qkv.Completer(writer).stream("a", max_tokens=0))
+        next(qkv.LanguageModel(writer).stream("a", max_tokens=0))
     with pytest.raises(UsageError, match="list of texts"):
-        qkv.Completer(writer).complete("a", stop="ab")
+        qkv.LanguageModel(writer).complete("a", stop="ab")
     found = call("evaluate", writer)
     assert "bits per byte" in found.out
     (tmp_path / "other.txt").write_text("The cat.\n", encoding="utf-8")
@@ -476,7 +484,7 @@ def test_text_alone_makes_a_language_model(tmp_path: Path, call: Call) -> None:
     small = ["--set", "train.steps=2", "--set", "data.max_length=16", "--set", "train.tensorboard=false"]
     done = call("train", "--text", tmp_path / "a.txt", "--run", tmp_path / "run", *small)
     assert done.code == 0, done.err
-    assert isinstance(qkv.load(tmp_path / "run"), qkv.Completer)
+    assert isinstance(qkv.load(tmp_path / "run"), qkv.LanguageModel)
     assert "give one of the two" in call("train", "--text", "a", "--src", "b").error
     assert "give --text too" in call("train", "--valid-text", "a").error
     wrong = call("train", "demo", "--text", tmp_path / "a.txt", "--run", tmp_path / "other")
@@ -503,7 +511,7 @@ def test_hidden_tokens_are_a_share_and_at_least_one(rows: list[list[int]], seed:
     assert batch.tokens == int((batch.labels != CHARACTERS.pad).sum())
 
 
-def test_of_the_tokens_asked_for_eight_in_ten_are_hidden() -> None:
+def test_eight_in_ten_predicted_tokens_are_masked() -> None:
     rows = [np.full(2000, 50)]
     batch = mask_tokens(rows, CHARACTERS, 0.5, [np.random.default_rng(0)])
     asked = batch.inputs[0][batch.labels != CHARACTERS.pad]
@@ -536,12 +544,12 @@ def test_a_language_model_learns(task: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{row}>{TASKS[task](row)}\n" for row in train), encoding="utf-8")
     model = DecoderOnlyConfig(d_model=64, d_ff=256, heads=4, layers=2, norm="pre", positions="rotary", dropout=0.0)
     spec = plain_config(tmp_path / "text.txt", model, steps=500, validate_every=500, **LEARN)
-    completer = qkv.Completer(qkv.train(spec, tmp_path / "run"))
-    found = [completer.complete(f"{row}>", max_tokens=6, temperature=0.0, stop=["\n"])[0].text for row in test]
+    language_model = qkv.LanguageModel(qkv.train(spec, tmp_path / "run"))
+    found = [language_model.complete(f"{row}>", max_tokens=6, temperature=0.0, stop=["\n"])[0].text for row in test]
     assert sum(text == TASKS[task](row) for text, row in zip(found, test, strict=True)) >= 198
 
 
-def trained_filler(folder: Path, task: str) -> Path:
+def train_encoder(folder: Path, task: str) -> Path:
     """The run of an encoder that has seen words twice: `a b c d > d c b a`."""
     lines = [f"{row} > {TASKS[task](row)}\n" for row in strings(4)[300:]]
     (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
@@ -551,16 +559,16 @@ def trained_filler(folder: Path, task: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def filler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_filler(tmp_path_factory.mktemp("filler"), "copy")
+def encoder_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_encoder(tmp_path_factory.mktemp("encoder_run"), "copy")
 
 
 @pytest.mark.slow
 @tasks
-def test_an_encoder_learns(task: str, filler: Path, tmp_path: Path) -> None:
+def test_an_encoder_learns(task: str, encoder_run: Path, tmp_path: Path) -> None:
     """A word hidden on one side is found on the other, in unseen lines, 99 times in 100."""
-    loaded = qkv.load(filler if task == "copy" else trained_filler(tmp_path, task))
-    assert isinstance(loaded, qkv.Filler)
+    loaded = qkv.load(encoder_run if task == "copy" else train_encoder(tmp_path, task))
+    assert isinstance(loaded, qkv.Encoder)
     right = 0
     for number, row in enumerate(strings(4)[:200]):
         words = TASKS[task](row).split()
@@ -571,8 +579,8 @@ def test_an_encoder_learns(task: str, filler: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_filling_gaps(filler: Path, call: Call) -> None:
-    loaded = qkv.Filler(filler)
+def test_filling_gaps(encoder_run: Path, call: Call) -> None:
+    loaded = qkv.Encoder(encoder_run)
     first, second = loaded.fill("a <mask> c d > a b <mask> d", 3)
     assert [(first[0].gap, first[0].token), (second[0].gap, second[0].token)] == [(1, "▁b"), (2, "▁c")]
     assert first[0].text == "a b c d > a b <mask> d"
@@ -580,18 +588,18 @@ def test_filling_gaps(filler: Path, call: Call) -> None:
     assert first[0].probability >= first[1].probability
     with pytest.raises(UsageError, match="write <mask>"):
         loaded.fill("a b c")
-    done = call("fill", filler, "a <mask> c d > a b c d", "-n", 1)
+    done = call("fill", encoder_run, "a <mask> c d > a b c d", "-n", 1)
     assert done.out.split("\t")[2:] == ["▁b", "a b c d > a b c d\n"]
-    assert json.loads(call("fill", filler, "a <mask> c d > a b c d", "-n", 1, "--json").out)["token"] == "▁b"
-    assert "hidden tokens" in call("evaluate", filler).out
+    assert json.loads(call("fill", encoder_run, "a <mask> c d > a b c d", "-n", 1, "--json").out)["token"] == "▁b"
+    assert "masked tokens" in call("evaluate", encoder_run).out
     scores = loaded.evaluate(["a b c d > a b c d", "", "d e f g > d e f g"])
     assert 0 <= scores.accuracy <= 1
-    assert "use qkv fill" in call("complete", filler).error
+    assert "use qkv fill" in call("complete", encoder_run).error
 
 
 @pytest.mark.slow
-def test_sentence_vectors(filler: Path) -> None:
-    loaded = qkv.Filler(filler)
+def test_sentence_vectors(encoder_run: Path) -> None:
+    loaded = qkv.Encoder(encoder_run)
     sentences = ["a b c d > a b c d", "", "e f > e f", "h h h h > h h h h"]
     vectors = loaded.embed(sentences)
     assert vectors.shape == (4, 64)
@@ -607,7 +615,7 @@ def test_sentence_vectors(filler: Path) -> None:
 def test_a_gap_takes_the_space_before_it() -> None:
     tokenizer = learn((), [*LINES, "cat. dog! the"], TokenizerConfig(vocab=320)).tgt
 
-    class Bare(qkv.Filler):
+    class Bare(qkv.Encoder):
         def __init__(self) -> None:
             self.config = Config(model=EncoderOnlyConfig())
             self.tokenizers = TokenizerPair(tokenizer, tokenizer)

@@ -1,4 +1,4 @@
-"""The README's commands are run, on small files of the names it uses; its map names what is there."""
+"""The README's commands run, on small files of the names it uses; its map names existing modules."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (folder / "map.html").exists()
 
 
-def test_the_map_names_what_is_there() -> None:
+def test_the_map_names_existing_modules() -> None:
     """The map of the README has exactly the packages and modules of the tree."""
     (code_map,) = [block for block in blocks("") if block.startswith("src/qkv/")]
     lines = re.sub(r"\n {19}", " ", code_map).splitlines()

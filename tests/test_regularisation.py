@@ -1,4 +1,4 @@
-"""What goes further than dropout: R-Drop, which draws two passes together, and tokens that are not seen."""
+"""Regularisation beyond dropout: R-Drop, and token dropout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_passes_agree_more_when_they_are_drawn_together(model: ModelConfig, tmp_
     assert divergence(drawn) < 0.7 * divergence(free)
 
 
-def test_a_resumed_run_draws_what_an_unbroken_one_draws(tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
     unbroken, broken, resumed = (trainer(tmp_path, KINDS[0], r_drop=2.0) for _ in range(3))
     steps = unbroken.updates.starting(unbroken.progress.position)
     updates = [next(steps) for _ in range(4)]

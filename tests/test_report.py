@@ -140,7 +140,7 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_chart_holds_what_the_log_says(tiny: Path) -> None:
+def test_every_chart_has_the_numbers_of_the_log(tiny: Path) -> None:
     parsed = checked([Run.open(tiny)])
     lines = lines_of(parsed)
     train, valid = entries(tiny, "train"), entries(tiny, "valid")
@@ -186,7 +186,7 @@ def test_smoothing_is_the_mean_around_each_value(tmp_path: Path, tokenizers: Tok
     assert means[1] == pytest.approx(given[:3].mean(), rel=1e-5)
 
 
-def test_a_log_line_that_is_not_a_number_leaves_a_gap(tmp_path: Path, tokenizers: TokenizerPair) -> None:
+def test_a_nan_in_the_log_leaves_a_gap(tmp_path: Path, tokenizers: TokenizerPair) -> None:
     lines = [
         train_line(1),
         train_line(2, loss=math.nan, nll=math.nan, norm=math.inf, skipped=1),
@@ -392,7 +392,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
         assert 0 < entropies_of_batch[name] < math.log(max(map(len, rows)) + 1)
 
 
-def test_validation_tells_the_entropy_of_a_small_batch(tiny: Path) -> None:
+def test_validation_logs_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
     prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
     task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS

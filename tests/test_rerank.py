@@ -42,7 +42,7 @@ def test_the_one_that_the_others_agree_with_wins() -> None:
     assert sorted(order) == [0, 1, 2, 3]
 
 
-def test_what_comes_often_counts_often() -> None:
+def test_repeated_candidates_are_counted() -> None:
     candidates = ["the cat", "a dog", "a dog", "a dog", "the cat sat"]
     assert rerank(candidates, [0.0, -9.0, -8.0, -7.0, -1.0], "chrf")[:3] == [3, 2, 1]  # equals by the model's score
 

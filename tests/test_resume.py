@@ -130,7 +130,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All that a run without any interruption leaves behind."""
+    """All files of an uninterrupted run."""
     return contents(qkv.train(Config.load(recipe), tmp_path_factory.mktemp("unbroken") / "run").path)
 
 
@@ -168,7 +168,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert value == theirs[name], name
 
 
-def test_an_unbroken_run_leaves_all_that_is_compared(unbroken: dict[str, Any]) -> None:
+def test_an_uninterrupted_run_has_all_compared_files(unbroken: dict[str, Any]) -> None:
     steps = [f"weights/step-{STEPS - EVERY:07d}.safetensors", f"weights/step-{STEPS:07d}.safetensors"]
     state = [f"state/step-{STEPS:07d}/{name}.safetensors" for name in ("ema", "optimizer", "weights")]
     assert {*steps, *state, "weights/best.safetensors", "weights/average.safetensors"} <= set(unbroken)
@@ -182,7 +182,7 @@ def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_
     assert_same(contents(qkv.train(Config.load(recipe), tmp_path / "run").path), unbroken)
 
 
-# Every file is flushed by `sync`, and after its renaming the folder. A kill in the first leaves half a file. In order:
+# `sync` flushes every file, and after its renaming the folder. A kill in the first call truncates a file. In order:
 # the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation the weights of
 # the step, the best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for
 # the state as a whole.
@@ -219,10 +219,10 @@ def test_killed_between_checkpoints(
     ("number", "code", "at"),
     [(signal.SIGINT, 130, 6), (signal.SIGTERM, 143, EVERY), (signal.SIGINT, 130, STEPS), (signal.SIGTERM, 143, 1)],
 )
-def test_asked_to_stop(
+def test_a_signal_saves_the_state_and_stops(
     stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path, number: int, code: int, at: int
 ) -> None:
-    """At a step in between, one that is validated, the last, the first: it is saved, and the user told how to go on."""
+    """At a middle, validated, last or first step: the state is saved, and a message gives the command to resume."""
     run = tmp_path / "run"
     ended, err = stop(["train", recipe, "--run", run], "step", at, number)
     assert ended == code
@@ -274,7 +274,9 @@ def test_a_half_written_state_is_ignored_and_cleared_away(
     assert not list(run.rglob("*.tmp"))
 
 
-def test_the_text_may_be_gone(stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_resumes_without_its_text_files(
+    stop: Stop, recipe: Path, unbroken: dict[str, Any], tmp_path: Path
+) -> None:
     src, tgt = write_pairs(tmp_path, sentences(150))
     changed = Config.load(recipe).replace(data={"train": [{"src": src, "tgt": tgt}]})
     own = tmp_path / "own.toml"
@@ -324,7 +326,7 @@ def test_more_steps_go_on_from_a_finished_run(halfway: Path, unbroken: dict[str,
     assert_same(contents(run.path), unbroken)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(halfway: Path, call: Call) -> None:
+def test_resuming_a_finished_run_changes_nothing(halfway: Path, call: Call) -> None:
     before = stamps(halfway)
     done = call("train", "--resume", "--run", halfway)
     assert done.code == 0
@@ -348,7 +350,7 @@ def test_a_card_that_was_not_written_is_written(halfway: Path, tmp_path: Path) -
     assert (run / "card.md").read_text(encoding="utf-8") == (halfway / "card.md").read_text(encoding="utf-8")
 
 
-def test_what_is_left_of_a_run_is_not_taken_for_its_beginning(halfway: Path, tmp_path: Path, recipe: Path) -> None:
+def test_an_incomplete_run_folder_is_not_overwritten(halfway: Path, tmp_path: Path, recipe: Path) -> None:
     run = copy(halfway, tmp_path)
     (run / "run.json").unlink()
     with pytest.raises(UsageError, match="holds what is left of a run"):
@@ -366,7 +368,7 @@ def test_what_is_left_of_a_run_is_not_taken_for_its_beginning(halfway: Path, tmp
         "train.metric=bleu",
     ],
 )
-def test_what_the_weights_depend_on_is_refused(halfway: Path, call: Call, setting: str) -> None:
+def test_options_that_change_the_weights_are_refused(halfway: Path, call: Call, setting: str) -> None:
     before = stamps(halfway)
     done = call("train", "--resume", "--run", halfway, "--set", "train.steps=40", "--set", setting)
     assert done.code == 2
@@ -466,7 +468,7 @@ def test_an_existing_run_is_not_overwritten(halfway: Path, recipe: Path, call: C
     assert stamps(halfway) == before
 
 
-def test_a_shared_store_is_found_again_wherever_one_stands(
+def test_a_shared_store_is_found_from_another_working_directory(
     corpus: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `data.store`, a run goes on without the text files and from another working directory."""
@@ -507,7 +509,7 @@ def test_two_processes_do_not_begin_one_run(
     assert qkv.train(settings, folder).config.train.steps == 2
 
 
-def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_start_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(QkvError):
         qkv.train(tiny_config("nowhere.en", "nowhere.it"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -33,7 +33,7 @@ close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 @cache
 def model_of(options: tuple[str, str, bool, bool, int], tie: str = "") -> Rnn:
-    """A model in which no weight is as it was at first, and every output differs."""
+    """A model with random values in all weights, biases too, so that all outputs differ."""
     cell, score, fed, both, layers = options
     spec = RnnConfig(
         cell=cell,
@@ -249,7 +249,7 @@ def test_outputs_see_the_source_and_the_target_before_them(options: tuple[str, s
 
 
 @every
-def test_padding_cannot_be_seen_whatever_stands_there(options: tuple[str, str, bool, bool, int]) -> None:
+def test_the_content_of_padding_changes_nothing(options: tuple[str, str, bool, bool, int]) -> None:
     model, (source, lengths, target) = model_of(options), batch(2)
     other = source.where(torch.arange(source.shape[1]) < lengths[:, None], 0)
     assert not torch.equal(source, other)
@@ -274,7 +274,7 @@ def test_stepped_in_any_chunks_is_the_whole(options: tuple[str, str, bool, bool,
 
 
 @every
-def test_alone_or_in_any_company_and_padding(options: tuple[str, str, bool, bool, int]) -> None:
+def test_logits_do_not_depend_on_batch_and_padding(options: tuple[str, str, bool, bool, int]) -> None:
     model, (source, lengths, target) = model_of(options), batch(5)
     with torch.inference_mode():
         together = model(source, lengths, target)
@@ -286,8 +286,8 @@ def test_alone_or_in_any_company_and_padding(options: tuple[str, str, bool, bool
 
 
 @every
-def test_selected_rows_go_on_as_if_they_had_always_been_there(options: tuple[str, str, bool, bool, int]) -> None:
-    """Beams repeated, dropped and reordered; sentences that leave, change places or come twice."""
+def test_selected_rows_continue_like_new_rows(options: tuple[str, str, bool, bool, int]) -> None:
+    """Beams repeated, dropped and reordered; sentences removed, reordered and repeated."""
     model, (source, lengths, _) = model_of(options), batch(6)
     torch.manual_seed(7)
     owner, written = torch.arange(3).repeat_interleave(2), torch.empty(6, 0).long()
@@ -313,7 +313,7 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there(options: tuple[str
 
 @pytest.mark.parametrize("options", OPTIONS[::7], ids=LABELS[::7])
 @pytest.mark.parametrize("beam", [1, 3])
-def test_the_search_finds_the_same_alone_and_in_company(options: tuple[str, str, bool, bool, int], beam: int) -> None:
+def test_search_does_not_depend_on_the_batch(options: tuple[str, str, bool, bool, int], beam: int) -> None:
     model, (source, lengths, _) = model_of(options, "none"), batch(8)
     options, special = SearchOptions(beam=beam, extra_length=6, n_best=beam), SpecialTokens(bos=1, eos=2, pad=0)
     together = search(model, source, lengths, options, special)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.explain.attention_hooks import record_attention
@@ -24,17 +26,17 @@ VOCAB = 9
 rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min_size=1, max_size=4)
 
 
-def board_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
-    """A board of one sentence; behind what was written there is something else, which nobody must look at."""
-    board = SearchState.empty(1, len(written), 1, capacity, torch.device("cpu"))
-    board.place(
+def state_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
+    """A search state of one sentence; tokens beyond its length are random and must not be read."""
+    state = SearchState.empty(1, len(written), 1, capacity, torch.device("cpu"))
+    state.place(
         torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
     )
-    board.tokens[0, :, 1:] = 3
+    state.tokens[0, :, 1:] = 3
     for row, tokens in enumerate(written):
-        board.tokens[0, row, 1 : 1 + len(tokens)] = torch.tensor(tokens)
-    board.length[0] = length
-    return board
+        state.tokens[0, row, 1 : 1 + len(tokens)] = torch.tensor(tokens)
+    state.length[0] = length
+    return state
 
 
 def some_log_probs(count: int, seed: int = 0) -> torch.Tensor:
@@ -42,12 +44,12 @@ def some_log_probs(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(rows, st.integers(0, 5), st.sampled_from([0.5, 1.3, 2.0]), st.integers(0, 3))
-def test_repetition_penalty_touches_what_was_written(
+def test_repetition_penalty_applies_to_earlier_tokens(
     written: list[list[int]], length: int, factor: float, spare: int
 ) -> None:
     before = some_log_probs(len(written))
     after = before.clone()
-    RepetitionPenalty(factor)(after, board_of(written, length, 6 + spare))
+    RepetitionPenalty(factor)(after, state_of(written, length, 6 + spare))
     for row, tokens in enumerate(written):
         for token in range(2, VOCAB):  # <s> is never chosen, whatever it has
             expected = before[0, row, token] * (factor if token in tokens[:length] else 1.0)
@@ -58,7 +60,7 @@ def test_repetition_penalty_touches_what_was_written(
 def test_no_ngram_comes_twice(written: list[list[int]], length: int, n: int, spare: int) -> None:
     after = some_log_probs(len(written))
     before = after.clone()
-    NoRepeatNgram(n)(after, board_of(written, length, 6 + spare))
+    NoRepeatNgram(n)(after, state_of(written, length, 6 + spare))
     for row, whole in enumerate(written):
         tokens = whole[:length]
         had = {tuple(tokens[i : i + n]) for i in range(length - n + 1)}
@@ -117,7 +119,7 @@ def test_rules_hold_and_scores_are_the_models_own(seed: int, rules: DecodingOpti
 
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_greedy_under_rules_is_what_it_says(seed: int, n: int) -> None:
+def test_greedy_with_rules_equals_plain_python(seed: int, n: int) -> None:
     """Token by token in plain Python: the likeliest that is allowed, where those written count for less."""
     table = random_table(seed, 5, sharpness=0.3)
     written: tuple[int, ...] = ()
@@ -152,8 +154,8 @@ def test_a_repetition_in_a_prefix_is_nobodys_fault() -> None:
     assert len(set(found.tokens[2:])) == 3
 
 
-# Alone, "a" is the most probable first token: ln 0.5 = -0.69 against ln 0.4 = -0.92 for "b". A group that comes after
-# one that took "a" sees -0.69 - diversity.
+# Alone, "a" is the most probable first token: ln 0.5 = -0.69 against ln 0.4 = -0.92 for "b". A group after
+# one that took "a" scores it -0.69 - diversity.
 @pytest.mark.parametrize(("diversity", "first"), [(0.0, {3}), (0.2, {3}), (0.25, {3, 4}), (5.0, {3, 4})])
 def test_diversity_keeps_groups_apart(diversity: float, first: set[int]) -> None:
     def table(_sentence: int, prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -183,6 +185,22 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
             assert hypothesis.score == pytest.approx(expected, abs=1e-3)
 
 
+def test_coverage_of_an_ensemble_is_the_mean_of_its_members() -> None:
+    """A member whose attention is uniform and one whose is not: neither alone gives the score."""
+    source, lengths = sources(3)
+    uniform = copy.deepcopy(transformer())
+    torch.nn.init.zeros_(uniform.decoder[1].cross_attention.qkv.weight)
+    options = DecodingOptions(beam=3, extra_length=4, coverage=0.7, length_penalty="none")
+
+    def gains(*members: Any) -> list[float]:
+        found = search(Ensemble(members), source, lengths, options, SPECIAL, start=start_variant)
+        return [each[0].score - each[0].logprob for each in found]
+
+    twice, once = gains(transformer(), transformer()), gains(transformer())
+    assert twice == pytest.approx(once, abs=1e-4)
+    assert gains(transformer(), uniform) == pytest.approx(gains(uniform, transformer()), abs=1e-4)
+
+
 def test_wrong_rules_are_refused() -> None:
     wrong: list[dict[str, Any]] = [
         {"min_length": -1},
@@ -201,7 +219,7 @@ def test_wrong_rules_are_refused() -> None:
         with pytest.raises(UsageError, match=r"must be|more than|leave"):
             DecodingOptions(**options)
     assert DecodingOptions().logits_processors() == ()
-    assert hash(DecodingOptions(no_repeat_ngram=2, repetition_penalty=2.0))  # a search is kept by what it was made for
+    assert hash(DecodingOptions(no_repeat_ngram=2, repetition_penalty=2.0))  # a search is cached under its options
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
@@ -235,8 +253,8 @@ def test_repetitions_by_hand(tokens: list[int]) -> None:
 
 
 @given(st.integers(1, LONGEST), st.integers(0, 5))
-def test_what_breaks_a_loop_leaves_none(length: int, blocked: int) -> None:
-    """The longest run of a phrase in which no n-gram comes twice is no loop."""
+def test_the_rule_against_a_loop_excludes_loops(length: int, blocked: int) -> None:
+    """The longest repetition of a phrase without a repeated n-gram does not count as a loop."""
     n = breaking(Loop(0, length, 9), blocked)
     phrase = list(range(length))
 
@@ -252,7 +270,7 @@ def test_what_breaks_a_loop_leaves_none(length: int, blocked: int) -> None:
     assert n == (min(blocked, max(4, length)) if blocked else max(4, length))
 
 
-def test_the_table_world_loops_until_it_is_told_not_to() -> None:
+def test_a_looping_model_stops_looping_under_the_rule() -> None:
     def table(_sentence: int, _prefix: tuple[int, ...]) -> np.ndarray[Any, Any]:
         return np.array([0.0, 0.0, 0.1, 0.6, 0.1, 0.1, 0.1])
 

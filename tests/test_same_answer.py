@@ -98,7 +98,7 @@ def test_stepped_in_any_chunks_is_the_whole(variant: int, chunks: list[int], bea
 @variants
 @settings(max_examples=20)
 @given(st.data())
-def test_selected_rows_go_on_as_if_they_had_always_been_there(variant: int, data: st.DataObject) -> None:
+def test_selected_rows_continue_like_new_rows(variant: int, data: st.DataObject) -> None:
     """Rows repeated, dropped and reordered inside a sentence, and whole sentences likewise."""
     model = model_of(variant)
     beam, sentences = data.draw(st.integers(1, 3)), 3
@@ -197,7 +197,7 @@ def test_recorded_steps_are_rows_of_the_recorded_whole(variant: int) -> None:
 @variants
 @settings(max_examples=10)
 @given(st.permutations(range(6)), st.integers(0, 4), st.integers(0, 4))
-def test_logits_are_the_same_in_any_company(variant: int, order: list[int], wider: int, longer: int) -> None:
+def test_logits_do_not_depend_on_the_batch(variant: int, order: list[int], wider: int, longer: int) -> None:
     model = model_of(variant)
     sources, targets = some_text(6, seed=5), some_text(6, seed=6)
     batch = batch_of([sources[i] for i in order], [targets[i] for i in order])
@@ -215,7 +215,7 @@ def test_logits_are_the_same_in_any_company(variant: int, order: list[int], wide
 
 @variants
 @pytest.mark.parametrize("beam", [1, 3])
-def test_search_is_the_same_in_any_company(variant: int, beam: int) -> None:
+def test_search_does_not_depend_on_the_batch(variant: int, beam: int) -> None:
     model, sources = model_of(variant), some_text(12, seed=7)
     spec = SearchOptions(beam=beam, extra_length=6, n_best=beam)
     alone = [search_all(model, [s], spec, tokenizers(), device=CPU)[0] for s in sources]
@@ -229,7 +229,7 @@ def test_search_is_the_same_in_any_company(variant: int, beam: int) -> None:
             assert [h.logprob for h in hypotheses] == pytest.approx([h.logprob for h in alone[i]], abs=1e-4)
 
 
-def test_scores_are_the_same_in_any_company() -> None:
+def test_scores_do_not_depend_on_the_batch() -> None:
     model, sources, targets = model_of(0), some_text(9, seed=8), some_text(9, seed=9)
     alone = [score_all(model, [s], [t], tokenizers(), device=CPU)[0] for s, t in zip(sources, targets, strict=True)]
     for tokens in (1, 50, 8192):

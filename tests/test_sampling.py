@@ -1,4 +1,4 @@
-"""Draws: as likely as they should be, the same for a sentence wherever it stands, and never what is ruled out."""
+"""Sampling: the right frequencies, the same draws for a sentence in any batch, and never a forbidden token."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_probabilities_by_their_definition(sampling: Sampling, seed: int, size: 
 
 
 @given(samplings, st.integers(0, 10**6))
-def test_a_number_draws_the_token_whose_share_it_falls_in(sampling: Sampling, seed: int) -> None:
+def test_sampling_inverts_the_cumulative_distribution(sampling: Sampling, seed: int) -> None:
     log_probs = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
     numbers = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     tokens = draw(log_probs, sampling, numbers)
@@ -134,7 +134,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
     together = drawn(order)
     for number, hypotheses in zip(order, together, strict=True):
         assert drawn([number]) == [hypotheses]
-        assert len(hypotheses) == rows  # of which some may be alike
+        assert len(hypotheses) == rows  # some may be equal
 
 
 def test_a_real_model_draws_the_same_in_any_batch() -> None:

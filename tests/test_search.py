@@ -27,7 +27,7 @@ from qkv.options import DecodeConfig, TransformerConfig
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
 SPECIAL = SpecialTokens(BOS, EOS, PAD)
 Prefix = tuple[int, ...]
-Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, what was written) → probabilities of all tokens
+Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, tokens so far) → probabilities of all tokens
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class Rows:
 
 
 class TableModel:
-    """A model that looks its probabilities up; a source is one token, the number of the sentence."""
+    """A model with a table of probabilities; a source is one token, the number of the sentence."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -129,7 +129,7 @@ def without_stopping(table: Table, longest: int, spec: DecodeConfig, beam: int) 
 def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
     assert [h.score for h in found] == pytest.approx([h.score for h in expected], abs=1e-5)
     for ours, theirs, following in zip(found, expected, [*expected[1:], None], strict=True):
-        if following is None or theirs.score - following.score > 1e-5:  # equals may stand in either order
+        if following is None or theirs.score - following.score > 1e-5:  # equal scores may come in either order
             assert (ours.tokens, ours.truncated) == (theirs.tokens, theirs.truncated)
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
 
@@ -257,8 +257,8 @@ def test_beam_one_is_greedy(seed: int, words: int, longest: int, spec: DecodeCon
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 4), specs)
-def test_a_sentence_is_found_the_same_among_others(seed: int, limits: list[int], beam: int, spec: DecodeConfig) -> None:
-    """Sentences of different limits end and leave at different steps; those that stay do not notice."""
+def test_search_does_not_depend_on_the_batch(seed: int, limits: list[int], beam: int, spec: DecodeConfig) -> None:
+    """Sentences with lower limits end earlier and are removed; the others are not affected."""
     table = random_table(seed, 3, sharpness=0.4)
     spec = dataclasses.replace(spec, beam=beam)
     together = find(table, limits, spec, n_best=beam)
@@ -269,7 +269,7 @@ def test_a_sentence_is_found_the_same_among_others(seed: int, limits: list[int],
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 6), st.integers(1, 8), specs)
-def test_what_is_found_is_ordered_distinct_ended_and_within_the_limit(
+def test_hypotheses_are_ordered_distinct_ended_and_within_the_limit(
     seed: int, words: int, longest: int, n_best: int, spec: DecodeConfig
 ) -> None:
     table = random_table(seed, words, sharpness=0.3)

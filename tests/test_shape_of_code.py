@@ -84,7 +84,7 @@ def imports(path: Path) -> set[str]:
 
 
 def imports_at_load(path: Path) -> set[str]:
-    """What is imported as soon as the module is."""
+    """The modules imported while a module is loaded, not inside its functions."""
 
     def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         for node in body:
@@ -111,7 +111,7 @@ def stage(module: str) -> int:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_only_from_stages_before(path: Path) -> None:
     if path == SRC / "qkv" / "__init__.py":
-        return  # the public names: it looks them up when they are used
+        return  # its public names are imported at first use
     name = name_of(path)
     backward = {t for t in imports(path) if t.startswith("qkv.") and stage(t) > stage(name)}
     known = BACKWARD.get(name, set())
@@ -125,7 +125,7 @@ def test_no_import_goes_in_a_circle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
 
 
-# The server is made of its extra, so its modules load it; in turn, nobody else loads them before they are asked for.
+# The server's modules import its extra at load; no other module imports the server at load.
 EXTRA_OF = {"qkv.server": {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}}
 
 
@@ -163,7 +163,7 @@ def test_files_and_functions_are_of_a_size_to_read(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            # A signature spells out every option of a verb; what is read as a story is the body.
+            # Only the body counts: the signature of a verb spells out every option.
             assert node.end_lineno - node.body[0].lineno < 70, f"{node.name} is longer than a screen"
 
 
@@ -200,7 +200,6 @@ def test_public_names_exist() -> None:
     assert done.stdout.strip() == PROJECT["version"], done.stderr
 
 
-@pytest.mark.skipif("qkv.cli" not in NAMES, reason="there is no command line yet")
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_every_verb_has_help_without_torch(verb: str) -> None:
     code = f"""

@@ -22,7 +22,7 @@ def translator(tiny: Path) -> qkv.Translator:
     return qkv.Translator(tiny)
 
 
-def test_a_map_tells_how_the_decoding_went(translator: qkv.Translator) -> None:
+def test_an_attention_map_contains_the_decoding_steps(translator: qkv.Translator) -> None:
     found = translator.attention(TEXT)
     best = translator.translate(TEXT)
     assert found.translation == best.text
@@ -75,7 +75,7 @@ def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: P
     assert found == qkv.Translator(run).align(files["src"], files["tgt"], head=kept)
     assert f"{aer[0]:.4f}" in done.err
     assert "leave out --gold and --output" in call("align", run, *paths, "--find", "a", "--gold", "b").error
-    assert "no way to count words" in call("align", run, *paths, "--words", "letters").error
+    assert "is not a rule for words" in call("align", run, *paths, "--words", "letters").error
     wrong = [*files["gold"][:2], "0-99", *files["gold"][3:]]
     (tmp_path / "wrong").write_text("".join(f"{line}\n" for line in wrong), encoding="utf-8")
     assert "line 3: link 0-99" in call("align", run, *paths, "--find", tmp_path / "wrong").error
@@ -88,7 +88,7 @@ def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: P
     assert alignment_head(Run.open(run)) == AlignmentHead("decoder.0.cross", 1)
 
 
-def test_heads_are_ranked_by_what_the_loss_is_without_them(tiny: Path, call: Call, tmp_path: Path) -> None:
+def test_heads_are_ranked_by_the_loss_without_them(tiny: Path, call: Call, tmp_path: Path) -> None:
     done = call("heads", tiny, "--pairs", 8, "--plot", tmp_path / "heads.svg")
     changes = [float(line.split("\t")[0]) for line in done.out.splitlines()]
     assert len(changes) == 2 + 2 + 2  # encoder, decoder and cross, two heads each

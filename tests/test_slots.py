@@ -1,4 +1,4 @@
-"""Continuous batching: sentences that enter and leave slots of fixed size are translated as in a batch of their own."""
+"""Continuous batching: a sentence in a slot gets the same translation as in a batch by itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
         {"attention": "dot"},
     ],
 )
-def test_slots_give_what_a_batch_gives(options: dict[str, Any], beam: int) -> None:
+def test_slots_give_the_results_of_a_batch(options: dict[str, Any], beam: int) -> None:
     made, spec = model(**options), SearchOptions(beam=beam, extra_length=5, n_best=beam)
     lines = sentences(30)
     expected = search_all(made, lines, spec, BYTES, device=CPU)
@@ -81,8 +81,8 @@ def test_any_number_of_slots_in_any_order(
     longest = [data.draw(st.integers(1, 8)) for _ in range(count)]
     special = SpecialTokens(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
     made_slots = SlotScheduler(made, spec, special, slots=slots, capacity=16, source=16)
-    made_slots.lag = lag  # as on a GPU, where the host sees what was some steps before
-    for _ in range(2):  # what is left of one call must not be seen in the next
+    made_slots.lag = lag  # as on a GPU, where the host reads the state of some steps before
+    for _ in range(2):  # the state of one call must not change the next
         found: dict[int, list[Hypothesis]] = {}
 
         def finished(place: int, hypotheses: list[Hypothesis], found: dict[int, list[Hypothesis]] = found) -> None:
@@ -127,7 +127,7 @@ def test_rules_hold_in_slots() -> None:
         assert_alike(SlotDecoding(made, BYTES).search_all(lines, options), expected)
 
 
-def test_what_is_watched_is_no_work_for_a_pool() -> None:
+def test_slots_refuse_muted_and_recorded_attention() -> None:
     made = model()
     slots = SlotDecoding(made, BYTES)
     with mute_heads(["decoder.0.cross"], head_counts(made, CPU)):

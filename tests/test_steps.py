@@ -106,7 +106,7 @@ def test_the_tree_replays_the_search(
 ) -> None:
     table, spec = random_table(seed, words, 0.2 if sharp else 1.0), dataclasses.replace(spec, beam=beam)
     told = tell(table, longest, spec, n_best=n_best)
-    assert_same(told.hypotheses, find(table, longest, spec, n_best=n_best))  # it is no other search for being told
+    assert_same(told.hypotheses, find(table, longest, spec, n_best=n_best))  # tracing does not change the search
     nodes, width = told.beam["nodes"], told.beam["width"]
     assert width == max(beam, n_best)
     assert [node["id"] for node in nodes] == list(range(len(nodes)))
@@ -185,8 +185,8 @@ def check_reasons(
             assert said == pytest.approx([finished[0]["score"], finished[1]["score"]], abs=0.0051)
 
 
-def test_a_garden_path_told_by_hand() -> None:
-    """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; what still lives has 0.15 at most (see test_search)."""
+def test_a_garden_path_computed_by_hand() -> None:
+    """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; the others have at most 0.15 (see test_search)."""
     told = tell(GARDEN_PATH, 5, DecodeConfig(beam=2, length_penalty="none"))
     a, b = BYTES.tgt.tokens([3, 4])
     rows = [(n["parent"], n["step"], n["token"], n["fate"], n["why"]) for n in told.beam["nodes"]]
@@ -210,8 +210,8 @@ def test_a_garden_path_told_by_hand() -> None:
     assert len(fates) == 5
 
 
-def test_a_hypothesis_that_nothing_continues_is_said_to_be_pruned() -> None:
-    """With "average" the search goes on to "b a a"; what came of "a" is then out of the ranking."""
+def test_a_hypothesis_without_continuation_is_marked_pruned() -> None:
+    """With "average" the search continues to "b a a"; the continuations of "a" are then not ranked."""
     nodes = tell(LONG_OR_SHORT, 6, DecodeConfig(beam=2, length_penalty="average")).beam["nodes"]
     leaves = [n for n in nodes if n["id"] not in {m["parent"] for m in nodes}]
     assert {n["fate"] for n in leaves} == {"pruned", "finished", "winner"}
@@ -319,7 +319,7 @@ def test_greedy_goes_on_from_its_own_beginning_to_the_same_end(
 
 
 @pytest.mark.parametrize("beam", [1, 2, 4])
-def test_forced_decoding_gives_the_score_of_what_was_begun(beam: int) -> None:
+def test_the_score_of_a_forced_prefix_is_that_of_forced_decoding(beam: int) -> None:
     source, lengths = sources(8)
     spec, prefix = SearchOptions(beam=beam, extra_length=5, n_best=beam), torch.randint(3, 12, (8, 3))
     found = search(transformer(), source, lengths, spec, SPECIAL, prefix=prefix)

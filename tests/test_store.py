@@ -65,7 +65,7 @@ def split(tmp_path: Path) -> DataConfig:
     return DataConfig(train=(train,), valid=(valid,))
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- filters ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_filter_counts_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_errors_in_processes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         prepare_text(DataConfig(train=(spec,), workers=2), CHARS, tmp_path / "store")
 
 
-def test_progress_is_told(split: DataConfig, tmp_path: Path) -> None:
+def test_progress_is_reported(split: DataConfig, tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
     prepare_text(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
     assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
@@ -403,7 +403,7 @@ text_preparation.prepare_text(data, TokenizerConfig(kind="char"), folder / "stor
 
 
 @pytest.mark.parametrize("stage", ["scan", "learn", "tokenise"])
-def test_a_killed_preparation_leaves_nothing_that_loads(tmp_path: Path, stage: str) -> None:
+def test_a_killed_preparation_leaves_no_store_that_loads(tmp_path: Path, stage: str) -> None:
     spec = write(tmp_path, sentences(300))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), stage], env=environment, check=False)
@@ -427,7 +427,7 @@ def test_only_drafts_of_dead_processes_of_this_machine_are_swept_up(split: DataC
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"store", *names}
 
 
-def test_an_error_leaves_nothing(split: DataConfig, tmp_path: Path) -> None:
+def test_a_failed_preparation_leaves_no_files(split: DataConfig, tmp_path: Path) -> None:
     def progress(stage: str, done: int, total: int | None) -> None:
         if stage == "tokenise":
             raise OSError(28, "No space left on device", "ids")
@@ -496,7 +496,7 @@ def test_standard_input_is_one_file(split: DataConfig) -> None:
 
 
 def test_changed_ids_are_noticed(split: DataConfig, tmp_path: Path) -> None:
-    """A disk that lost its cache leaves files of the right size with zeros in them."""
+    """After a lost disk cache, files have the right size and contain zeros."""
     folder, said = tmp_path / "store", list[str]()
     whole = content(prepare_text(split, CHARS, folder).folder)
     for name in ("train.src.ids", "valid.tgt.lengths", "valid.src.txt"):

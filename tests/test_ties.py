@@ -301,5 +301,5 @@ def test_the_textbook_meets_many_ties() -> None:
 
 
 if __name__ == "__main__":
-    search_kernels.refused = lambda *_: None  # not on a GPU, but in the interpreter
+    search_kernels.refused = lambda *_: None  # run in the interpreter, without a GPU
     print(json.dumps({kind: [found("triton", fixture) for fixture in some] for kind, some in KERNEL_FIXTURES.items()}))

@@ -135,7 +135,7 @@ def test_the_librarys_own_file_gives_the_same_ids_and_text(kind: str, text: str)
 
 @cache
 def saved(kind: str, tag: str = "") -> library.Tokenizer:
-    """As somebody else would open it."""
+    """The saved tokenizer, opened by the `tokenizers` library."""
     return library.Tokenizer.from_str(library_tokenizer(learned(kind).src, tag).to_str())
 
 
@@ -246,7 +246,7 @@ def test_dropout_leaves_tags_where_they_are() -> None:
     assert lengths.tolist() == [4]
 
 
-def test_dropout_varies_but_does_not_depend_on_what_came_before() -> None:
+def test_bpe_dropout_varies_but_does_not_depend_on_earlier_lines() -> None:
     side = learned("bpe").src
     seeds = list(range(200))
     cuts = cut(BpeDropout(side, 0.3), ["lovely"] * 200, seeds)
@@ -258,7 +258,7 @@ def test_dropout_varies_but_does_not_depend_on_what_came_before() -> None:
     assert repeated not in ([*ids] * 200 for ids in cuts), "each word of a sentence is cut by itself"
 
 
-def test_dropout_leaves_out_the_share_of_merges_it_should() -> None:
+def test_bpe_dropout_skips_the_given_share_of_merges() -> None:
     # One merge, tried once in each of 64 variants: about half of the variants lack it.
     side = Tokenizer("bpe", ["ab"], merges=[("a", "b")])
     cuts = cut(BpeDropout(side, 0.5), ["ab"] * 2000, list(range(2000)))
@@ -276,7 +276,7 @@ def test_dropout_remembers_a_bounded_number_of_words(monkeypatch: pytest.MonkeyP
     assert cut(dropout, texts, list(range(100))) == first
 
 
-def test_threads_that_share_a_dropout_get_what_each_gets_alone() -> None:
+def test_threads_sharing_a_dropout_do_not_affect_each_other() -> None:
     side = learned("bpe").src
     texts = [" ".join(ENGLISH[number:] + ENGLISH[:number]) for number in range(8)]
     seeds = [[turn * 100 + number for number in range(8)] for turn in range(8)]
@@ -327,7 +327,7 @@ def test_a_vocabulary_larger_than_the_text_supports(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word"])
-def test_the_size_asked_for_is_the_size_made(kind: str) -> None:
+def test_the_vocabulary_has_the_requested_size(kind: str) -> None:
     assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
     with pytest.raises(UsageError, match="at least 261"):
         learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=260), TAGS)
@@ -407,7 +407,7 @@ def test_torch_is_not_imported() -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "word", "char"])
 def test_an_endless_word_teaches_no_more_than_its_beginning(kind: str) -> None:
-    """Learning from it whole would take hours; what is learned must be the same as from a part of it."""
+    """Learning from the whole word would take hours; its beginning gives the same vocabulary."""
     spec = TokenizerConfig(kind=kind)
     lines = ["one two three one two three"] * 3
     endless, cut = ["ab" * 500_000], ["ab" * 128]

@@ -211,7 +211,7 @@ def test_bf16_trains_on_a_cpu(trainer: Callable[..., Trainer]) -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> None:
-    """Make the loss NaN in the steps of which `bad` is true."""
+    """Make the loss NaN in the steps for which `bad` returns True."""
     real = SmoothedObjective.__call__
     calls: list[int] = []
 
@@ -269,7 +269,7 @@ def test_ten_bad_steps_in_a_row_stop_it(
     known = dict(sentences(150))
     assert bad["rows"]
     assert all(known[row["given"]] == row["predicted"] for row in bad["rows"])
-    for name in ("best", "step-0000014"):  # what was kept is as good as before
+    for name in ("best", "step-0000014"):  # the saved weights are finite
         kept = files.read_tensors(tmp_path / "run" / "weights" / f"{name}.safetensors")
         assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
 
@@ -289,7 +289,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
     assert Validation(1.0, 3.5, "").value("loss") == -1.0
 
 
-# ---- what is kept ----------------------------------------------------------------------------------------------------
+# ---- saved weights ---------------------------------------------------------------------------------------------------
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -341,7 +341,7 @@ def test_the_average_of_the_last_is_their_mean(
     assert run.weights("average_2") == path
 
 
-def test_weights_are_chosen_anew_when_training_goes_on(
+def test_weights_are_chosen_again_when_training_continues(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, [3.0, 2.5, 1.0, 2.6, 2.7, 2.9])  # the third and the last are of averages
@@ -352,7 +352,7 @@ def test_weights_are_chosen_anew_when_training_goes_on(
     assert [run.scores[name]["loss"] for name in ("best", "average")] == [2.5, 2.9]
 
 
-def test_validation_sees_the_moving_average(
+def test_validation_uses_the_moving_average(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
@@ -409,7 +409,7 @@ def test_epochs_are_passes_over_the_text(small: tuple[str, str], tmp_path: Path,
     assert len(entries(run, "valid")) == 1  # at the end, though no step in between was due
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- log and messages ------------------------------------------------------------------------------------------------
 
 
 def test_the_log_is_json_line_by_line(tiny: Path) -> None:
@@ -429,7 +429,7 @@ def test_the_log_is_json_line_by_line(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [None, 5, 6])
-def test_a_validation_tells_tokens_and_seconds_until_then(
+def test_a_validation_logs_tokens_and_seconds_so_far(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int | None
 ) -> None:
     """By a clock on which a step takes one second, a validation 100 and to save 1000; stopped in between or not."""
@@ -467,7 +467,7 @@ def test_a_validation_tells_tokens_and_seconds_until_then(
     assert [line["seconds"] for line in entries(run, "valid")] == [105, 1207]
 
 
-def test_the_log_holds_small_numbers_and_none_for_what_is_not_one(tmp_path: Path) -> None:
+def test_the_log_has_small_numbers_and_none_for_nan(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log.jsonl")
     log.event("valid", 1, {"loss": math.inf, "rate": 1.23456789e-7, "sample": "a\u2028b\nc", "bleu": None})
     (line,) = (tmp_path / "log.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
@@ -489,7 +489,7 @@ def test_tensorboard_events_are_written(tiny: Path) -> None:
     assert {"valid/bleu", "valid/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
 
 
-def test_the_card_says_how_it_was_made(tiny: Path) -> None:
+def test_the_card_describes_the_training(tiny: Path) -> None:
     card = (tiny / "card.md").read_text(encoding="utf-8")
     assert "en → it" in card
     parameters = sum(p.numel() for p in Run.open(tiny).model(torch.device("cpu")).parameters())
@@ -502,7 +502,7 @@ def test_the_card_says_how_it_was_made(tiny: Path) -> None:
 
 
 def around(given: Config, prepared: PreparedText, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
-    """What is chosen around a user's settings."""
+    """The recipe chosen for a config with some settings fixed by the user."""
     fixed = set(map(option_path, settings))
     return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
 
@@ -594,7 +594,9 @@ def test_validations_are_about_equally_far_apart(tiny: Path, steps: int) -> None
     ("settings", "positions"),
     [((), "rotary"), (("model.positions=learned",), "learned"), (("model.d_k=5", "model.d_v=5"), "sinusoidal")],
 )
-def test_positions_are_rotary_where_the_user_leaves_room(tiny: Path, settings: tuple[str, ...], positions: str) -> None:
+def test_positions_are_rotary_unless_the_users_options_exclude_them(
+    tiny: Path, settings: tuple[str, ...], positions: str
+) -> None:
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     chosen, reasons = around(given, prepared, "train.steps=10", *settings)
     assert chosen.model.positions == positions
@@ -630,7 +632,7 @@ def test_a_recipe_by_name_finds_its_files(name: str, r_drop: float, beam: int, t
     assert "train.fr" in missing.err
 
 
-def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:
+def test_options_of_the_user_take_precedence(corpus: tuple[str, str], call: Call, tmp_path: Path) -> None:
     src, tgt = corpus
     sets = ["train.steps=1", "model.d_model=8", "model.d_ff=8", "model.heads=2", "train.device=cpu"]
     done: Done = call(
@@ -642,7 +644,7 @@ def test_what_the_user_sets_has_the_last_word(corpus: tuple[str, str], call: Cal
     assert (chosen.train.steps, chosen.model.d_model, chosen.model.norm) == (1, 8, "pre")
 
 
-def test_what_the_user_sets_is_chosen_around(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_is_chosen_around_options_of_the_user(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
     prepared, given = PreparedText.open(tiny / "store"), Config(Run.open(tiny).config.data)
     measured: list[Config] = []
@@ -685,7 +687,7 @@ def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_the_time_of_a_pass_is_that_of_its_updates(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its updates consist of: an encoder predicts few tokens of those it reads."""
+    """For every kind of model: an encoder predicts only few of the tokens it reads."""
     (tmp_path / "text").write_text("".join(f"{line}\n" for line, _ in sentences(400)), encoding="utf-8")
     data = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text")),), max_length=16)
     model = {"decoder": DecoderOnlyConfig, "encoder": EncoderOnlyConfig}[kind](d_model=16, d_ff=16, heads=2, layers=1)
@@ -718,7 +720,7 @@ def test_a_schedule_ends_where_the_passes_end(trainer: Callable[..., Trainer]) -
 
 
 def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own number of steps shortens the warm-up and the intervals with it; a floor is told as one."""
+    """A user's number of steps also shortens warm-up and intervals; a lower bound is reported as one."""
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 600.0)
     chosen, reasons = lasting(given, prepared, 60)

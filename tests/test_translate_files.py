@@ -128,7 +128,7 @@ def test_reading_stays_one_chunk_ahead(tmp_path: Path) -> None:
 # ---- stopped and continued -------------------------------------------------------------------------------------------
 
 
-def test_an_uninterrupted_run_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_an_uninterrupted_run_leaves_only_the_output_file(tmp_path: Path) -> None:
     counts = attempt(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == EXPECTED
     assert counts == {"truncated": sum("3" in line for line in LINES)}
@@ -210,7 +210,7 @@ def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
     assert unfinished.read_bytes() == EXPECTED
 
 
-def test_what_is_spoilt_is_done_again(unfinished: Path, tmp_path: Path) -> None:
+def test_damaged_output_is_translated_again(unfinished: Path, tmp_path: Path) -> None:
     """Some file systems fill what they lost in a power cut with zeros; what the journal does not know of is cut off."""
     part, log = (tmp_path / f"out.part{suffix}" for suffix in ("", ".json"))
     whole, entries = part.read_bytes(), log.read_bytes()
@@ -231,7 +231,7 @@ def test_what_is_spoilt_is_done_again(unfinished: Path, tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["out"]
 
 
-def test_going_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         attempt(out, stopped_after(3))
@@ -443,7 +443,7 @@ def together(output: Path, world: int, work: Any = upper, **options: Any) -> lis
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Each process does its share, some of eight have none; the order in which they finish does not matter."""
+    """Each process translates its share (with 8, some get none); they may finish in any order."""
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     shares: dict[int, list[int]] = {}
 
@@ -460,7 +460,7 @@ def test_several_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert others == [{}] * (world - 1)
 
 
-def test_several_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_resume_a_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_translation, "POLL", 0.05)
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -691,7 +691,7 @@ def unfinished_call(
     return [text, "-o", out]
 
 
-def test_a_bad_line_may_be_skipped_on_going_on(
+def test_a_bad_line_may_be_skipped_on_resuming(
     tiny: Path, call: Call, recorder: Recorder, unfinished_call: list[Any], tmp_path: Path
 ) -> None:
     recorder.asked.clear()
@@ -705,7 +705,9 @@ def test_a_bad_line_may_be_skipped_on_going_on(
     assert sorted(os.listdir(tmp_path)) == ["out", "text"]
 
 
-def test_what_is_piped_can_be_gone_on_with(tiny: Path, call: Call, recorder: Recorder, tmp_path: Path) -> None:
+def test_a_translation_of_standard_input_can_be_resumed(
+    tiny: Path, call: Call, recorder: Recorder, tmp_path: Path
+) -> None:
     """The same text on standard input again; another is refused."""
     out = tmp_path / "out"
     good = b"".join(b"%d\n" % number for number in range(5000))
@@ -765,7 +767,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_real_one_is_killed_and_goes_on(
+def test_a_killed_translation_resumes(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times from outside, whatever it is at; the scores are the same to the last digit too."""
@@ -814,7 +816,7 @@ def wait_for(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
     assert process.poll() is None
 
 
-def test_what_must_not_be_written_to_or_read_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_unsafe_inputs_and_outputs_are_refused(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "in.txt"
     text.write_text("One cat.\n", encoding="utf-8")
     pairs = tmp_path / "pairs.tsv"

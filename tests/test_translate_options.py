@@ -1,4 +1,4 @@
-"""The options of a translation, from text to text: what was asked for is there, and figures can be derived again."""
+"""The options of a translation, from text to text: each has its effect, and scores can be recomputed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_seeds_decide_and_nothing_else(translator: Translator) -> None:
     assert len({each.text for each in translator.translate(again, sample=True, temperature=3.0, seed=1)}) > 1
 
 
-def test_what_cannot_be_is_refused(translator: Translator) -> None:
+def test_contradictory_options_are_refused(translator: Translator) -> None:
     long = " ".join(TEXTS)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("must be at least 1", {"n_best": 0}),
@@ -148,8 +148,8 @@ def test_what_cannot_be_is_refused(translator: Translator) -> None:
         ("in it is forbidden", {"prefix": "Il gatto e", "avoid": ["gatto"]}),
         ("raise max_length", {"must_include": ["il gatto vede"], "max_length": 2}),
         ("no such weights", {"shortlist": True}),
-        ("leave it out", {"shortlist": True, "prefix": "Il"}),
-        ("leave it out", {"shortlist": True, "avoid": ["gatto"]}),
+        ("omit the shortlist", {"shortlist": True, "prefix": "Il"}),
+        ("omit the shortlist", {"shortlist": True, "avoid": ["gatto"]}),
         ("leave out one", {"shortlist": True, "coverage": 0.5}),
         ("groups of beams only", {"diversity": 0.3}),
         ("gnmt penalty only", {"alpha": 1.0, "length_penalty": "none"}),
@@ -232,7 +232,7 @@ class _Rows:
         return self
 
 
-def test_a_loop_is_found_broken_and_flagged(tiny: Path) -> None:
+def test_a_loop_is_detected_broken_and_flagged(tiny: Path) -> None:
     translator = Translator(tiny)
     tgt = translator.tokenizers.tgt
     (word,) = tgt.encode("e")
@@ -286,7 +286,7 @@ def test_a_words_probability_is_that_of_its_tokens_and_of_an_end(translator: Tra
         logits, _ = translator.model.step(torch.tensor([[*before, *written]]), translator.model.start(memory))
     likely = logits[0, len(before) - 1 :].softmax(-1)
     expected = float(torch.stack([likely[i, token] for i, token in enumerate(written)]).prod())
-    # What may come behind a word: </s>, a space, a mark; in short, what begins with no letter or digit.
+    # Tokens that may follow a word: </s>, a space, punctuation; all that begin with neither letter nor digit.
     ends = [not tgt.bytes_of(token).decode("utf-8", "replace")[:1].isalnum() for token in range(tgt.size)]
     broken = [tgt.bytes_of(token)[:1] >= b"\x80" for token in range(tgt.size)]  # parts of characters, which may be any
     may_end = torch.tensor(ends) & ~torch.tensor(broken)
@@ -339,7 +339,7 @@ def test_a_shortlist_that_cannot_be_kept_is_used_all_the_same(
     done = call("translate", tiny, "--shortlist", input=b"The cat sees one dog.\n")
     assert (done.code, done.out) == (0, "Il gatto vede uno cane.\n")
     assert f"{tiny}/shortlist.safetensors: cannot be written: Read-only file system" in done.err
-    assert "in memory, for this time only" in done.err
+    assert "in memory only" in done.err
     assert not (tiny / "shortlist.safetensors").exists()
 
 
@@ -382,7 +382,7 @@ def test_a_shortlist_of_another_vocabulary_is_refused(translator: Translator, tm
         Shortlist.load(tmp_path / "one.safetensors", foreign)
 
 
-def test_options_are_made_of_the_config(translator: Translator) -> None:
+def test_search_options_default_to_the_config(translator: Translator) -> None:
     asked = SearchRequest.of(translator.config, translator.tokenizers.tgt, beam=7, alpha=0.1)
     assert (asked.options.beam, asked.options.alpha) == (7, 0.1)
     assert asked.options.length_penalty == translator.config.decode.length_penalty
@@ -391,7 +391,7 @@ def test_options_are_made_of_the_config(translator: Translator) -> None:
     assert not SearchRequest.of(chinese, translator.tokenizers.tgt).whole_words
 
 
-def test_the_engine_says_what_it_is(tiny: Path) -> None:
+def test_the_engine_reports_its_kernels(tiny: Path) -> None:
     threads = f"threads: {torch.get_num_threads()}"
     assert re.fullmatch(rf"fp32 on .+, {threads}", qkv.load(tiny, device="cpu").engine)
     assert qkv.load(tiny, device="cpu", dtype="int8").engine.startswith(("int8 on ", "fp32 on "))  # or why not

@@ -1,4 +1,4 @@
-"""Sentences laid end to end are what they are in padded rows: loss, gradients, weights; and padding costs nothing."""
+"""Batches packed without padding give the loss, gradients and weights of padded ones; padding is not computed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_end_to_end_is_padded_in_loss_and_gradient(options: dict[str, Any]) -> N
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_other_rows_and_what_padding_holds_change_nothing() -> None:
+def test_other_rows_and_the_content_of_padding_change_nothing() -> None:
     model = model_of(window=2)
     real = BATCH.labels != 0
     source, lengths, target = BATCH.inputs
@@ -137,7 +137,7 @@ def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
         assert not gradient.any(), name
 
 
-def test_other_kinds_leave_padding_out_at_the_end() -> None:
+def test_other_kinds_drop_padding_after_the_model() -> None:
     spec = EncoderOnlyConfig(d_model=16, d_ff=24, heads=2, layers=1)
     model = build_model(spec, VOCAB, VOCAB).eval()
     real = BATCH.source > 9

@@ -1,4 +1,4 @@
-"""What stands beside the paper's choices: other scores, positions, norms and activations, each against numpy."""
+"""Variants of the paper's choices: scores, positions, norms and activations, each against numpy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCORES = ["scaled", "dot", "general", "additive"]
 
 @pytest.mark.parametrize("score", SCORES)
 def test_attention_with_every_score(score: str) -> None:
-    """Fused or not, what comes out is softmax(score)·V of the module's own projections."""
+    """The fused and the written-out form are softmax(score)·V of the module's projections."""
     torch.manual_seed(1)
     module = VariantAttention(8, 2, 3, 5, score=score)
     x = torch.randn(2, 4, 8)

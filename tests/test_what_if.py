@@ -91,7 +91,7 @@ def test_a_muted_head_is_a_head_without_its_part_of_the_output_matrix(kind: str)
 
 
 @torch.inference_mode()
-def test_a_muted_attention_leaves_the_bias_and_a_name_takes_all_that_begin_so() -> None:
+def test_muting_keeps_the_bias_and_applies_to_all_names_with_a_prefix() -> None:
     model = made(TRANSFORMERS["d_k, d_v, bias"])
     known, batch = head_counts(model, CPU), a_batch()
     attention = attentions(model)["encoder.0.self"]

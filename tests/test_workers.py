@@ -1,4 +1,4 @@
-"""Several processes give what one gives, in the same order; one that dies says why and leaves nothing behind."""
+"""Several processes give the results of one, in the same order; a dead one is reported with its reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ids(opened: OpenedRun, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("beam", "n_best"), [(1, 1), (3, 2)])
-def test_processes_give_what_one_gives_in_the_same_order(
+def test_several_processes_give_the_results_of_one_in_order(
     workers: ProcessWorkers[OpenedRun], opened: OpenedRun, beam: int, n_best: int
 ) -> None:
     options = SearchOptions(beam=beam, n_best=n_best, batch_tokens=60)
@@ -97,7 +97,7 @@ def misbehave(opened: OpenedRun, how: str) -> str:
         ("fail", QkvError, "ZeroDivisionError: by zero"),
     ],
 )
-def test_a_process_that_dies_or_fails_says_why(
+def test_a_process_that_dies_or_fails_is_reported_with_its_reason(
     workers: ProcessWorkers[OpenedRun], how: str, kind: type[QkvError], message: str
 ) -> None:
     tasks = [("well",), (how,), ("well",), ("well",)]
@@ -107,13 +107,13 @@ def test_a_process_that_dies_or_fails_says_why(
         workers.map(misbehave, tasks)
     assert "\n" not in str(caught.value)
     assert type(caught.value) is kind
-    assert all(process.poll() is not None for process in processes)  # nobody is left behind
+    assert all(process.poll() is not None for process in processes)  # all processes ended
     assert not workers.workers
     if how == "fail":  # new ones start by themselves
         assert workers.map(misbehave, [("well",)] * 3) == ["well"] * 3
 
 
-def test_what_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_is_reported(tmp_path: Path) -> None:
     with (
         ProcessWorkers(1, open_run, str(tmp_path / "nowhere")) as crew,
         pytest.raises(UsageError, match="no such run folder"),
@@ -136,7 +136,7 @@ print(workers.workers[0].process.pid)
 """
 
 
-def test_a_script_needs_no_main_guard_and_leaves_no_process(tiny: Path, opened: OpenedRun) -> None:
+def test_a_script_needs_no_main_guard_and_no_process_remains(tiny: Path, opened: OpenedRun) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, tiny], capture_output=True, text=True, check=True)
     found, process = done.stdout.splitlines()
     assert found == str(search_all(opened[0], [[5, 6]], SearchOptions(beam=1), opened[1], device=CPU)[0][0].tokens)

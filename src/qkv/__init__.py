@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import models, presets
-    from qkv.api import Completer, Filler, Translation, Translator, augment, compare, evaluate, export, load, train
+    from qkv.api import Encoder, LanguageModel, Translation, Translator, augment, compare, evaluate, export, load, train
     from qkv.assembly import Run, build_model
     from qkv.core.errors import QkvError, UsageError
     from qkv.options import Config
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Completer": "qkv.api",
     "Config": "qkv.options",
-    "Filler": "qkv.api",
+    "Encoder": "qkv.api",
+    "LanguageModel": "qkv.api",
     "QkvError": "qkv.core.errors",
     "Run": "qkv.assembly",
     "Translation": "qkv.api",
@@ -39,9 +39,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Completer",
     "Config",
-    "Filler",
+    "Encoder",
+    "LanguageModel",
     "QkvError",
     "Run",
     "Translation",

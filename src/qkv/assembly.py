@@ -50,6 +50,7 @@ from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
 from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.prefetching import prefetching
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
 
@@ -176,8 +177,8 @@ def updates_for(
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
     if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        return cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
-    return task_for(config).updates(text, config, device, world)
+        return prefetching(cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config)))
+    return prefetching(task_for(config).updates(text, config, device, world))
 
 
 def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
@@ -222,7 +223,7 @@ def trainer_for(
 
     torch.manual_seed(options.seed)
     model = build_on_device()
-    world.copy(model.parameters())  # other processors may have drawn other bits
+    distributed.copy_from_first(world, model.parameters())  # other processors may have drawn other bits
     if options.checkpointing:
         recompute_layers(model)
     if issubclass(step, ShardedTrainStep):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -23,12 +23,24 @@ from rich.text import Text
 
 from qkv.core.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch
+
 Report = Callable[[str, int, int | None], None]
 
 
 def say(text: str) -> None:
     """Print a message on standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
+
+
+def describe_device(device: torch.device) -> str:
+    """Describe a device in words, e.g. `cpu, threads: 2`."""
+    import torch
+
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"cpu, threads: {torch.get_num_threads()}" if device.type == "cpu" else str(device)
 
 
 class _Speed(ProgressColumn):

@@ -316,7 +316,7 @@ def test_every_held_out_word_is_seen_in_training(corpus: Corpus) -> None:
         assert min(counts.get(w, 0) for w in demo.words(e.source) + demo.words(e.target)) >= demo.SEEN
 
 
-def test_alignments_are_in_range_and_leave_no_content_word_out(corpus: Corpus) -> None:
+def test_alignments_are_in_range_and_cover_every_content_word(corpus: Corpus) -> None:
     may_be_alone = {"of", "on", "as", "the", ","}
     for e in corpus["train"][::5] + corpus["valid"] + corpus["test"]:
         source, target = demo.words(e.source), demo.words(e.target)
@@ -404,7 +404,7 @@ def test_texts(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [(e.source, e.target, demo.pharaoh(e.alignment)) for e in examples] == list(zip(*sides, strict=True))
 
 
-def test_the_shipped_files_hold_what_the_generator_makes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_reproduces_the_shipped_files(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte, decompressed: the bytes of the .xz files depend on the library that wrote them."""
     monkeypatch.setattr(demo, "splits", lambda seed=0: corpus)
     shipped = open_text("demo:test.en", "").parent

@@ -21,7 +21,7 @@ MODULES = """
 """.split()
 LINES = 4000
 
-# Trains in a folder, in a process in which no module of qkv but core can be imported. With `stop`, the process kills
+# Trains in a folder; the process can import qkv.core and no other package of qkv. With `stop`, the process kills
 # itself before that update; the same command again resumes.
 ALONE = """
 import importlib.abc, json, os, signal, sys

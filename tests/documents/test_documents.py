@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import zipfile
@@ -99,6 +100,25 @@ def test_own_segments_rebuild_the_document(name: str) -> None:
     assert document.name == name
 
 
+def plain(content: str) -> str:
+    """The characters of a document in lower case, without white space and escapes."""
+    return "".join(html.unescape(content).lower().split())
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_translation_is_written_into_the_same_document(name: str) -> None:
+    """The translation changes the case alone, so `build` has to write all markup back where it was."""
+    document = parse(name, SAMPLES[name])
+    translations = [segment.swapcase() for segment in document.segments]
+    content = document.build(translations).decode()
+    again = parse(name, content)
+    assert again.segments == translations
+    assert again.build(document.segments).decode().lower() == content.lower()
+    # Markdown has other markup between wrapped lines ("> ") and writes short links in full ("[ref][ref]").
+    original = SAMPLES[name].replace("\n> two", " two").replace("[ref] and", "[ref][ref] and")
+    assert plain(content) == plain(original)
+
+
 PIECES = r"""
     * _ ** *** ` ``` ~~ [ ] ( ) ! # > - 1. | |---| --- \ {\an8} [x](y) [a]: < > & " ' = word Wort été http://a.b
     <b> </b> <i> </i> <p> </p> <br> <a href='x'> </a> <script> </script> <!-- --> <code> </code> &amp; &lt;
@@ -114,6 +134,15 @@ def test_any_mix_of_markup_is_rebuilt(content: str, kind: str) -> None:
     assert document.build(document.segments) == content.encode()
     assert all(any(c.isalnum() for c in segment) and "\n" not in segment for segment in document.segments)
     document.build([segment[::-1] + " more <b>" for segment in document.segments])  # places any markup
+
+
+@given(text.map("".join), st.sampled_from(["txt", "html", "srt"]))
+def test_any_mix_of_markup_is_kept_around_a_translation(content: str, kind: str) -> None:
+    document = read_document(f"a.{kind}", content.encode())
+    translations = [segment.swapcase() for segment in document.segments]
+    changed = document.build(translations)
+    assert read_document(f"a.{kind}", changed).segments == translations
+    assert plain(changed.decode()) == plain(content)
 
 
 @given(st.text(), st.sampled_from(["txt", "md", "html", "srt"]))

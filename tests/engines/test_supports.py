@@ -14,11 +14,11 @@ from qkv import assembly
 from qkv.core.search import BeamSearch, SearchOptions, SpecialTokens
 from qkv.core.transformer import Transformer
 from qkv.decoding.beam_variants import DecodingOptions
-from qkv.engines import AllowList, cuda_training, unpadded
+from qkv.engines import AllowList, cpu, cuda_training, unpadded
 from qkv.engines.cpu import native_search
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_training import cuda_trainer
-from qkv.options import Config, TrainConfig, TransformerConfig
+from qkv.options import Config, DecoderOnlyConfig, TrainConfig, TransformerConfig
 
 UNKNOWN = object()
 
@@ -39,6 +39,8 @@ class NewSearchOption(DecodingOptions):
 
 
 LISTS: dict[str, tuple[AllowList, Any, Any]] = {
+    "C, model": (cpu.MODEL, TransformerConfig(), NewModelOption()),
+    "C, language model": (cpu.MODEL, DecoderOnlyConfig(), NewModelOption()),
     "unpadded": (unpadded.MODEL, TransformerConfig(), NewModelOption()),
     "cuda_training, model": (cuda_training.MODEL, TransformerConfig(), NewModelOption()),
     "cuda_training, training": (cuda_trainer.TRAIN, TrainConfig(), NewTrainOption()),
@@ -100,6 +102,15 @@ def test_an_unknown_training_option_takes_the_plain_step(monkeypatch: pytest.Mon
         changed = copy.copy(config)
         object.__setattr__(changed, "model", with_unknown(config.model, field.name))
         assert cuda_trainer.supports(changed, device) is not None
+
+
+def test_a_model_with_an_unknown_option_does_not_run_in_c() -> None:
+    config = TransformerConfig(d_model=16, d_ff=16, heads=2, encoder_layers=1, decoder_layers=1)
+    model = assembly.build_model(config, 300, 300)
+    assert cpu.runs_in_c(model)
+    for field in dataclasses.fields(config):
+        model.config = with_unknown(config, field.name)
+        assert not cpu.runs_in_c(model), field.name
 
 
 @pytest.mark.parametrize("start", [native_search.start_native, search_kernels.start_triton])

@@ -204,7 +204,7 @@ def client(server: Server) -> Iterator[Any]:
 
 
 def test_completions_equal_those_of_the_model(client: Any, writer: Path) -> None:
-    completer = qkv.Completer(writer, device="cpu")
+    completer = qkv.LanguageModel(writer, device="cpu")
     completion = client.completions.create(model="book", prompt="The ", max_tokens=20, temperature=0, logprobs=3)
     (best,) = completer.complete("The ", max_tokens=20, temperature=0)
     choice = completion.choices[0]
@@ -329,7 +329,7 @@ def test_attention_returns_the_data_of_the_explorer(server: Server, translator: 
     assert len(response["steps"]) == len(response["written"])
 
 
-def test_attention_with_a_what_if(server: Server, translator: qkv.Translator) -> None:
+def test_attention_with_a_counterfactual(server: Server, translator: qkv.Translator) -> None:
     body = {"text": LINES[0], "without": ["decoder.0.cross", ["encoder.0.self", 1]], "force": [0, "Il"], "drop": [0]}
     response = server.request("/attention", body).json["what_if"]
     heads = ["decoder.0.cross", ("encoder.0.self", 1)]
@@ -384,7 +384,7 @@ def test_documents_and_texts_are_refused_alike(server: Server, asked: dict[str, 
     assert (document.status, document.json) == (text.status, text.json)
 
 
-def test_a_document_keeps_its_markup_and_may_be_one_long_line(server: Server, translator: qkv.Translator) -> None:
+def test_documents_with_markup_and_with_one_long_line(server: Server, translator: qkv.Translator) -> None:
     long = " ".join(LINES)
     for name, text in (("a.md", f"# The **red** cat.\n\n{LINES[0]}\n"), ("b.txt", long)):
         begun = server.request(f"/documents?name={name}&target=it", text.encode())
@@ -455,7 +455,6 @@ def test_no_request_of_the_schema_causes_an_internal_error(server: Server) -> No
     quick = settings(
         max_examples=5,
         deadline=None,
-        derandomize=True,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,

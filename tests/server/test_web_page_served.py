@@ -115,7 +115,7 @@ def test_complete(opened: Open, writer: Path) -> None:
     page.locator("#temperature").fill("0")
     page.click("#go-on")
     expect_text(page, "#complete-said", "20 tokens: the limit.")
-    (best,) = qkv.Completer(writer, device="cpu").complete("The ", max_tokens=20, temperature=0)
+    (best,) = qkv.LanguageModel(writer, device="cpu").complete("The ", max_tokens=20, temperature=0)
     assert page.locator("#written").text_content() == "The " + best.text
     page.locator("#max-tokens").fill("500")
     page.click("#go-on")

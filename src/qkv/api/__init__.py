@@ -1,4 +1,4 @@
-"""The Python surface: text in, text out."""
+"""The Python API: train, load, translate, complete, fill, evaluate, augment, export."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Unpack
 
 from qkv.api.augmentation import Augmented, Augmenter, augment
-from qkv.api.completer import Completer, Completion
-from qkv.api.results import OtherWord, Scored
+from qkv.api.completer import Completion, LanguageModel
 from qkv.api.run_training import train
-from qkv.api.text_encoder import Filler, Filling
-from qkv.api.translator import CHUNK, Translator
+from qkv.api.text_encoder import Encoder, Filling
+from qkv.api.translator import CHUNK, OtherWord, Scored, Translator
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.core.translate import Translation
@@ -26,10 +25,10 @@ __all__ = [
     "CHUNK",
     "Augmented",
     "Augmenter",
-    "Completer",
     "Completion",
-    "Filler",
+    "Encoder",
     "Filling",
+    "LanguageModel",
     "Options",
     "OtherWord",
     "Scored",
@@ -52,8 +51,8 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     workers: int | None = None,
-) -> Translator | Completer | Filler:
-    """Open a run folder for use, as what its kind of model is good for; several that translate are an ensemble."""
+) -> Translator | LanguageModel | Encoder:
+    """Open a run folder; the class of the result follows from the kind of model. Several translation runs: ensemble."""
     runs = [run] if isinstance(run, str | Path | Run) else list(run)
     if not runs:
         raise UsageError("no run folder given: name at least one")
@@ -61,10 +60,10 @@ def load(
     if isinstance(opened.config.model, TranslationConfig):
         return Translator(opened, weights=weights, device=device, dtype=dtype, workers=workers, others=runs[1:])
     if len(runs) > 1 or dtype not in ("auto", "fp32") or workers is not None:
-        raise UsageError(f"{opened.path}: does not translate: dtype, workers and other runs are not for it")
+        raise UsageError(f"{opened.path}: is not a translation model: omit dtype, workers and other runs")
     if isinstance(opened.config.model, DecoderOnlyConfig):
-        return Completer(opened, weights=weights, device=device)
-    return Filler(opened, weights=weights, device=device)
+        return LanguageModel(opened, weights=weights, device=device)
+    return Encoder(opened, weights=weights, device=device)
 
 
 Evaluated = tuple[metrics.Scores, list[Translation]]
@@ -76,7 +75,7 @@ def evaluate(
     ref: Sequence[str],
     **options: Unpack[Options],
 ) -> Evaluated:
-    """Translate the source lines and score them against raw references: BLEU, chrF and TER, and the translations."""
+    """Translate source lines and score the translations against raw references; return scores and translations."""
     translator = run if isinstance(run, Translator) else Translator(run)
     if len(src) != len(ref):
         raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
@@ -92,18 +91,18 @@ def compare(
     ref: Sequence[str],
     **options: Unpack[Options],
 ) -> tuple[Evaluated, Evaluated, metrics.Comparison]:
-    """Evaluate two runs on the same lines, and ask whether they differ by more than chance."""
+    """Evaluate two runs on the same lines, with a significance test of their difference."""
     translator = run if isinstance(run, Translator) else Translator(run)
-    ours = evaluate(translator, src, ref, **options)
-    theirs = evaluate(against, src, ref, **options)
-    a, b = ([each.text for each in translations] for _, translations in (ours, theirs))
-    return ours, theirs, metrics.compare(a, b, ref, tgt_lang=translator.config.data.tgt_lang)
+    first = evaluate(translator, src, ref, **options)
+    second = evaluate(against, src, ref, **options)
+    a, b = ([each.text for each in translations] for _, translations in (first, second))
+    return first, second, metrics.compare(a, b, ref, tgt_lang=translator.config.data.tgt_lang)
 
 
 def diagnose(
     src: Sequence[str], translations: Sequence[Translation], ref: Sequence[str], *, tgt_lang: str = ""
 ) -> Diagnosis:
-    """What is wrong with translations beside their score: loops, hallucinations, copies, lengths, the worst of them."""
+    """Flag faulty translations: loops, hallucinations, copies, wrong lengths; find the worst sentences."""
     return diagnose_texts(
         src,
         [each.text for each in translations],

@@ -102,7 +102,7 @@ class Augmenter:
             raise UsageError(f'closest_by = "{self.closest_by}": must be one of {", ".join(UTILITIES)}')
         if refused := {"n_best", "first", "progress", "seed"} & set(self.options):
             raise UsageError(
-                f"{', '.join(sorted(refused))}: not an option here, a line makes at most one pair: leave out"
+                f"{', '.join(sorted(refused))}: not an option here, a line makes at most one pair: omit it"
             )
 
     def pairs(
@@ -115,7 +115,7 @@ class Augmenter:
     ) -> list[Pair]:
         """Return a pair for each line, kept or not; `first` is the number of lines before these."""
         if references is not None and self.kind != "distillation":
-            raise UsageError(f"references are for distillation, and this is {self.kind}: leave them out")
+            raise UsageError(f"references are for distillation, and this is {self.kind}: omit them")
         filtered = [
             line.disposition if isinstance(line, FilteredLine) else "" if line.strip() else "blank" for line in lines
         ]
@@ -125,7 +125,7 @@ class Augmenter:
             options["seed"] = self.seed
         if references is not None:
             if options.get("rerank"):
-                raise UsageError("rerank and references both choose among candidates: leave out one")
+                raise UsageError("rerank and references both choose among candidates: omit one")
             beam = options.get("beam") or self.translator.config.decode.beam
             options["n_best"] = options.pop("candidates", None) or beam
         translations = self.translator.translate(sources, **options, first=first, progress=progress)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from qkv.assembly import trainer_for, updates_for
+from qkv.console import describe_device
 from qkv.core.dataset import PreparedText, TokenStore
-from qkv.core.device import choose_device, describe
+from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.explain.model_card import parameters, shape, unit
 from qkv.options import (
@@ -126,7 +127,7 @@ class Chooser:
         self.of = "target tokens" if isinstance(config.model, TranslationConfig) else "tokens"
         amount = f"{len(prepared.train):,} {unit(config)}, {_many(self.tokens)} {self.of}"
         together = f", with {ranks - 1} more" if ranks > 1 else ""
-        self.reasons = [f"auto: {amount}, on {describe(device)}{together}"]
+        self.reasons = [f"auto: {amount}, on {describe_device(device)}{together}"]
 
     def choose(self) -> Config:
         sizes, amount = _sizes(self.config, self.prepared, self.tokens)

@@ -1,4 +1,4 @@
-"""Completer: a language model that goes on with a text."""
+"""LanguageModel: continues a text, scores it, lists the next tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv.api.loading import Loaded
+from qkv.api.loading import LoadedRun
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
@@ -23,21 +23,21 @@ from qkv.evaluation.metrics import TextLoss
 from qkv.models.language_models import DecoderOnly
 from qkv.training.lm_tasks import running_text
 
-TOKENS = 200  # how much a completion adds unless told
+TOKENS = 200  # default length of a completion
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Text that a model added to a prompt, and how likely the model itself found it.
+    """A continuation of a prompt and its log-probability.
 
-    A stop text is cut off the text, but the tokens that wrote it are still among the tokens.
+    `text` ends before a stop text, `tokens` includes the tokens of the stop text.
     """
 
     text: str
     logprob: float
     tokens: list[str]
     token_logprobs: list[float]
-    finish_reason: str  # length: as many tokens as asked for; stop: a stop text came
+    finish_reason: str  # length: max_tokens was reached; stop: a stop text was generated
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -46,8 +46,8 @@ class Completion:
         return self.text
 
 
-class Draws(TypedDict, total=False):
-    """How the next token is drawn (`qkv.decoding.logits_processors.Sampling`)."""
+class SamplingOptions(TypedDict, total=False):
+    """Options of sampling (`qkv.decoding.logits_processors.Sampling`)."""
 
     temperature: float
     top_k: int
@@ -56,11 +56,8 @@ class Draws(TypedDict, total=False):
     seed: int | None
 
 
-class Completer(Loaded[DecoderOnly]):
-    """A trained language model, ready to go on with any text.
-
-    It sees the last `context` tokens; what slides out of them is forgotten, so a text may grow without end.
-    """
+class LanguageModel(LoadedRun[DecoderOnly]):
+    """A trained language model that continues text; it reads the last `context` tokens, so a text can be endless."""
 
     model_class = DecoderOnly
 
@@ -72,18 +69,20 @@ class Completer(Loaded[DecoderOnly]):
     def context(self) -> int:
         return self.config.data.max_length
 
-    def stream(self, prompt: str = "", *, max_tokens: int | None = None, **draws: Unpack[Draws]) -> Iterator[str]:
-        """The text that follows the prompt, piece by piece as it is written; without `max_tokens` it never ends."""
+    def stream(
+        self, prompt: str = "", *, max_tokens: int | None = None, **sampling: Unpack[SamplingOptions]
+    ) -> Iterator[str]:
+        """Yield the continuation of the prompt as it is generated; without `max_tokens` it is endless."""
         if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"max_tokens = {max_tokens}: must be at least 1, or None for a text without end")
+            raise UsageError(f"max_tokens = {max_tokens}: must be at least 1, or None for no limit")
         decoder = TextDecoder(self.tokenizer, prompt)
-        for number, drawn in enumerate(self._drawn(prompt, Sampling(**draws), 1), 1):
-            if piece := decoder.feed(drawn.tokens[0]):
+        for number, generated in enumerate(self._generate(prompt, Sampling(**sampling), 1), 1):
+            if piece := decoder.feed(generated.tokens[0]):
                 yield piece
             if number == max_tokens:
                 break
-        if rest := decoder.close():
-            yield rest
+        if piece := decoder.close():
+            yield piece
 
     def complete(
         self,
@@ -92,48 +91,48 @@ class Completer(Loaded[DecoderOnly]):
         max_tokens: int = TOKENS,
         n: int = 1,
         stop: Sequence[str] = (),
-        **draws: Unpack[Draws],
+        **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """`n` independent continuations of the prompt, each at most `max_tokens` long or up to a stop text."""
+        """Return `n` independent continuations of the prompt, each of up to `max_tokens` tokens or to a stop text."""
         if isinstance(stop, str):
             raise UsageError("stop takes a list of texts: put the text in brackets")
         if n < 1 or max_tokens < 1:
             raise UsageError(f"n = {n}, max_tokens = {max_tokens}: both must be at least 1")
-        growing = [_Growing(self.tokenizer, prompt, tuple(stop)) for _ in range(n)]
-        for number, drawn in enumerate(self._drawn(prompt, Sampling(**draws), n), 1):
-            for each, token, logprob in zip(growing, drawn.tokens, drawn.logprobs, strict=True):
+        continuations = [_Continuation(self.tokenizer, prompt, tuple(stop)) for _ in range(n)]
+        for number, generated in enumerate(self._generate(prompt, Sampling(**sampling), n), 1):
+            for each, token, logprob in zip(continuations, generated.tokens, generated.logprobs, strict=True):
                 each.add(token, logprob)
-            if number == max_tokens or all(each.stopped for each in growing):
+            if number == max_tokens or all(each.stopped for each in continuations):
                 break
-        return [each.completion(self.tokenizer) for each in growing]
+        return [each.completion(self.tokenizer) for each in continuations]
 
     @torch.inference_mode()
     def evaluate(self, text: str) -> TextLoss:
-        """How well the model foresees a text: perplexity, nats per character, bits per byte.
+        """Return the loss of a text: perplexity, nats per character, bits per byte.
 
-        The text is read in blocks of the model's context, each token once; at the start of a block there is little to
-        foresee it from, so this is an upper bound.
+        The text is read in blocks of the model's context, each token once. The first tokens of a block have little
+        context, so the result is an upper bound.
         """
         if not text:
-            raise UsageError("an empty text cannot be foreseen: give some")
+            raise UsageError("an empty text has no loss: give some text")
         ids = np.asarray(encode_text(self.tokenizer, text), np.int64)
-        return self._foresee(ids, text)
+        return self._loss(ids, text)
 
     @torch.inference_mode()
     def evaluate_held_out(self) -> TextLoss:
-        """The same for the text that training held out, as validation measured it."""
+        """Return the loss of the held-out text, as validation measured it."""
         prepared = PreparedText.open(self.run.store)
         raw = prepared.valid_text[1].read_text(encoding="utf-8")
-        return self._foresee(np.asarray(prepared.valid.stream), raw)
+        return self._loss(np.asarray(prepared.valid.stream), raw)
 
-    def _foresee(self, ids: NDArray[Any], text: str) -> TextLoss:
-        given = running_text(ids, self.config, self.tokenizer)
-        nats, tokens = total_loss(self.model, given, self.tokenizer.pad, self.device)
-        return TextLoss(nats, tokens, len(text), len(text.encode()))
+    def _loss(self, ids: NDArray[Any], text: str) -> TextLoss:
+        batches = running_text(ids, self.config, self.tokenizer)
+        nats, tokens = total_loss(self.model, batches, self.tokenizer.pad, self.device)
+        return TextLoss.of(nats, tokens, text)
 
     @torch.inference_mode()
     def next_tokens(self, prompt: str = "", n: int = 10) -> list[tuple[str, float]]:
-        """The likeliest next tokens and their probabilities."""
+        """Return the n most probable next tokens and their probabilities."""
         ids = self._ids(prompt)[-self.context :]
         logits, _ = self.model.step(torch.tensor([ids], device=self.device), self.model.start())
         likeliest = logits[0, -1].float().softmax(-1).topk(min(n, self.tokenizer.size))
@@ -141,10 +140,10 @@ class Completer(Loaded[DecoderOnly]):
         return list(zip(names, likeliest.values.tolist(), strict=True))
 
     def _ids(self, prompt: str) -> list[int]:
-        """The prompt behind a newline, as every line of the training text is."""
+        """Return a newline and the prompt: in training every line follows a newline."""
         return [newline_of(self.tokenizer), *encode_text(self.tokenizer, prompt)]
 
-    def _drawn(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[GeneratedToken]:
+    def _generate(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[GeneratedToken]:
         never = (self.tokenizer.pad, self.tokenizer.bos, self.tokenizer.eos)
         return generate(
             self.model,
@@ -158,12 +157,12 @@ class Completer(Loaded[DecoderOnly]):
 
 
 class TextDecoder:
-    """Running text from tokens one at a time: a character comes out when all its bytes are there."""
+    """Incremental decoder of tokens to text: returns a character as soon as all its bytes are known."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
         self.tokenizer = tokenizer
         self.characters = codecs.getincrementaldecoder("utf-8")("replace")
-        # There, a space before the first word belongs to the tokens and not to the text.
+        # At the start of a line the tokens have a space before the first word that the text does not have.
         self.line_begins = not prompt or prompt.endswith("\n")
 
     def feed(self, token: int) -> str:
@@ -178,8 +177,8 @@ class TextDecoder:
         return self.characters.decode(b"", True)
 
 
-class _Growing:
-    """One continuation in the making; past its stop text nothing is added."""
+class _Continuation:
+    """An unfinished continuation; tokens after its stop text are ignored."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, stop: tuple[str, ...]) -> None:
         self.decoder = TextDecoder(tokenizer, prompt)
@@ -195,9 +194,9 @@ class _Growing:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.text += self.decoder.feed(token)
-        found = [place for place in (self.text.find(word) for word in self.stop if word) if place >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        stops = [place for place in (self.text.find(word) for word in self.stop if word) if place >= 0]
+        if stops:
+            self.text, self.stopped = self.text[: min(stops)], True
 
     def completion(self, tokenizer: Tokenizer) -> Completion:
         text = self.text if self.stopped else self.text + self.decoder.close()

@@ -1,4 +1,4 @@
-"""What a run folder is opened as depends on its kind of model; opening it as something else is refused with a hint."""
+"""Opening a run folder for use: the model on a device, refused with a hint if it is of another kind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 M = TypeVar("M", bound=Model)
 
 USES = {
-    DecoderOnlyConfig: ("a language model", "qkv complete, or qkv.Completer"),
-    EncoderOnlyConfig: ("an encoder", "qkv fill, or qkv.Filler"),
+    DecoderOnlyConfig: ("a language model", "qkv complete, or qkv.LanguageModel"),
+    EncoderOnlyConfig: ("an encoder", "qkv fill, or qkv.Encoder"),
 }
 TRANSLATES = ("a translation model", "qkv translate, or qkv.Translator")
 
 
-class Loaded(Generic[M]):
-    """A trained run on a device: `weights` is best, average, last or a step number; by default the chosen ones."""
+class LoadedRun(Generic[M]):
+    """A trained run on a device; `weights` is best, average, last or a step number, by default the chosen ones."""
 
     model_class: type[M]
 
@@ -39,22 +39,21 @@ class Loaded(Generic[M]):
         if self.run.in_training():  # a later call may find better weights under the same name
             say(f"{self.run.path} is in training: using {loaded}")
         if not isinstance(model, self.model_class):
-            what, use = USES.get(type(self.config.model), TRANSLATES)
-            raise UsageError(f"{self.run.path} is {what}, which cannot do this: use {use}")
+            kind, use = USES.get(type(self.config.model), TRANSLATES)
+            raise UsageError(f"{self.run.path} is {kind}, which cannot do this: use {use}")
         self.model: M = model
 
 
-def checked(dtype: str, device: torch.device) -> str:
-    """The dtype, if the device can compute in it."""
+def check_dtype(dtype: str, device: torch.device) -> None:
+    """Refuse a dtype that the device cannot compute in."""
     if dtype not in DTYPES:
         raise UsageError(f'dtype = "{dtype}": must be one of {", ".join(DTYPES)}')
     if dtype == "int8" and device.type != "cpu":
         raise UsageError(f'dtype = "int8" is for a CPU, and this is {device}: use bf16 or fp32, or another device')
-    return dtype
 
 
-def engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel[Any, Any]:
-    """The model as it computes fastest on a device, in the numbers asked for; the model itself stays as it is."""
+def fast_engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel[Any, Any]:
+    """Return the fastest form of the model for a device and dtype; the model itself is not changed."""
     if device.type == "cpu":
         packed: Any = pack(model, dtype)
         return cast("StepModel[Any, Any]", packed)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from qkv.assembly import Run, trainer_for, updates_for
-from qkv.console import TrainingBar, bars, say
+from qkv.console import TrainingBar, bars, describe_device, say
 from qkv.core import files
 from qkv.core.checkpoint import average_checkpoints
 from qkv.core.dataset import PreparedText
-from qkv.core.device import ALONE, World, choose_device, describe
+from qkv.core.device import ALONE, World, choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.run import LogSink
 from qkv.core.trainer import fit as run_fit
@@ -276,7 +276,7 @@ def _headline(config: Config, prepared: PreparedText, world: World) -> str:
     return (
         f"{config.model.kind}, {parameters(config.model, prepared.tokenizers) / 1e6:.1f} million parameters, "
         f"vocabulary {vocabulary(prepared.tokenizers)}, {len(prepared.train):,} {unit(config)}, "
-        f"on {describe(choose_device(config.train.device))}{together}"
+        f"on {describe_device(choose_device(config.train.device))}{together}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Filler: an encoder that fills gaps in a sentence, and turns sentences into vectors."""
+"""Encoder: fills gaps in a sentence, and embeds sentences as vectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv.api.loading import Loaded
+from qkv.api.loading import LoadedRun
 from qkv.core.batches import pad
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer
@@ -22,13 +22,13 @@ from qkv.data.lm_data import mask_tokens
 from qkv.models.language_models import EncoderOnly
 
 GAP = "<mask>"
-STAND_IN = "\ue000"  # a character for private use: no text has it, so its bytes mark the place
-TOKENS = 4096  # embedded at once
+STAND_IN = "\ue000"  # a private-use character whose bytes mark a gap in the encoded text
+TOKENS = 4096  # in a batch
 
 
 @dataclass(frozen=True)
 class Filling:
-    """What may stand in one gap of a text: a token, its probability, and the text with it."""
+    """A token for one gap of a text, its probability, and the text with it."""
 
     gap: int
     token: str
@@ -41,7 +41,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class GapScores:
-    """How well hidden tokens are filled in."""
+    """Loss and accuracy on masked tokens."""
 
     loss: float
     accuracy: float
@@ -52,13 +52,13 @@ class GapScores:
 
     def __str__(self) -> str:
         return (
-            f"filled in correctly {self.accuracy:.2%} of {self.tokens:,} hidden tokens, "
+            f"{self.accuracy:.2%} of {self.tokens:,} masked tokens filled in correctly, "
             f"perplexity {math.exp(min(700.0, self.loss)):.3f}"
         )
 
 
-class Filler(Loaded[EncoderOnly]):
-    """A trained encoder."""
+class Encoder(LoadedRun[EncoderOnly]):
+    """A trained encoder that fills gaps and embeds texts."""
 
     model_class = EncoderOnly
 
@@ -68,23 +68,23 @@ class Filler(Loaded[EncoderOnly]):
 
     @torch.inference_mode()
     def fill(self, text: str, n: int = 5) -> list[list[Filling]]:
-        """For each `<mask>` in the text the `n` likeliest tokens, each gap seen with all others still open."""
+        """Return the `n` most probable tokens for each `<mask>` in the text, with all other gaps left open."""
         ids = self._with_gaps(text)
         hidden = self._hidden([np.asarray(ids, np.int64)])
-        found = []
+        fillings = []
         for number, place in enumerate([i for i, token in enumerate(ids) if token == self.tokenizer.bos], 1):
             logits = self.model.project(hidden[0, place]).float()
             logits[: self.tokenizer.offset] = -math.inf  # special tokens are not text
             likeliest = logits.softmax(-1).topk(min(n, self.tokenizer.size - self.tokenizer.offset))
             options = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-            found.append([self._filling(number, token, p, ids, place) for token, p in options])
-        return found
+            fillings.append([self._filling(number, token, p, ids, place) for token, p in options])
+        return fillings
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], *, normalise: bool = True) -> NDArray[np.float32]:
-        """A vector for each text, (texts, d_model): the mean over its tokens of the encoder's output.
+        """Return a vector for each text, (texts, d_model): the mean of the encoder's output over its tokens.
 
-        Normalised to length 1, so that the product of two is their cosine. An empty text has the zero vector.
+        Vectors are normalised to length 1, so that their dot product is the cosine. An empty text has the zero vector.
         """
         if isinstance(texts, str):
             raise UsageError("embed takes a list of texts: put the text in brackets")
@@ -102,10 +102,10 @@ class Filler(Loaded[EncoderOnly]):
 
     @torch.inference_mode()
     def evaluate(self, texts: Sequence[str]) -> GapScores:
-        """Hide the same share of tokens as in training, always the same ones, and see how many are found again."""
+        """Mask the same share of tokens as in training, with fixed seeds, and score the predictions."""
         rows = [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts if text.strip()]
         if not rows:
-            raise UsageError("no text to hide tokens in: give some lines")
+            raise UsageError("no text to mask tokens in: give some lines")
         loss, right, tokens = 0.0, 0, 0
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             random = [np.random.default_rng((int(i), 5)) for i in indices]
@@ -135,26 +135,26 @@ class Filler(Loaded[EncoderOnly]):
         return Filling(gap, name, probability, text)
 
     def _with_gaps(self, text: str) -> list[int]:
-        """The ids of a text with `<s>` for each gap; a gap takes the space before it, as a token would."""
+        """Return the ids of a text with `<s>` for each gap; a gap includes the space before it, as a token does."""
         if GAP not in text:
             raise UsageError(f"nothing to fill in: write {GAP} where a token is missing")
         if STAND_IN in text:
-            raise UsageError("the text holds U+E000, a character for private use that marks gaps: remove it")
+            raise UsageError("the text contains U+E000, a private-use character that marks gaps: remove it")
         ids = self.tokenizer.encode(text.replace(GAP, STAND_IN))
         inside = [self.tokenizer.offset + byte for byte in STAND_IN.encode()]
         space = self.tokenizer.offset + ord(" ")
-        found: list[int] = []
+        masked: list[int] = []
         while ids:
             if ids[: len(inside)] == inside:
-                if found and found[-1] == space and self.tokenizer.kind != "char":
-                    found.pop()
-                found.append(self.tokenizer.bos)
+                if masked and masked[-1] == space and self.tokenizer.kind != "char":
+                    masked.pop()
+                masked.append(self.tokenizer.bos)
                 ids = ids[len(inside) :]
             else:
-                found.append(ids.pop(0))
-        if found.count(self.tokenizer.bos) != text.count(GAP):
-            raise QkvError(f"a gap cannot be told from the text around it: put spaces around {GAP}")
-        return self._checked(found)
+                masked.append(ids.pop(0))
+        if masked.count(self.tokenizer.bos) != text.count(GAP):
+            raise QkvError(f"a gap is part of a token of the text around it: put spaces around {GAP}")
+        return self._checked(masked)
 
     def _checked(self, ids: list[int]) -> list[int]:
         limit = self.config.data.max_length

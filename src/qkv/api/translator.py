@@ -1,4 +1,4 @@
-"""Translator: text in one language in, text in another out."""
+"""Translator: translates text with a trained run or an ensemble; alternatives, scores, shortlists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -14,13 +15,11 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
-from qkv.api.explaining import Explained
-from qkv.api.loading import checked, engine
-from qkv.api.results import OtherWord, Scored
+from qkv.api.explainer import Explainer
+from qkv.api.loading import check_dtype, fast_engine
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
-from qkv.console import say
+from qkv.console import describe_device, say
 from qkv.core.dataset import PreparedText
-from qkv.core.device import describe
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
@@ -35,16 +34,40 @@ from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 
-CHUNK = 2048  # lines translated together when a file streams through: enough to sort by length
-LONGEST_SCORED = 8192  # tokens of a pair that is scored as a whole: memory grows with the square
+CHUNK = 2048  # lines translated together in a stream: enough for batches of similar length
+LONGEST_SCORED = 8192  # tokens of a scored text: memory grows with the square
 
 
-class Translator(Explained):
-    """A trained run, ready to translate.
+@dataclass(frozen=True)
+class OtherWord:
+    """Another word at a position of a translation, and the best translation with that word."""
 
-    With `others` it is an ensemble of several runs that share their tokenizers, of whatever kinds they are, whose
-    probabilities (or "logprobs") are averaged. `dtype` is what the matrices are computed in: auto, fp32, bf16 or int8;
-    `workers` is how many processes translate, on a CPU.
+    word: str
+    probability: float  # of the word at this position
+    text: str
+    score: float
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probability of a given translation, in total and of each token, </s> last."""
+
+    logprob: float
+    tokens: list[str]
+    token_logprobs: list[float]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
+
+
+class Translator(Explainer):
+    """A trained run that translates text.
+
+    With `others` it is an ensemble: runs of any kind with the same tokenizers, whose probabilities (or "logprobs") are
+    averaged. `dtype` is the type of matrix products: auto, fp32, bf16 or int8; `workers` is the number of processes, on
+    a CPU.
     """
 
     def __init__(
@@ -59,41 +82,42 @@ class Translator(Explained):
         average: str = "probabilities",
     ) -> None:
         super().__init__(run, weights=weights, device=device)
-        self.members = [self, *(Explained(other, weights=weights, device=device) for other in others)]
+        self.members = [self, *(Explainer(other, weights=weights, device=device) for other in others)]
         for other in self.members[1:]:
             if other.tokenizers.fingerprint != self.tokenizers.fingerprint:
                 raise UsageError(
-                    f"{self.run.path} and {other.run.path} have different vocabularies: only runs that were trained "
-                    f"with the same tokenizer can decide together"
+                    f"{self.run.path} and {other.run.path} have different vocabularies: an ensemble needs runs trained "
+                    f"with the same tokenizer"
                 )
         if average not in AVERAGES:
             raise UsageError(f'average = "{average}": must be one of {", ".join(AVERAGES)}')
         if others and workers not in (None, 1):
-            raise UsageError("an ensemble translates in one process: leave out workers")
+            raise UsageError("an ensemble translates in one process: omit workers")
         self.average = average
-        self.dtype = checked(dtype, self.device)
+        check_dtype(dtype, self.device)
+        self.dtype = dtype
         self.workers = None
         if workers not in (None, 1) and self.device.type == "cpu":
             self.workers = ProcessWorkers(workers, open_run, str(self.run.path), weights, dtype)
 
     @cached_property
     def engines(self) -> list[StepModel[Any, Any]]:
-        """The models as they compute fastest, made when they are first used."""
-        return [engine(member.model, self.dtype, self.device) for member in self.members]
+        """Return the fastest forms of the models, built on first use."""
+        return [fast_engine(member.model, self.dtype, self.device) for member in self.members]
 
     @property
     def engine(self) -> str:
-        """What computes, in words: `fp32 on avx512f, threads: 2`."""
+        """Return a description of the engine: `fp32 on avx512f, threads: 2`."""
         first = self.engines[0]
         if self.device.type == "cpu":
             threads = f"processes: {self.workers.count}" if self.workers else f"threads: {torch.get_num_threads()}"
             return f"{getattr(first, 'engine', 'fp32')}, {threads}"
-        return f"{'bf16' if first is not self.model else 'fp32'} on {describe(self.device)}"
+        return f"{'bf16' if first is not self.model else 'fp32'} on {describe_device(self.device)}"
 
     @cached_property
     def runner(self) -> SearchRunner:
-        """Does the searches."""
-        model, plain = self._together(self.engines), self._together([member.model for member in self.members])
+        """Return the object that runs the searches."""
+        model, plain = self._combined(self.engines), self._combined([member.model for member in self.members])
         return SearchRunner(
             model,
             plain,
@@ -104,7 +128,7 @@ class Translator(Explained):
             engines=search_engines_for(model, self.tokenizers, self.device, self.workers),
         )
 
-    def _together(self, models: Sequence[StepModel[Any, Any]]) -> StepModel[Any, Any]:
+    def _combined(self, models: Sequence[StepModel[Any, Any]]) -> StepModel[Any, Any]:
         return Ensemble(models, self.average) if len(models) > 1 else models[0]
 
     @overload  # a str is a Sequence[str] too, but comes first
@@ -114,26 +138,27 @@ class Translator(Explained):
     def translate(self, text: Sequence[str], **options: Unpack[Options]) -> list[Translation]: ...
 
     def translate(self, text: str | Sequence[str], **options: Unpack[Options]) -> Translation | list[Translation]:
-        """Translate a text, or each of several; what is left out of the options is as the run's config has it.
+        """Translate one text or several; options that are not given are those of the run's config.
 
-        Blank text stays empty without asking the model. Every sentence is translated by itself (unless the run's
-        training text had several to a line, or `split` is false), and one longer than the model was trained on in
-        pieces; they are put together with the white space of the source. `progress` is told of every finished text.
+        Blank text stays blank without running the model. Sentences are translated one by one (unless the run's training
+        text had several to a line, or `split` is false), and a sentence longer than those in training in pieces; the
+        translations are joined with the white space of the source. `progress` is called with the number of finished
+        texts.
         """
         if isinstance(text, str):
-            (only,) = self._translate([text], **options)
-            return only
+            (translation,) = self._translate([text], **options)
+            return translation
         return self._translate(list(text), **options)
 
     def stream(self, lines: Iterable[str], *, chunk: int = CHUNK, **options: Unpack[Options]) -> Iterator[Translation]:
-        """Translate lines as they come, in order and in bounded memory: `chunk` lines at a time."""
+        """Translate lines as they arrive, in order and in bounded memory, `chunk` lines at a time."""
         if chunk < 1:
             raise UsageError(f"chunk = {chunk}: must be at least 1")
-        rest, first = iter(lines), options.get("first", 0)
-        while some := list(islice(rest, chunk)):
+        remaining, first = iter(lines), options.get("first", 0)
+        while texts := list(islice(remaining, chunk)):
             options["first"] = first
-            yield from self._translate(some, **options)
-            first += len(some)
+            yield from self._translate(texts, **options)
+            first += len(texts)
 
     def _translate(
         self,
@@ -147,36 +172,37 @@ class Translator(Explained):
         progress: Callable[[int], None] = lambda done: None,
         **options: Any,
     ) -> list[Translation]:
-        begun, wanted = search_request.prefixes(prefix, len(texts)), search_request.phrases(must_include, len(texts))
-        every = list(dict.fromkeys(phrase for phrases in wanted for phrase in phrases))
-        request = SearchRequest.of(self.config, self.tokenizers.tgt, must_include=every, **options)
-        if request.shortlist and (any(begun) or every or request.avoid):
-            raise UsageError(
-                "a shortlist has what the source can need and nothing else: leave it out with a prefix or phrases"
-            )
+        tgt = self.tokenizers.tgt
+        prefixes, required = (
+            search_request.prefixes(prefix, len(texts)),
+            search_request.phrases(must_include, len(texts)),
+        )
+        phrases = list(dict.fromkeys(phrase for of_text in required for phrase in of_text))
+        request = SearchRequest.of(self.config, tgt, must_include=phrases, **options)
+        if request.shortlist and (any(prefixes) or phrases or request.avoid):
+            raise UsageError("a shortlist may lack tokens of a prefix or of phrases: omit the shortlist")
         if request.shortlist and self.runner.narrow is None:
-            self._use(Shortlist.load(self._shortlist_path(), self.tokenizers))
+            self._use_shortlist(Shortlist.load(self._shortlist_path(), self.tokenizers))
         tags = self._prefix(tag)
 
         def cut(text: str, number: int) -> tuple[Sequence[str], Callable[[list[str]], str]]:
-            # Which of the sentences a prefix or required phrases are for is not known.
-            own = bool(begun[number] or wanted[number])
-            pieces = self._pieces(text, len(tags), sentences=split and self.run.by_sentence and not own)
-            if len(pieces) > 1 and own:
+            constrained = bool(prefixes[number] or required[number])  # … for the text as a whole, not for a sentence
+            pieces = self._pieces(text, len(tags), sentences=split and self.run.by_sentence and not constrained)
+            if len(pieces) > 1 and constrained:
                 raise UsageError(
-                    f"text {first + number + 1} is translated in {len(pieces)} pieces, and nobody knows which of them "
-                    f"the prefix or must_include is for: split it into sentences"
+                    f"text {first + number + 1} is translated in {len(pieces)} pieces, but a prefix or must_include "
+                    f"needs a single piece: split the text into sentences"
                 )
             return pieces.pieces, partial(self._join, pieces)
 
         looped: set[int] = set()  # texts
 
         def search(sources: list[list[int]], line_of: list[int]) -> list[list[Hypothesis]]:
-            places = [place for _, own in groupby(line_of) for place, _ in enumerate(own)]  # of a piece in its text
+            places = [place for _, group in groupby(line_of) for place, _ in enumerate(group)]  # of a piece in its text
             work = SearchInput(
                 sources,
-                prefixes=[self.tokenizers.tgt.encode(begun[n].rstrip()) for n in line_of],
-                required=[request.required(wanted[n], begun[n], self.tokenizers.tgt) for n in line_of],
+                prefixes=[tgt.encode(prefixes[n].rstrip()) for n in line_of],
+                required=[request.required(required[n], prefixes[n], tgt) for n in line_of],
                 numbers=[((first + n) << 20) + place for n, place in zip(line_of, places, strict=True)],
             )
             self._check_positions(max([request.options.max_length or 0, *map(len, work.prefixes)]))
@@ -187,53 +213,53 @@ class Translator(Explained):
                 missing.subtract(line_of[i] for i in indices)
                 progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
 
-            found, again = self._search(work, request, finished)
-            looped.update(n for n, is_looped in zip(line_of, again, strict=True) if is_looped)
-            return found
+            hypotheses, repeated = self._search(work, request, finished)
+            looped.update(n for n, is_repeated in zip(line_of, repeated, strict=True) if is_repeated)
+            return hypotheses
 
         room = self.config.data.max_length
         translations = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
         for number in looped:
             translations[number] = dataclasses.replace(translations[number], looped=True)
         for number, translation in enumerate(translations, first + 1):
-            self._check(translation, request, f"text {number}")
+            self._check_avoided(translation, request, f"text {number}")
         return translations
 
     def _search(
         self, work: SearchInput, request: SearchRequest, progress: Callable[[Sequence[int]], None]
     ) -> tuple[list[list[Hypothesis]], list[bool]]:
-        """The n best hypotheses of each sentence, and whether it ran in a loop at first."""
-        found = self.runner.run(work, request, progress)
-        looped = [False] * len(found)
-        again: dict[int, list[int]] = {}  # by the length of the n-grams that break the loop
-        for i, hypotheses in enumerate(found):
+        """Search; repeat the search with blocked n-grams for looped outputs. Return n-best lists, and which looped."""
+        results = self.runner.run(work, request, progress)
+        looped = [False] * len(results)
+        repeat: dict[int, list[int]] = {}  # length of the n-grams to block -> sentences
+        for i, hypotheses in enumerate(results):
             if (loop := find_loop(hypotheses[0].tokens, work.sources[i])) is not None:
                 looped[i] = True
-                again.setdefault(breaking(loop, request.options.no_repeat_ngram), []).append(i)
-        for n, indices in again.items():
+                repeat.setdefault(breaking(loop, request.options.no_repeat_ngram), []).append(i)
+        for n, indices in repeat.items():
             options = dataclasses.replace(request.options, no_repeat_ngram=n)
             try:
                 second = self.runner.run(work.some(indices), dataclasses.replace(request, options=options))
-            except QkvError:  # what must be written cannot be without repetition: the first stays
+            except QkvError:  # the constraints need repeated n-grams: keep the first result
                 continue
             for i, hypotheses in zip(indices, second, strict=True):
                 if find_loop(hypotheses[0].tokens, work.sources[i]) is None:
-                    found[i] = hypotheses
-        return found, looped
+                    results[i] = hypotheses
+        return results, looped
 
     def _check_positions(self, longest: int) -> None:
-        """What the config allows fits into learned positions; what a call asks for may not."""
+        """Refuse outputs longer than the learned positions, which only options of a call can ask for."""
         for member in self.members:
             spec = member.config.model
             positions = getattr(spec, "max_positions", 0) if getattr(spec, "positions", "") == "learned" else 0
             if positions and longest + 2 > positions:
                 raise UsageError(
-                    f"an output of {longest} tokens: {member.run.path} learned {positions} positions, <s> and </s> "
-                    f"among them: lower max_length, or give a shorter prefix"
+                    f"an output of {longest} tokens: {member.run.path} learned {positions} positions, including <s> "
+                    f"and </s>: lower max_length, or give a shorter prefix"
                 )
 
-    def _check(self, translation: Translation, request: SearchRequest, where: str) -> None:
-        """Phrases are forbidden in pieces; where two pieces meet, one may arise after all."""
+    def _check_avoided(self, translation: Translation, request: SearchRequest, where: str) -> None:
+        """Refuse a result with a forbidden phrase across the border of two pieces, which the search cannot prevent."""
         for text in (translation.text, *(other.text for other in translation.alternatives)):
             if request.avoid is not None and (phrase := request.avoid.occurs(text)) is not None:
                 raise QkvError(f'{where}: "{phrase}" is to be avoided, but arises where two pieces of the text meet')
@@ -241,11 +267,11 @@ class Translator(Explained):
     def alternatives(
         self, source: str, translation: str, position: int, n: int = 5, *, tag: str = "", beam: int | None = None
     ) -> list[OtherWord]:
-        """The n likeliest other words at a place of a translation, each with the best way to go on from there.
+        """Return the n most probable other words at a position of a translation, each with its best continuation.
 
-        `position` counts the words of the translation, or of its beginning, from 0, punctuation apart; the one behind
-        the last is the word that would come next. Of a text of several sentences the one with that word goes on, if the
-        translation has as many.
+        `position` is the index of a word of the translation, or of its beginning, with punctuation marks as words; the
+        index after the last word means the next word. In a text of several sentences only the sentence with that word
+        is continued, if the translation has as many sentences.
         """
         sources = self._pieces(source, len(self._prefix(tag)), sentences=self.run.by_sentence)
         targets = split(translation, lambda piece: True, sentences=True)
@@ -257,60 +283,60 @@ class Translator(Explained):
         spans = words(tgt.tokens(written))
         if not 0 <= position <= len(spans):
             raise UsageError(
-                f"position {position}: give 0 to {len(spans)}, of which the last is the word that would come next"
+                f"position {position}: give 0 to {len(spans) - 1} for a word, or {len(spans)} for the next word"
             )
         begin, end = spans[position] if position < len(spans) else (len(written), len(written))
-        before, there = written[:begin], tgt.decode(written[begin:end]).strip()
-        borders = WordBoundaries(tgt)
-        fed = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
-        likely = word_alternatives(self.runner.plain, fed, before, borders, n + 1)
-        others = [(tokens, logprob) for tokens, logprob in likely if tgt.decode(tokens).strip() != there][:n]
-        options = dataclasses.replace(request.options, processors=(NewWordAfterPrefix(borders),))
+        before, present = written[:begin], tgt.decode(written[begin:end]).strip()
+        boundaries = WordBoundaries(tgt)
+        source_ids = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
+        candidates = word_alternatives(self.runner.plain, source_ids, before, boundaries, n + 1)
+        others = [(tokens, logprob) for tokens, logprob in candidates if tgt.decode(tokens).strip() != present][:n]
+        options = dataclasses.replace(request.options, processors=(NewWordAfterPrefix(boundaries),))
         request = dataclasses.replace(request, options=options)
         starts = [[*before, *tokens] for tokens, _ in others]
         work = SearchInput([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))
-        found = []
+        results = []
         for (tokens, logprob), (best,) in zip(others, self.runner.run(work, request), strict=True):
             text = tgt.decode(best.tokens).replace("\n", " ").strip()
-            found.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
-        return found
+            results.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
+        return results
 
     def _alternatives_in(
         self, sources: Pieces, targets: Pieces, position: int, n: int, **options: Any
     ) -> list[OtherWord]:
-        """`alternatives` in the sentence that the word belongs to, put together with the others."""
+        """Return `alternatives` in the sentence of the word, joined with the other sentences."""
         tgt, number = self.tokenizers.tgt, 0
         counts = [len(words(tgt.tokens(tgt.encode(piece)))) for piece in targets]
         while number + 1 < len(counts) and position >= counts[number]:
             position, number = position - counts[number], number + 1
-        found = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
+        others = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
         before, after = targets.pieces[:number], targets.pieces[number + 1 :]
-        return [dataclasses.replace(each, text=targets.join([*before, each.text, *after])) for each in found]
+        return [dataclasses.replace(each, text=targets.join([*before, each.text, *after])) for each in others]
 
     def learn_shortlist(self, *, likeliest: int = LIKELIEST, frequent: int = FREQUENT) -> Path | None:
-        """Learn from the training pairs which target tokens each source token can need, and keep it in the run folder.
+        """Learn a vocabulary shortlist from the training pairs, and save it in the run folder.
 
-        From then on `translate(…, shortlist=True)` looks only at these, and at the `frequent` most frequent. Where the
-        folder cannot be written, as under a server, nothing is kept: it lasts as long as this translator.
+        `translate(…, shortlist=True)` then computes only the `likeliest` target tokens of each source token and the
+        `frequent` most frequent ones. If the folder cannot be written, the shortlist is used in memory only.
         """
-        learned = Shortlist.learn(
+        shortlist = Shortlist.learn(
             PreparedText.open(self.run.store).train, self.tokenizers, likeliest=likeliest, frequent=frequent
         )
-        self._use(learned)
+        self._use_shortlist(shortlist)
         try:
-            learned.save(self._shortlist_path(), self.tokenizers)
+            shortlist.save(self._shortlist_path(), self.tokenizers)
         except QkvError as error:
-            say(f"{error}; the shortlist is in memory, for this time only")
+            say(f"{error}; the shortlist is in memory only")
             return None
         return self._shortlist_path()
 
-    def _use(self, shortlist: Shortlist) -> None:
+    def _use_shortlist(self, shortlist: Shortlist) -> None:
         def narrow(tokens: Tensor) -> StepModel[Any, Any]:
             pairs = zip(self.engines, self.members, strict=True)
-            # A packed model has its matrix in a form of its own, any other in the numbers that it computes with.
-            weights = [(each if isinstance(each, Model) else own.model).output.weight for each, own in pairs]
+            # A packed model stores its matrix in its own format: take the plain model's.
+            weights = [(each if isinstance(each, Model) else member.model).output.weight for each, member in pairs]
             models = zip(self.engines, weights, strict=True)
-            return self._together([Shortlisted(each, weight, shortlist, tokens) for each, weight in models])
+            return self._combined([Shortlisted(each, weight, shortlist, tokens) for each, weight in models])
 
         self.runner = dataclasses.replace(self.runner, narrow=narrow, shortlist=shortlist)
 
@@ -335,16 +361,16 @@ class Translator(Explained):
         tag: str = "",
         progress: Callable[[int], None] = lambda done: None,
     ) -> Scored | list[Scored]:
-        """Forced decoding: how likely the model finds the given translation of each source.
+        """Return the log-probability of the given translation of each source, by teacher forcing.
 
-        Both are taken as a whole: which part of a target translates which part of a source is not known. So a pair that
-        is endless is refused.
+        Texts are not cut into sentences, because the correspondence of their parts is unknown; very long ones are
+        refused.
         """
         if isinstance(source, str) and isinstance(target, str):
-            (only,) = self.score([source], [target], tag=tag, progress=progress)
-            return only
+            (scored,) = self.score([source], [target], tag=tag, progress=progress)
+            return scored
         if isinstance(source, str) or isinstance(target, str):
-            raise UsageError("one text and a list of texts cannot correspond: give two texts, or two lists")
+            raise UsageError("a text and a list of texts cannot correspond: give two texts, or two lists")
         if len(source) != len(target):
             raise UsageError(f"{len(source)} sources but {len(target)} targets: they must correspond line by line")
         src, tgt = self.tokenizers.src, self.tokenizers.tgt
@@ -354,7 +380,7 @@ class Translator(Explained):
         for number, pair in enumerate(zip(sources, targets, strict=True), 1):
             if (length := max(map(len, pair))) > LONGEST_SCORED:
                 raise UsageError(
-                    f"line {number}: {length:,} tokens: a pair is scored as a whole, at most {LONGEST_SCORED:,}: "
+                    f"line {number}: {length:,} tokens, more than the {LONGEST_SCORED:,} that can be scored: "
                     f"split it into sentences"
                 )
         model = self.runner.plain
@@ -366,8 +392,8 @@ class Translator(Explained):
         return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
 
     def _join(self, pieces: Pieces, texts: list[str]) -> str:
-        """Put the translations of pieces together with the white space of the source."""
+        """Join the translations of pieces with the white space of the source."""
         if not without_spaces(self.config.data.tgt_lang):
             return pieces.join(texts, " ")
-        # One space between sentences belongs to the way the source is written.
+        # A single space between sentences is dropped if the target language has no spaces.
         return Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators)).join(texts)

@@ -29,8 +29,8 @@ from qkv.cli.arguments import (
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Completer, Filler
-    from qkv.api.completer import Draws
+    from qkv.api import Encoder, LanguageModel
+    from qkv.api.completer import SamplingOptions
     from qkv.evaluation.metrics import Comparison
     from qkv.explain.evaluation_page import System
 
@@ -68,25 +68,25 @@ def complete(
 
     When the context is full, its oldest tokens are dropped, so the length is unlimited.
     """
-    from qkv.api import Completer
+    from qkv.api import LanguageModel
 
     if not as_json and (n > 1 or stop):
         raise UsageError("-n and --stop need whole continuations: add --json")
     if as_json and not tokens:
         raise UsageError("--tokens 0 never ends, and JSON needs an end: give a number")
-    completer = Completer(run, weights=weights, device=device)
+    model = LanguageModel(run, weights=weights, device=device)
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
     if prompt != prompt.encode("utf-8", "replace").decode():
         raise UsageError("the prompt is not UTF-8: convert it")
-    draws: Draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    draws: SamplingOptions = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     if as_json:
-        for completion in completer.complete(prompt, max_tokens=tokens, n=n, stop=stop or [], **draws):
+        for completion in model.complete(prompt, max_tokens=tokens, n=n, stop=stop or [], **draws):
             print(json.dumps({"prompt": prompt, **completion.to_dict()}, ensure_ascii=False))
         return
     print(prompt, end="", flush=True)
     try:
-        for piece in completer.stream(prompt, max_tokens=tokens or None, **draws):
+        for piece in model.stream(prompt, max_tokens=tokens or None, **draws):
             print(piece, end="", flush=True)
     finally:
         print()
@@ -104,9 +104,9 @@ def fill(
 
     Prints, for each <mask>, the most probable tokens with their probability and the completed text.
     """
-    from qkv.api import Filler
+    from qkv.api import Encoder
 
-    for gap in Filler(run, weights=weights, device=device).fill(text, n):
+    for gap in Encoder(run, weights=weights, device=device).fill(text, n):
         for guess in gap:
             if as_json:
                 print(json.dumps(guess.to_dict(), ensure_ascii=False))
@@ -236,11 +236,11 @@ def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_j
         print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\nb:\n{other.diagnosis}")
 
 
-def _evaluate_text(model: Completer | Filler, file: str | None, as_json: bool) -> None:
+def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bool) -> None:
     """Print perplexity and bits per byte, or the accuracy of filled masks; default: on the held-out text."""
-    from qkv.api import Completer
+    from qkv.api import LanguageModel
 
-    if isinstance(model, Completer):
+    if isinstance(model, LanguageModel):
         text = "".join(line + "\n" for line in read_nonempty(file)) if file else ""
         scores = model.evaluate(text) if file else model.evaluate_held_out()
         print(json.dumps({**scores.to_dict(), "perplexity": scores.perplexity}) if as_json else scores)

@@ -8,10 +8,8 @@ share of the rows of every micro-batch. Lengths here are row widths, `<s>` or `<
 
 from __future__ import annotations
 
-import queue
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,8 +28,8 @@ PlannedUpdate = list[Indices]  # the micro-batches of one optimizer step
 
 MAX_PADDING = 0.05  # share of padding that micro-batches of the chosen size stay below
 MIN_TOKENS = 512  # of a micro-batch: smaller ones cost more time than their padding would
-UPDATES_AHEAD = 4  # made before they are needed
 PLANS_CACHED = 2
+CPU = torch.device("cpu")
 
 
 # ---- the plan of an epoch --------------------------------------------------------------------------------------------
@@ -43,9 +41,8 @@ def visits(corpus: NDArray[np.integer], weights: Sequence[float], *, seed: int, 
     chosen = []
     for number, weight in enumerate(weights):
         members = np.flatnonzero(corpus == number)
-        whole, part = int(weight), weight - int(weight)
-        extra = random.permutation(members)[: round(part * len(members))]
-        chosen += [members] * whole + [extra]
+        extra = random.permutation(members)[: round((weight - int(weight)) * len(members))]
+        chosen += [members] * int(weight) + [extra]
     return random.permutation(np.concatenate(chosen)).astype(np.int64)
 
 
@@ -57,8 +54,7 @@ def plan_epoch(
     `src` and `tgt` are the widths of all sentences of the store, `indices` those to visit, in random order.
     """
     micros = micro_batches(indices, src, tgt, min(micro_tokens, tokens))
-    updates: list[PlannedUpdate] = []
-    room = 0
+    updates, room = list[PlannedUpdate](), 0
     for i in np.random.default_rng((seed, epoch, 2)).permutation(len(micros)):
         size = len(micros[i]) * int(max(src[micros[i]].max(), tgt[micros[i]].max()))
         if size > room:
@@ -78,8 +74,7 @@ def micro_batches(indices: Indices, src: Lengths, tgt: Lengths, tokens: int) -> 
     """
     src_of, tgt_of = src[indices], tgt[indices]
     by_src = np.argsort(src_of, kind="stable")
-    batches = max(1.0, float(np.maximum(src_of, tgt_of).sum()) / tokens)
-    bands = max(1, round(batches**0.5))
+    bands = max(1, round((float(np.maximum(src_of, tgt_of).sum()) / tokens) ** 0.5))
     ends = np.linspace(0, float(src_of.sum()), bands + 1)[1:-1]  # bands of equal token counts
     band_of = np.searchsorted(ends, np.cumsum(src_of[by_src]), side="left")
     target = tgt_of[by_src].astype(np.int64)
@@ -115,12 +110,9 @@ def share(update: PlannedUpdate, rank: int, world: int) -> PlannedUpdate:
 
 def pad_share(micros: Sequence[Indices], src: Lengths, tgt: Lengths) -> float:
     """Return the share of padding among the tokens of micro-batches, over both sides."""
-    real = padded = 0
-    for micro in micros:
-        for lengths in (src[micro], tgt[micro]):
-            real += int(lengths.sum())
-            padded += int(lengths.max()) * len(micro)
-    return 1 - real / max(1, padded)
+    sides = [lengths[micro] for micro in micros for lengths in (src, tgt)]
+    padded = sum(int(lengths.max()) * len(lengths) for lengths in sides)
+    return 1 - sum(int(lengths.sum()) for lengths in sides) / max(1, padded)
 
 
 def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
@@ -129,12 +121,10 @@ def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2
     None is smaller than the longest sentence, nor than `MIN_TOKENS`.
     """
     indices = np.random.default_rng(0).permutation(len(src))[:sample]
-    micro_tokens = tokens
-    while micro_tokens >= 2 * max(MIN_TOKENS, int(src.max()), int(tgt.max())):
-        if pad_share(micro_batches(indices, src, tgt, micro_tokens), src, tgt) < MAX_PADDING:
-            break
-        micro_tokens //= 2
-    return micro_tokens
+    least = 2 * max(MIN_TOKENS, int(src.max()), int(tgt.max()))
+    while tokens >= least and pad_share(micro_batches(indices, src, tgt, tokens), src, tgt) >= MAX_PADDING:
+        tokens //= 2
+    return tokens
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -144,8 +134,7 @@ def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2
 class Batch:
     """Input of a model, and the label at each position.
 
-    For sentence pairs the input is a source that ends in </s>, its lengths, and a target that begins with <s>; labels
-    end in </s>.
+    For pairs: a source that ends in </s>, its lengths, and a target that begins with <s>; labels end in </s>.
     """
 
     inputs: tuple[Tensor, ...]  # the arguments of the model's `hidden`
@@ -155,22 +144,19 @@ class Batch:
 
     @property
     def source(self) -> Tensor:
-        """(batch, source)"""
-        return self.inputs[0]
+        return self.inputs[0]  # (batch, source)
 
     @property
     def lengths(self) -> Tensor:
-        """(batch,): real source tokens in each row"""
-        return self.inputs[1]
+        return self.inputs[1]  # (batch,): real source tokens in each row
 
     @property
     def target(self) -> Tensor:
-        """(batch, target)"""
-        return self.inputs[2]
+        return self.inputs[2]  # (batch, target)
 
     def to(self, device: torch.device) -> Batch:
-        alignment = None if self.alignment is None else move(self.alignment, device)
         inputs = tuple(move(tensor, device) for tensor in self.inputs)
+        alignment = None if self.alignment is None else move(self.alignment, device)
         return Batch(inputs, move(self.labels, device), self.tokens, alignment)
 
 
@@ -181,31 +167,21 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 def pad(rows: Sequence[NDArray[Any]], value: int, *, first: int | None = None, last: int | None = None) -> Tensor:
     """Return rows of ids as one matrix (batch, width), each with an optional first and last id, padded on the right."""
-    extra = (first is not None) + (last is not None)
-    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
-    matrix = np.full((len(rows), int(lengths.max(initial=0)) + extra), value, np.int64)
-    start = 0 if first is None else 1
-    for i, row in enumerate(rows):
-        matrix[i, start : start + len(row)] = row
-    if first is not None:
-        matrix[:, 0] = first
-    if last is not None:
-        matrix[np.arange(len(rows)), lengths + start] = last
+    start, end = int(first is not None), int(last is not None)
+    matrix = np.full((len(rows), max(map(len, rows), default=0) + start + end), value, np.int64)
+    matrix[:, :start] = first or 0
+    for line, row in zip(matrix, rows, strict=True):
+        line[start : start + len(row)] = row
+        line[start + len(row) : start + len(row) + end] = last or 0
     return torch.from_numpy(matrix)
 
 
 def collate(sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]], tokenizers: TokenizerPair) -> Batch:
     """Return ids without <s> and </s> as a Batch."""
     src, tgt = tokenizers.src, tokenizers.tgt
-    return Batch(
-        inputs=(
-            pad(sources, src.pad, last=src.eos),
-            torch.tensor([len(row) + 1 for row in sources]),
-            pad(targets, tgt.pad, first=tgt.bos),
-        ),
-        labels=pad(targets, tgt.pad, last=tgt.eos),
-        tokens=sum(len(row) + 1 for row in targets),
-    )
+    lengths = torch.tensor([len(row) + 1 for row in sources])
+    inputs = (pad(sources, src.pad, last=src.eos), lengths, pad(targets, tgt.pad, first=tgt.bos))
+    return Batch(inputs, pad(targets, tgt.pad, last=tgt.eos), sum(len(row) + 1 for row in targets))
 
 
 # ---- the stream of updates -------------------------------------------------------------------------------------------
@@ -231,10 +207,13 @@ class Update:
         return sum(batch.tokens for batch in self.micro_batches)
 
 
+Updates = Generator[Update, None, None]
+
+
 class UpdateStream(ABC):
     """The endless stream of updates over a store, from any position on; the same for the same arguments.
 
-    Subclasses say what an epoch consists of. Plans are cached in the store, so that all streams over it share them.
+    Subclasses plan an epoch. Plans are cached in the store, so that all streams over it share them.
     """
 
     def __init__(
@@ -246,12 +225,12 @@ class UpdateStream(ABC):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.store, self.tokens, self.micro_tokens = store, tokens, micro_tokens or tokens
-        self.seed, self.rank, self.world = seed, rank, world
-        self.device = device or torch.device("cpu")
+        self.seed, self.rank, self.world, self.device = seed, rank, world, device
         self.plan_key: tuple[Any, ...] = (type(self).__name__,)  # with all else that a plan depends on
+        self.wrap: Callable[[Updates], Updates] = lambda updates: updates  # `training.prefetching` reads ahead
 
     @abstractmethod
     def make_plan(self, epoch: int) -> list[PlannedUpdate]:
@@ -267,27 +246,25 @@ class UpdateStream(ABC):
 
     def plan(self, epoch: int) -> list[PlannedUpdate]:
         """Return the plan of an epoch, computed once."""
-        key = (*self.plan_key, self.tokens, self.micro_tokens, self.seed, epoch)
-        plan: list[PlannedUpdate] | None = self.store.plans.get(key)
-        if plan is None:
+        key, plans = (*self.plan_key, self.tokens, self.micro_tokens, self.seed, epoch), self.store.plans
+        if (plan := plans.get(key)) is None:
             plan = self.make_plan(epoch)
-            for other in list(self.store.plans)[: 1 - PLANS_CACHED or None]:
-                self.store.plans.pop(other, None)  # the prefetching thread may do the same
-            self.store.plans[key] = plan
+            for other in list(plans)[: 1 - PLANS_CACHED or None]:
+                plans.pop(other, None)  # a thread that reads ahead may do the same
+            plans[key] = plan
         return plan
 
-    def starting(self, position: Position) -> Generator[Update, None, None]:
-        """Yield all updates from a position on, made by a thread that is a few of them ahead."""
-        return prefetch(self._updates(position), UPDATES_AHEAD)
+    def starting(self, position: Position) -> Updates:
+        """Yield all updates from a position on."""
+        return self.wrap(self._updates(position))
 
-    def _updates(self, position: Position) -> Iterator[Update]:
+    def _updates(self, position: Position) -> Updates:
         epoch, first = position
         while True:
             plan = self.plan(epoch)
             for number in range(first, len(plan)):
-                mine = share(plan[number], self.rank, self.world)
                 after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
-                yield self.make(mine, (self.seed, epoch, number), after)
+                yield self.make(share(plan[number], self.rank, self.world), (self.seed, epoch, number), after)
             epoch, first = epoch + 1, 0
 
     def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> Update:
@@ -315,9 +292,9 @@ class PairBatches(UpdateStream):
         self.cut = cut(tokenizers) if cut else None
         self.src_widths, self.tgt_widths = self.widths()
         if not options.get("micro_tokens"):
-            if self.tokens not in store.micro_tokens:
-                store.micro_tokens[self.tokens] = choose_micro_tokens(self.src_widths, self.tgt_widths, self.tokens)
-            self.micro_tokens = store.micro_tokens[self.tokens]
+            chosen = store.micro_tokens.get(self.tokens)
+            self.micro_tokens = chosen or choose_micro_tokens(self.src_widths, self.tgt_widths, self.tokens)
+            store.micro_tokens[self.tokens] = self.micro_tokens
 
     def widths(self) -> tuple[Lengths, Lengths]:
         """Return the tokens of every row on both sides, <s> or </s> included."""
@@ -327,8 +304,8 @@ class PairBatches(UpdateStream):
         indices = visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
         if not len(indices):
             raise UsageError(f"epoch {epoch} visits no sentence: raise a weight in data.train")
-        sizes = {"tokens": self.tokens, "micro_tokens": self.micro_tokens}
-        return plan_epoch(indices, self.src_widths, self.tgt_widths, seed=self.seed, epoch=epoch, **sizes)
+        budget = {"tokens": self.tokens, "micro_tokens": self.micro_tokens}
+        return plan_epoch(indices, self.src_widths, self.tgt_widths, seed=self.seed, epoch=epoch, **budget)
 
     def describe(self, epoch: int) -> str:
         plan = self.plan(epoch)
@@ -339,7 +316,6 @@ class PairBatches(UpdateStream):
         )
 
     def sides(self, micro: Indices, seed: tuple[int, ...]) -> list[Rows]:
-        """Return the ids of sources and targets."""
         rows = [self.store.rows(side, micro) for side in ("src", "tgt")]
         return self.cut(rows, micro, seed) if self.cut else rows
 
@@ -347,37 +323,3 @@ class PairBatches(UpdateStream):
         sources, targets = (np.split(ids, np.cumsum(lengths))[:-1] for ids, lengths in self.sides(micro, seed))
         batch = collate(sources, targets, self.tokenizers)
         return replace(batch, alignment=self.align(self.store, micro)) if self.align else batch
-
-
-def prefetch(updates: Iterator[Update], depth: int) -> Generator[Update, None, None]:
-    """Run an endless iterator in a thread, at most `depth` items ahead; an exception in it is raised here."""
-    items: queue.Queue[Update | BaseException] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: Update | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                return items.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for update in updates:
-                put(update)
-                if stop.is_set():
-                    return
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while True:
-            item = items.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()  # a thread inside torch while the interpreter ends would abort the process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,15 +35,6 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
-def describe(device: torch.device) -> str:
-    """Describe the device in words, e.g. `cpu, threads: 2`."""
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    if device.type == "cpu":
-        return f"cpu, threads: {torch.get_num_threads()}"
-    return str(device)
-
-
 class World:
     """The processes that train one model together; this class is one process alone.
 
@@ -61,9 +52,6 @@ class World:
     def broadcast(self, word: str = "") -> str:
         """Return rank 0's word on every rank; the other ranks wait for it."""
         return word
-
-    def copy(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors of rank 0 to every rank, in place."""
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over all ranks, in place."""

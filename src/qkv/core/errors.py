@@ -35,16 +35,15 @@ def stop_signals(impatient: bool = True) -> Iterator[list[int]]:
     torchrun passes on signals that every process may have received already, and limits the time itself.
     """
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
     def remember(number: int, _frame: object) -> None:
         if received and impatient:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()  # Python refuses handlers in other threads
+    before = {number: signal.signal(number, remember) for number in numbers if in_main}
     try:
         yield received
     finally:

@@ -22,16 +22,11 @@ ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU;
 
 def reference_loss(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Return the loss for targets (1 − ε)·one-hot + ε/V, and −log p of the labels, both summed over the tokens."""
-    return smoothed_cross_entropy(log_probs(hidden, weight), labels, smoothing)
-
-
-def log_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the log-probability of every token of the vocabulary, in fp32: (tokens, vocab)."""
-    return F.linear(hidden, weight).float().log_softmax(-1)
+    return smoothed_cross_entropy(F.linear(hidden, weight).float().log_softmax(-1), labels, smoothing)
 
 
 def smoothed_cross_entropy(log_probs: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the label-smoothed cross-entropy and −log p of the labels, both summed over the tokens."""
+    """Return the same from log-probabilities: (tokens, vocab)."""
     nll = -log_probs.gather(-1, labels[:, None]).sum()
     uniform = -log_probs.mean(-1).sum()
     return (1 - smoothing) * nll + smoothing * uniform, nll.detach()
@@ -69,14 +64,44 @@ class _LossInParts(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, needs_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
+        """Return loss and −log p; the softmax is in fp32, whatever the inputs are."""
+        ctx.dtypes, device = (hidden.dtype, weight.dtype), hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with torch.autocast(device, enabled=False):
-            loss, nll, d_hidden, d_weight = _in_parts(
-                hidden.to(compute), weight.to(compute), labels, smoothing, needs_grad
-            )
+            hidden, weight = hidden.to(compute), weight.to(compute)
+            loss = hidden.new_zeros((), dtype=torch.float32)
+            nll = loss.clone()
+            mean = weight.float().mean(0)  # its product with a hidden state is the mean of the logits
+            d_hidden = torch.empty_like(hidden) if needs_grad else None
+            d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+            parts = max(1, round(len(hidden) / (ROWS if hidden.is_cpu else 2 * ROWS)))
+            rows = max(
+                1, -(-len(hidden) // parts)
+            )  # equal parts: a short last part would pass over all of d_weight too
+            for first in range(0, len(hidden), rows):
+                part = slice(first, first + rows)
+                h, y = hidden[part], labels[part, None]
+                logits = (h @ weight.T).float()  # (rows, vocab)
+                own, largest = logits.gather(-1, y), logits.amax(-1, keepdim=True)  # (rows, 1)
+                p = logits.sub_(largest).exp_()
+                z = p.sum(-1, keepdim=True)
+                log_z = largest + z.log()
+                part_nll = (log_z - own).sum()
+                loss += (1 - smoothing) * part_nll + smoothing * (log_z.sum() - (h.float() @ mean).sum())
+                nll += part_nll
+                if d_hidden is not None and d_weight is not None:
+                    # d loss / d logits = softmax − targets; the ε/V of every target is subtracted through the mean
+                    d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
+                    d_hidden[part] = d_logits @ weight - smoothing * mean
+                    if h.dtype == torch.float32:
+                        torch.addmm(
+                            d_weight, d_logits.T, h, out=d_weight
+                        )  # torch does not count operations of `addmm_`
+                    else:
+                        d_weight += d_logits.T @ h
+            if d_weight is not None:
+                d_weight -= smoothing / len(weight) * hidden.float().sum(0)
         ctx.save_for_backward(d_hidden, d_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(nll)
         return loss, nll
 
@@ -84,38 +109,3 @@ class _LossInParts(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         return (d_hidden * d_loss).to(ctx.dtypes[0]), (d_weight * d_loss).to(ctx.dtypes[1]), None, None, None
-
-
-def _in_parts(
-    hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return loss, −log p and the gradients of the loss; the softmax is in fp32, whatever the inputs are."""
-    loss = hidden.new_zeros((), dtype=torch.float32)
-    nll = loss.clone()
-    mean = weight.float().mean(0)  # its product with a hidden state is the mean of the logits
-    d_hidden = torch.empty_like(hidden) if needs_grad else None
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
-    parts = max(1, round(len(hidden) / (ROWS if hidden.is_cpu else 2 * ROWS)))
-    rows = max(1, -(-len(hidden) // parts))  # equal parts: a short last part would pass over all of d_weight too
-    for first in range(0, len(hidden), rows):
-        part = slice(first, first + rows)
-        h, y = hidden[part], labels[part, None]
-        logits = (h @ weight.T).float()  # (rows, vocab)
-        own, largest = logits.gather(-1, y), logits.amax(-1, keepdim=True)  # (rows, 1)
-        p = logits.sub_(largest).exp_()
-        z = p.sum(-1, keepdim=True)
-        log_z = largest + z.log()
-        part_nll = (log_z - own).sum()
-        loss += (1 - smoothing) * part_nll + smoothing * (log_z.sum() - (h.float() @ mean).sum())
-        nll += part_nll
-        if d_hidden is not None and d_weight is not None:
-            # d loss / d logits = softmax − targets; the ε/V of every target is subtracted through the mean
-            d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
-            d_hidden[part] = d_logits @ weight - smoothing * mean
-            if h.dtype == torch.float32:
-                torch.addmm(d_weight, d_logits.T, h, out=d_weight)  # torch's operation counter misses `addmm_`
-            else:
-                d_weight += d_logits.T @ h
-    if d_weight is not None:
-        d_weight -= smoothing / len(weight) * hidden.float().sum(0)
-    return loss, nll, d_hidden, d_weight

@@ -42,10 +42,7 @@ def learning_rate(step: int, options: TrainConfig, d_model: int, last_step: int 
 
 
 def build_optimizer(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
-    """Return Adam as in the paper.
-
-    A training state saves the tensors in `optimizer.state[parameter]`; the trainer sets `lr` before each step.
-    """
+    """Return Adam as in the paper; the trainer sets `lr` before each step."""
     betas = options.beta1, options.beta2
     return torch.optim.Adam(list(model.parameters()), lr=0.0, betas=betas, eps=options.eps, fused=True)
 
@@ -69,18 +66,14 @@ class ConfigSchedule:
 
     def __init__(self, options: TrainConfig, d_model: int, updates: UpdateStream) -> None:
         self.options, self.d_model, self.updates = options, d_model, updates
-        self._last_steps: dict[int, int] = {}  # by micro_tokens: a resumed run counts in the plan of its state
+        self.last_steps: dict[int, int] = {}  # by micro_tokens: a resumed run counts in the plan of its state
 
     def plan(self, step: int, elapsed: float = 0.0) -> Plan:
-        return Plan(learning_rate(step, self.options, self.d_model, self.last_step), self.last_step)
-
-    @property
-    def last_step(self) -> int:
-        """Number of updates of the whole training; half a pass is half the updates of it."""
-        options, micro_tokens = self.options, self.updates.micro_tokens
-        if options.epochs and micro_tokens not in self._last_steps:
-            whole, part = divmod(options.epochs, 1)
-            count = sum(len(self.updates.plan(epoch)) for epoch in range(int(whole)))
-            count += math.ceil(part * len(self.updates.plan(int(whole)))) if part else 0
-            self._last_steps[micro_tokens] = min(options.steps, count)
-        return self._last_steps.get(micro_tokens, options.steps)
+        options, updates, micro_tokens = self.options, self.updates, self.updates.micro_tokens
+        if micro_tokens not in self.last_steps:
+            whole, part = divmod(options.epochs, 1)  # half a pass is half the updates of it
+            count = sum(len(updates.plan(epoch)) for epoch in range(int(whole)))
+            count += math.ceil(part * len(updates.plan(int(whole)))) if part else 0
+            self.last_steps[micro_tokens] = min(options.steps, count or options.steps)
+        last_step = self.last_steps[micro_tokens]
+        return Plan(learning_rate(step, options, self.d_model, last_step), last_step)

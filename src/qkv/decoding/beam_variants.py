@@ -8,6 +8,7 @@ little attention (Wu et al., 2016).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,12 @@ class CoverageBeamSearch(BeamSearch):
     def advance(self) -> None:
         if not self.options.coverage:
             return super().advance()
-        crosses: dict[str, Tensor] = {}  # in the order of the layers, each (sentences, heads, rows, source)
-        with around_attention(observe_weights(crosses.__setitem__)):
+        # In the order of the layers, from each member of an ensemble: (sentences, heads, rows, source).
+        crosses: dict[str, list[Tensor]] = defaultdict(list)
+        with around_attention(observe_weights(lambda name, weights: crosses[name].append(weights))):
             logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
-        weights = [weights for name, weights in crosses.items() if name.endswith(".cross")][-1].mean(1)
+        members = [parts for name, parts in crosses.items() if name.endswith(".cross")][-1]
+        weights = torch.stack([part.mean(1) for part in members]).mean(0)
         self.covered = weights if self.covered is None else self.covered + weights
         rows = self.extend(logits[:, -1])
         self.covered = self.covered.flatten(0, 1)[rows].view_as(self.covered)

@@ -54,6 +54,12 @@ class TextLoss:
     characters: int
     bytes: int
 
+    @classmethod
+    def of(cls, nats: float, tokens: int, text: str) -> TextLoss:
+        """Return the loss of a text, with its characters and bytes counted in NFC."""
+        text = unicodedata.normalize("NFC", text)
+        return cls(nats, tokens, len(text), len(text.encode()))
+
     @property
     def perplexity(self) -> float:
         """exp(loss per token): comparable between models of the same vocabulary only."""

@@ -41,7 +41,7 @@ class WhatIf:
     """The translation before a change and after it.
 
     `forced_logprob` and `forced_score` belong to the first translation, scored with teacher forcing under the change. A
-    forced word does not affect them, because it changes neither the model nor the source.
+    forced word does not affect them: model and source are the same.
     """
 
     before: Outcome

@@ -177,7 +177,7 @@ class SearchTrace:
     def start(self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **rest: Any) -> Search:
         """Return the plain search for these options, with this recorder attached."""
         if isinstance(options, DecodingOptions) and options.groups > 1:
-            raise UsageError("a search in groups cannot be shown as one tree: leave out groups")
+            raise UsageError("a search in groups cannot be shown as one tree: omit groups")
         search = start_variant(model, options, special, **rest)
         search.on_step = partial(self._add, len(self.sentences))
         return search

@@ -290,7 +290,7 @@ def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
 
 # ---- entropy during training -----------------------------------------------------------------------------------------
 
-SAMPLE_ROWS, SAMPLE_TOKENS = 16, 1024  # whose attention is recorded: all weights are in memory at once
+SAMPLE_ROWS, SAMPLE_TOKENS = 16, 1024  # sample size: all recorded weights are in memory at once
 
 
 class MeasuredTask:

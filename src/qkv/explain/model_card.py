@@ -15,7 +15,7 @@ from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelCo
 
 def card(run: Run, prepared: PreparedText) -> str:
     """Return the card as Markdown, generated from the files of the run folder."""
-    config, scores, made = run.config, run.scores, run.about
+    config, scores, about = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
     translates = isinstance(config.model, TranslationConfig)
     languages = f"{config.data.src_lang or 'source'} → {config.data.tgt_lang or 'target'}"
@@ -26,10 +26,10 @@ def card(run: Run, prepared: PreparedText) -> str:
         f"- model: {config.model.kind}, {size:,} parameters, {shape(config.model)}",
         f"- vocabulary: {vocabulary(prepared.tokenizers)} ({config.tokenizer.kind})",
         f"- training text: {len(prepared.train):,} {unit(config)}; validation: {len(prepared.valid):,} {unit(config)}",
-        f"- begun: {made['begun']}, with qkv {made['qkv']}, torch {made['torch']}, Python {made['python']}",
+        f"- begun: {about['begun']}, with qkv {about['qkv']}, torch {about['torch']}, Python {about['python']}",
     ]
-    if made["command"]:
-        lines.append(f"- command: `{made['command']}`")
+    if about["command"]:
+        lines.append(f"- command: `{about['command']}`")
     figure = "bits per byte" if isinstance(config.model, DecoderOnlyConfig) else "BLEU (greedy)"
     lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]

@@ -11,8 +11,9 @@ import torch
 
 from qkv import __version__
 from qkv.assembly import build_model
+from qkv.console import describe_device
 from qkv.core.batches import collate
-from qkv.core.device import choose_device, choose_precision, describe
+from qkv.core.device import choose_device, choose_precision
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
@@ -33,7 +34,7 @@ def examine(say: Callable[[str], object]) -> bool:
             say(f"  {name} is missing: pip install {name}")
             return False
     device = choose_device()
-    say(f"device: {describe(device)}, training precision {choose_precision('auto', device)}")
+    say(f"device: {describe_device(device)}, training precision {choose_precision('auto', device)}")
     well = True
     for name, passed, detail in self_test(device):
         say(f"  {'ok  ' if passed else 'FAIL'} {name}: {detail}")

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qkv import __version__
+from qkv.console import describe_device
 from qkv.core import files
-from qkv.core.device import choose_device, describe
+from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 
 STANDARD_ERRORS = 2.0  # two means differ significantly if they are this repeated standard errors apart
@@ -90,7 +91,7 @@ class ResultTable:
 def provenance(device: str, command: str) -> dict[str, Any]:
     """Return machine, versions and command of a measurement."""
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {describe(choose_device(device))}",
+        "machine": f"{platform.processor() or platform.machine()}, {describe_device(choose_device(device))}",
         "torch": torch.__version__,
         "qkv": __version__,
         "command": command,

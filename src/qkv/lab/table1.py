@@ -26,9 +26,9 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qkv.console import counter
+from qkv.console import counter, describe_device
 from qkv.core import files
-from qkv.core.device import choose_device, describe
+from qkv.core.device import choose_device
 from qkv.explain import figure_files
 from qkv.lab.layer_types import (
     LAYER_TYPES,
@@ -138,7 +138,7 @@ def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     }
     _time_points([point for group in (*points.values(), *window.values()) for point in group], seconds)
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {describe(device)}",
+        "machine": f"{platform.processor() or platform.machine()}, {describe_device(device)}",
         "torch": torch.__version__,
         "precision": str(base.dtype).removeprefix("torch."),
         "complexity": {name: _complexity(LAYER_TYPES[name], group) for name, group in points.items()},

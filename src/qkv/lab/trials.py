@@ -32,11 +32,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from qkv.api import Translator
 from qkv.api.run_training import fit
 from qkv.assembly import Run, build_model, updates_for
-from qkv.console import bars, say
+from qkv.console import bars, describe_device, say
 from qkv.core import files
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
-from qkv.core.device import choose_device, describe
+from qkv.core.device import choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.validation import corpus_bleu
@@ -250,7 +250,7 @@ def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepar
     """
     path = folder / TIMINGS
     timings: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    place = describe(choose_device(trial.config.train.device))  # "auto" may be another device on another machine
+    place = describe_device(choose_device(trial.config.train.device))  # "auto" may be another device on another machine
     key = f"{trial.name} on {place}, {key_of(trial)}"
     if key not in timings:
         timings[key] = seconds(trial.config, trial.text)

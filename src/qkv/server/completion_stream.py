@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from qkv.api.completer import Completer, TextDecoder
+from qkv.api.completer import LanguageModel, TextDecoder
 from qkv.data.subwords import encode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.models.language_models import DecoderOnly
@@ -59,7 +59,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @torch.inference_mode()
 def stream_completions(
-    model: Completer,
+    model: LanguageModel,
     prompt: str,
     *,
     max_tokens: int,

@@ -109,16 +109,16 @@ def _next_event(events: Iterator[Event]) -> Event:
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
-def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.Completer:
+def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.LanguageModel:
     run = qkv.Run.open(path)
     if isinstance(run.config.model, DecoderOnlyConfig):
-        return qkv.Completer(run, device=device)
+        return qkv.LanguageModel(run, device=device)
     model = qkv.Translator(run, device=device, dtype=dtype)
     model.translate("warm")  # packs the weights, and on a GPU captures the first CUDA graphs
     return model
 
 
-def model_card(name: str, model: qkv.Translator | qkv.Completer) -> Event:
+def model_card(name: str, model: qkv.Translator | qkv.LanguageModel) -> Event:
     """The entry of a model in `GET /models`."""
     from qkv.core.transformer import parameter_count
     from qkv.decoding.search_request import without_spaces
@@ -239,7 +239,7 @@ def attention(
     yield drawing | {"what_if": effect}
 
 
-def complete(model: qkv.Completer, prompt: str, **options: Any) -> Iterator[Event]:
+def complete(model: qkv.LanguageModel, prompt: str, **options: Any) -> Iterator[Event]:
     from qkv.server.completion_stream import stream_completions
 
     return stream_completions(model, prompt, **options)

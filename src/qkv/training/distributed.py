@@ -63,11 +63,6 @@ class TorchrunWorld(World):
             time.sleep(POLL)
         return str(self.store.get(key), "utf-8")
 
-    def copy(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors of rank 0 to every rank, in place."""
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
-
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over all ranks, in place."""
         for bucket in _buckets(tensors):
@@ -117,6 +112,13 @@ def check_device(world: World, device: torch.device) -> None:
             f"process {local} of this machine, but it has {torch.cuda.device_count()} GPUs: "
             f"start one for each with --nproc-per-node, or set train.device=cpu"
         )
+
+
+def copy_from_first(world: World, tensors: Iterable[Tensor]) -> None:
+    """Copy the tensors of rank 0 to every rank, in place."""
+    if world.size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

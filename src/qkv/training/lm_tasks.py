@@ -63,7 +63,7 @@ class LanguageModelTask:
         drawn = generate(model, [newline_of(tgt)], sampling, context=context, forbidden=forbidden, device=device)
         sample = decode_text(tgt, [next(drawn).tokens[0] for _ in range(SAMPLE_TOKENS)])
         model.train(training)
-        return TextValidation(total / tokens, None, sample, text=TextLoss(total, tokens, len(raw), len(raw.encode())))
+        return TextValidation(total / tokens, None, sample, text=TextLoss.of(total, tokens, raw))
 
     def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
         length = min(config.data.max_length, tokens // 4)

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkv.core.attention import Attend, MultiHeadAttention, around_attention
 from qkv.core.batches import Batch
-from qkv.core.loss import ROWS, label_smoothed_loss, log_probs, smoothed_cross_entropy
+from qkv.core.loss import ROWS, label_smoothed_loss, smoothed_cross_entropy
 from qkv.core.transformer import Model, Transformer
 from qkv.models.variants import attention_scores, score_of
 
@@ -66,7 +67,7 @@ def r_drop_loss(
 def _r_drop_part(
     first: Tensor, second: Tensor, weight: Tensor, labels: Tensor, smoothing: float, alpha: float
 ) -> Tensor:
-    log_p, log_q = log_probs(first, weight), log_probs(second, weight)
+    log_p, log_q = (F.linear(hidden, weight).float().log_softmax(-1) for hidden in (first, second))  # (tokens, vocab)
     losses, nlls = zip(*(smoothed_cross_entropy(each, labels, smoothing) for each in (log_p, log_q)), strict=True)
     divergence = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum()  # KL(p‖q) + KL(q‖p)
     return torch.stack([sum(losses) / 2 + alpha / 4 * divergence, sum(nlls) / 2])

@@ -17,18 +17,12 @@ from torch import nn
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import Transformer
+from qkv.engines import FLAG, SIZES, AllowList
 from qkv.engines.cpu.native_library import NativeInt8Product, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
-from qkv.engines.cpu.packed_linear import (
-    INSTRUCTIONS,
-    KERNELS,
-    Plain,
-    Product,
-    fault,
-    processor,
-    replace_matrices,
-)
+from qkv.engines.cpu.packed_linear import INSTRUCTIONS, KERNELS, Plain, Product, fault, processor, replace_matrices
 from qkv.models.language_models import DecoderOnly
+from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
 NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeInt8Product}
@@ -92,12 +86,26 @@ def native_or_plain(engine: Engine) -> Engine:
     return Engine("fp32", Plain, "any processor", reason)
 
 
+MODEL = AllowList(
+    "model",
+    (TransformerConfig, DecoderOnlyConfig),
+    **SIZES,
+    kind=("transformer", "decoder"),
+    attention=("scaled", "dot"),
+    window=(0,),
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+)
+
+
 def runs_in_c(model: nn.Module) -> TypeGuard[Transformer | DecoderOnly]:
-    """Whether the C engine supports this model: dot-product attention without a window, d_k equal to d_v."""
+    """Return whether the C engine supports this model: the options of `MODEL`, and d_k equal to d_v."""
     return (
         isinstance(model, Transformer | DecoderOnly)
-        and not model.config.window
-        and model.config.attention in ("scaled", "dot")
+        and MODEL.refusal(model.config) is None
         and model.config.key_width == model.config.value_width
     )
 

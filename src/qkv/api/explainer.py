@@ -1,4 +1,4 @@
-"""What can be asked about a translation: the attention behind it, what would change it, which words correspond."""
+"""Explainer: attention maps, what-if translations, head importance and word alignment of a trained run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from qkv.api.loading import Loaded
+from qkv.api.loading import LoadedRun
 from qkv.core.errors import UsageError
 from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import tag_before
@@ -19,7 +19,7 @@ from qkv.explain.word_alignment import Alignment, AlignmentHead, align_pairs, al
 
 
 class Changes(TypedDict, total=False):
-    """What to change about a translation (`qkv.explain.counterfactuals`)."""
+    """Changes for a what-if translation (`qkv.explain.counterfactuals`)."""
 
     heads_off: Iterable[HeadName]
     force: tuple[int, str | int] | None
@@ -28,30 +28,29 @@ class Changes(TypedDict, total=False):
     replace: Mapping[int, str] | None
 
 
-class Explained(Loaded[TranslationModel]):
-    """A trained run that translates, and tells how; an ensemble tells how its first run does."""
+class Explainer(LoadedRun[TranslationModel]):
+    """A trained translation run and methods that explain its translations; in an ensemble, those of the first run."""
 
     model_class = TranslationModel
 
     def attention(self, source: str, target: str | None = None, *, tag: str = "") -> AttentionMap:
-        """The weights of every layer and head while the model writes its translation, or the given one.
+        """Return the attention weights of every layer and head for the model's translation, or for `target`.
 
-        With them the steps of the decoding, with the candidates at each, and the beam as a tree; a translation that is
-        given was not searched for, so it has no beam.
+        The map includes the candidates at each step and, if the translation was searched for, the beam as a tree.
         """
         ids = self._sentence(source, tag)
         beam = None
         if target is None:
-            found = trace_search(self.model, self.tokenizers, ids, self.config.decode, self.device)
-            written, steps, beam = found.hypotheses[0].tokens, found.steps, found.beam
+            decoding = trace_search(self.model, self.tokenizers, ids, self.config.decode, self.device)
+            written, steps, beam = decoding.hypotheses[0].tokens, decoding.steps, decoding.beam
         else:
             written = self.tokenizers.tgt.encode(target)
             steps = forced_steps(self.model, self.tokenizers, ids, written, self.device)
-        recorded = attention_map(self.model, self.tokenizers, source, ids, written, self.device)
-        return dataclasses.replace(recorded, steps=steps, beam=beam)
+        weights = attention_map(self.model, self.tokenizers, source, ids, written, self.device)
+        return dataclasses.replace(weights, steps=steps, beam=beam)
 
     def what_if(self, source: str, *, tag: str = "", beam: int | None = None, **changes: Unpack[Changes]) -> WhatIf:
-        """Translate a sentence as it is and with something changed: heads off, another word forced, words dropped."""
+        """Translate a sentence as it is and with changes: heads muted, another word forced, source words dropped."""
         self._sentence(source, tag)
         edited = edit(self.tokenizers.src, source, changes.get("drop", ()), changes.get("replace") or {})
         self._sentence(edited, tag)
@@ -66,7 +65,7 @@ class Explained(Loaded[TranslationModel]):
         tag: str = "",
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[HeadImportance]:
-        """What every head is worth: how much the loss of these translations grows without it, most important first."""
+        """Return the increase of the loss of these translations without each head, most important first."""
         rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
         return head_importance(
             self.model,
@@ -87,24 +86,24 @@ class Explained(Loaded[TranslationModel]):
         tag: str = "",
         progress: Callable[[int], None] = lambda done: None,
     ) -> list[Alignment]:
-        """Which words of each translation come from which words of its source.
+        """Align the words of each translation with those of its source.
 
-        By default through the head that the run's `alignment.json` names (`qkv align --find`), or that guided alignment
-        taught, or else the mean of all heads.
+        The default head is that of the run's `alignment.json` (`qkv align --find`), else that of guided alignment, else
+        the mean of all heads.
         """
         if len(sources) != len(targets):
             raise UsageError(f"{len(sources)} sources but {len(targets)} targets: they must correspond line by line")
         self._prefix(tag)
-        chosen = head or alignment_head(self.run)
+        head = head or alignment_head(self.run)
         options: dict[str, Any] = {"rule": rule, "tag": tag, "progress": progress}
-        return align_pairs(self.model, self.tokenizers, sources, targets, self.device, chosen, **options)
+        return align_pairs(self.model, self.tokenizers, sources, targets, self.device, head, **options)
 
     def _sentence(self, text: str, tag: str, where: str = "") -> list[int]:
-        """The ids of one sentence that the model can read as a whole."""
+        """Return the ids of one sentence; refuse text that the model cannot read as a whole."""
         ids = self._prefix(tag) + self.tokenizers.src.encode(text)
         limit = self.config.data.max_length
         if not text.strip() or len(ids) > limit:
-            raise UsageError(f"{where}this is for one sentence of 1 to {limit} tokens, and here are {len(ids)}")
+            raise UsageError(f"{where}{len(ids)} tokens: give one sentence of 1 to {limit} tokens")
         return ids
 
     def _prefix(self, tag: str) -> list[int]:
