@@ -294,7 +294,7 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
 def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: int, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     sentences, capacity = 6, 12
-    board = SearchState.empty(sentences, rows, n, capacity, CPU)
+    board = SearchState(sentences, rows, n, capacity, CPU)
     board.place(
         torch.arange(sentences),
         1,

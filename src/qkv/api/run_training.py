@@ -19,7 +19,7 @@ from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.run import LogSink
 from qkv.core.trainer import fit as run_fit
 from qkv.data.formats import infer_languages
-from qkv.data.text_preparation import prepare_text
+from qkv.data.text_preparation import filter_table, prepare_text
 from qkv.explain.head_analysis import MeasuredTask
 from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
@@ -181,7 +181,7 @@ def _begin(
     choose_device(config.train.device)  # refuses one that is not there before any work is done
     _check_text(config)
     prepared = _prepare(folder, config, start)
-    say(str(prepared.report))
+    say(filter_table(prepared.report))
     if recipe is not None:
         config, reasons = recipe(config, prepared, ranks)
         config = config.assign(settings)

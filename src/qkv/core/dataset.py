@@ -11,11 +11,11 @@ import hashlib
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.core import files
-from qkv.core.corpus import Corpus
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 
 FORMAT, VERSION = "qkv-store", 1
 TOKENIZERS_FILE = "tokenizers.json"
-DRAFT = ".preparing"  # first part of the name of a folder that is not complete
+DRAFT = f".preparing-{platform.node()}"  # first part of the name of a folder that is not complete
 
 
 class Rows(NamedTuple):
@@ -51,23 +50,23 @@ class TokenStore:
         self._counts: list[int] = manifest[part]["pairs"]
         self.sides: list[str] = manifest["sides"]
         self.columns = [*self.sides, *(name for name in manifest["dtypes"] if name not in ("src", "tgt"))]
-        self._ids = {name: _map(self._path(name, "ids"), manifest["dtypes"][name]) for name in self.columns}
-        self._lengths = {name: _map(self._path(name, "lengths"), "<u4") for name in self.columns}
-        self._ends = {name: np.cumsum(lengths, dtype=np.int64) for name, lengths in self._lengths.items()}
+        self._ids, self._lengths, self._ends = {}, {}, {}
+        for name in self.columns:
+            self._ids[name] = _map(folder / f"{part}.{name}.ids", manifest["dtypes"][name])
+            self._lengths[name] = _map(folder / f"{part}.{name}.lengths", "<u4")
+            self._ends[name] = np.cumsum(self._lengths[name], dtype=np.int64)
+            if len(self._lengths[name]) != len(self) or len(self._ids[name]) != self._ends[name][-1]:
+                raise QkvError(f"{folder}/{part}.{name}.ids: cut off or damaged: delete {folder} and prepare again")
         self.plans: dict[tuple[Any, ...], Any] = {}  # of epochs, shared by all streams over this store
         self.micro_tokens: dict[int, int] = {}  # size of micro-batches for updates of so many tokens
-        for name in self.columns:
-            if len(self._lengths[name]) != len(self) or len(self._ids[name]) != self._ends[name][-1]:
-                raise QkvError(f"{self._path(name, 'ids')}: cut off or damaged: delete {folder} and prepare again")
 
     def __len__(self) -> int:
         return sum(self._counts)
 
     def row(self, column: str, i: int) -> NDArray[Any]:
         """Return the ids of sentence i."""
-        self._check(column)
-        end = int(self._ends[column][i])
-        return self._ids[column][end - int(self._lengths[column][i]) : end]
+        length, end = int(self.lengths(column)[i]), int(self._ends[column][i])
+        return self._ids[column][end - length : end]
 
     def src(self, i: int) -> NDArray[Any]:
         """Return the source sentence i."""
@@ -85,7 +84,10 @@ class TokenStore:
 
     def lengths(self, column: str) -> NDArray[np.uint32]:
         """Return the number of ids of every sentence."""
-        self._check(column)
+        if column not in self.columns:
+            raise UsageError(
+                f"{self.folder}: plain text, which has no {column} side: train a model without a source on it"
+            )
         return self._lengths[column]
 
     @cached_property
@@ -98,48 +100,12 @@ class TokenStore:
         """All ids of text without a source, as one array."""
         return self._ids["tgt"]
 
-    def _check(self, column: str) -> None:
-        if column not in self.columns:
-            raise UsageError(
-                f"{self.folder}: plain text, which has no {column} side: train a model without a source on it"
-            )
-
-    def _path(self, column: str, what: str) -> Path:
-        return self.folder / f"{self.part}.{column}.{what}"
-
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
     try:
         return np.memmap(path, dtype, "r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
     except (OSError, ValueError):
         raise QkvError(f"{path}: missing or cut off: delete {path.parent} and prepare again") from None
-
-
-@dataclass(frozen=True)
-class FilterReport:
-    """How many pairs of each corpus were read, kept, held out, and dropped for which reason."""
-
-    rows: tuple[dict[str, Any], ...]
-
-    def __str__(self) -> str:
-        reasons = [name for name in self.rows[0] if name not in ("name", "part", "read", "train", "valid")]
-        titles = {"encoding": "not UTF-8"}
-        table = [
-            ["corpus", "read", "kept", "held out", *(titles.get(name, name.replace("_", " ")) for name in reasons)]
-        ]
-        for row in self.rows:
-            given = row["part"] == "valid"
-            kept, held_out = (row["valid"], 0) if given else (row["train"], row["valid"])
-            numbers = [row["read"], kept, held_out, *(row[name] for name in reasons)]
-            table.append([row["name"] + (" (valid)" if given else ""), *(f"{number:,}" for number in numbers)])
-        # Columns of zeros are omitted.
-        shown = [i for i, column in enumerate(zip(*table, strict=True)) if i < 3 or set(column[1:]) != {"0"}]
-        table = [[row[i] for i in shown] for row in table]
-        name, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join(
-            "  ".join([row[0].ljust(name), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))])
-            for row in table
-        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +116,7 @@ class PreparedText:
     tokenizers: TokenizerPair
     train: TokenStore
     valid: TokenStore
-    report: FilterReport
+    report: tuple[dict[str, Any], ...]  # of each corpus: pairs read, kept, held out, dropped for which reason
 
     @property
     def valid_text(self) -> tuple[Path, Path]:
@@ -168,8 +134,8 @@ class PreparedText:
         tokenizers = TokenizerPair.load(folder / TOKENIZERS_FILE)
         if tokenizers.fingerprint != manifest["tokenizer"]:
             raise QkvError(f"{folder}: the text was prepared with other tokenizers: delete it and prepare again")
-        report = FilterReport(tuple(manifest["report"]))
-        return cls(folder, tokenizers, TokenStore(folder, "train"), TokenStore(folder, "valid"), report)
+        train, valid = TokenStore(folder, "train"), TokenStore(folder, "valid")
+        return cls(folder, tokenizers, train, valid, tuple(manifest["report"]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -183,27 +149,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise QkvError(f"{path}: not JSON: delete {folder} and prepare again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise QkvError(f"{path}: not the manifest of a qkv store")
-    if manifest.get("version") != VERSION:
-        found = manifest.get("version")
+    if (found := manifest.get("version")) != VERSION:
         raise QkvError(f"{path}: store version {found!r}, this qkv reads {VERSION}: prepare the text again")
     return manifest
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
-Encoded = list[tuple[bytes, bytes, bytes]]  # of each column: ids, lengths, raw text
+Encoded = dict[str, bytes]  # of each file of a prepared text, the next bytes
 
 
-def join_rows(kept: list[tuple[list[bytes], tuple[str, ...]]], dtypes: list[np.dtype[Any]]) -> Encoded:
-    """Concatenate the rows of all columns: ids, lengths, and for the sides of a pair the raw text in lines."""
-    joined = []
-    for number, dtype in enumerate(dtypes):
+def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], kept: list[tuple[list[bytes], Sequence[str]]]) -> Encoded:
+    """Concatenate the rows of all columns: ids, lengths, and for validation the raw text of the sides in lines."""
+    encoded = {}
+    for number, (column, dtype) in enumerate(dtypes.items()):
         rows = [packed[number] for packed, _ in kept]
-        lengths = (np.array([len(row) for row in rows], "<u4") // dtype.itemsize).astype("<u4")
-        # JSON text may hold line breaks; scores are computed on one line for each sentence.
-        raw = [texts[number].replace("\n", " ").replace("\r", " ") for _, texts in kept if number < len(texts)]
-        joined.append((b"".join(rows), lengths.tobytes(), "".join(text + "\n" for text in raw).encode()))
-    return joined
+        encoded[f"{part}.{column}.ids"] = b"".join(rows)
+        encoded[f"{part}.{column}.lengths"] = np.array([len(row) // dtype.itemsize for row in rows], "<u4").tobytes()
+        if part == "valid" and column in ("src", "tgt"):
+            # JSON text may hold line breaks; scores are computed on one line for each sentence.
+            raw = (texts[number].replace("\n", " ").replace("\r", " ") for _, texts in kept)
+            encoded[f"{part}.{column}.txt"] = "".join(text + "\n" for text in raw).encode()
+    return encoded
 
 
 @lru_cache(maxsize=1)
@@ -212,117 +179,61 @@ def load_tokenizers(path: Path) -> TokenizerPair:
     return TokenizerPair.load(path)
 
 
-class TokenWriter(ExitStack):
-    """Writes ids, lengths and validation text of all columns to the files of a prepared text."""
+class StoreFolder:
+    """The place of one prepared text, which is complete or absent; an earlier result there is reused if it is equal.
 
-    def __init__(self, folder: Path, columns: Sequence[str], sides: Sequence[str]) -> None:
-        super().__init__()
-        self.columns = columns
-        self.out = {
-            (part, column, what): self.enter_context((folder / f"{part}.{column}.{what}").open("wb"))
-            for part in ("train", "valid")
-            for column in columns
-            for what in ("ids", "lengths", *(["txt"] if part == "valid" and column in sides else []))
-        }
+    `data.text_preparation.SharedStores` finds and makes a folder for each content instead.
+    """
 
-    def write(self, part: str, encoded: Encoded) -> None:
-        """Append the rows of one block to one part."""
-        for column, contents in zip(self.columns, encoded, strict=True):
-            for what, content in zip(("ids", "lengths", "txt"), contents, strict=True):
-                if (part, column, what) in self.out:
-                    self.out[part, column, what].write(content)
+    def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> None:
+        self.folder, self.parent, self.say = folder, folder.parent, say
+        if (
+            folder.exists()
+            and not (folder / "manifest.json").exists()
+            and (not folder.is_dir() or any(folder.iterdir()))
+        ):
+            raise UsageError(
+                f"{folder}: exists and is no store of prepared text: choose another folder, or move it away"
+            )
 
+    def candidates(self) -> list[Path]:
+        """Return the folders that may hold an earlier result."""
+        return [self.folder]
 
-def count_pairs(
-    corpora: Sequence[Corpus], train: int, reasons: list[str], counts: NDArray[np.int64], in_training: list[int]
-) -> dict[str, Any]:
-    """Return the part of the manifest that counts pairs: the report, and the size of each part."""
-    report = [
-        {"name": str(corpus), "part": "train" if number < train else "valid", "read": sum(counts[number].tolist())}
-        | dict(zip(reasons, counts[number].tolist(), strict=True))
-        | {"in_training": in_training[number]}
-        for number, corpus in enumerate(corpora)
-    ]
-    sizes = {}
-    for part, column, first, stop in (("train", 0, 0, train), ("valid", 1, train % len(corpora), len(corpora))):
-        pairs = counts[first:stop, column].tolist()  # without a validation set, valid has the held-out pairs of all
-        sizes[part] = {"pairs": pairs, "weights": [corpus.weight for corpus in corpora[first:stop]]}
-        if not sum(pairs):
-            totals = {reason: sum(row[reason] for row in report) for reason in ("read", *reasons[2:])}
-            listed = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in totals.items() if count)
-            raise QkvError(f"nothing is left for {part} after filtering: {listed}")
-    return {"report": report, **sizes}
+    def place(self, settings: dict[str, Any], digests: list[str]) -> Path:
+        """Return the folder for a text made with these settings from inputs with these hashes."""
+        return self.folder
 
-
-# ---- reuse -----------------------------------------------------------------------------------------------------------
-
-
-def find_prepared(
-    stores: Path | None,
-    folder: Path,
-    settings: dict[str, Any],
-    inputs: Sequence[dict[str, Any]],
-    keys: tuple[str, ...],
-    say: Callable[[str], None] = lambda line: None,
-) -> PreparedText | None:
-    """Return an earlier result with the same settings from inputs that are equal in these respects."""
-    wanted = [[about[key] for key in keys] for about in inputs]
-    if any(None in about for about in wanted):
+    def find(self, settings: dict[str, Any], inputs: Sequence[dict[str, Any]], *keys: str) -> PreparedText | None:
+        """Return an earlier result with the same settings from inputs that are equal in these respects."""
+        wanted = [[about[key] for key in keys] for about in inputs]
+        say = self.say if keys == ("hash",) else lambda line: None  # the last respect that is compared
+        for folder in [] if any(None in about for about in wanted) else self.candidates():
+            try:
+                manifest = read_manifest(folder)
+                if (
+                    manifest["settings"] == settings
+                    and [[a[key] for key in keys] for a in manifest["inputs"]] == wanted
+                ):
+                    return PreparedText.open(folder)
+                if folder == self.folder:
+                    say(f"{folder}: made from other text, with other options or by an older version: preparing again")
+            except UsageError:
+                continue  # nothing there
+            except (QkvError, KeyError, TypeError) as error:
+                say(f"{folder}: cannot be reused ({error}): preparing again")
         return None
-    candidates = [folder] if stores is None else [p for p in sorted(stores.glob("*/")) if not p.name.startswith(DRAFT)]
-    for place in candidates:
+
+    @contextmanager
+    def draft(self) -> Iterator[Path]:
+        """Make a folder to build a prepared text in, beside its final place; remove it unless it is published."""
+        self.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.parent / f"{DRAFT}-{os.getpid()}-{secrets.token_hex(4)}"
+        draft.mkdir()
         try:
-            manifest = read_manifest(place)
-            if manifest["settings"] == settings and [[a[key] for key in keys] for a in manifest["inputs"]] == wanted:
-                return PreparedText.open(place)
-            if stores is None:
-                say(f"{place}: made from other text, with other options or by an older version: preparing again")
-        except UsageError:
-            continue  # nothing there
-        except (QkvError, KeyError, TypeError) as error:
-            say(f"{place}: cannot be reused ({error}): preparing again")
-    return None
-
-
-def store_key(settings: dict[str, Any], digests: list[str]) -> str:
-    """Return the folder name of a shared prepared text: a hash of its settings and inputs."""
-    whole = json.dumps([settings, digests], sort_keys=True)
-    return hashlib.blake2b(whole.encode(), digest_size=10).hexdigest()
-
-
-def check_free(place: Path) -> None:
-    """Refuse to replace a file, or a folder with something else in it."""
-    if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not (place / "manifest.json").exists())):
-        raise UsageError(f"{place}: exists and is no store of prepared text: choose another folder, or move it away")
-
-
-# ---- complete or absent ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def draft_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder to build a prepared text in, beside its final place; remove it unless it is published."""
-    parent.mkdir(parents=True, exist_ok=True)
-    mine = f"{DRAFT}-{platform.node()}"
-    for other in parent.glob(f"{DRAFT}-*"):
-        match = re.fullmatch(rf"{re.escape(mine)}-(\d+)-[0-9a-f]+", other.name)
-        if match and not _is_alive(int(match[1])):  # drafts of other machines are kept
-            shutil.rmtree(other, ignore_errors=True)
-    draft = parent / f"{mine}-{os.getpid()}-{secrets.token_hex(4)}"
-    draft.mkdir()
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):  # a process of another user
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def publish(draft: Path, place: Path, manifest: dict[str, Any]) -> None:

@@ -11,9 +11,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import sys
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
@@ -38,7 +36,7 @@ from qkv.core.corpus import (
     serial_map,
     split_into_blocks,
 )
-from qkv.core.dataset import Encoded, PreparedText
+from qkv.core.dataset import Encoded, PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
 
@@ -151,9 +149,9 @@ class Sentences:
         return [pair[side] for row in chosen if (pair := pairs[row])]
 
     def encode(
-        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: list[np.dtype[Any]], path: Path
-    ) -> tuple[Encoded, Encoded, list[int]]:
-        """Tokenise a block: its training part, its validation part, and how many pairs have each disposition."""
+        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
+    ) -> tuple[Encoded, list[int]]:
+        """Tokenise a block: return what it adds to each file, and how many of its pairs have each disposition."""
         tokenizers = dataset.load_tokenizers(path)
         corpus, sides = block.corpus, [tokenizers.src, tokenizers.tgt][-block.corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
@@ -176,7 +174,10 @@ class Sentences:
                             raise QkvError(f"{block.where(row, -1)}: {error}") from None
                     kept[disposition].append(([tag + packed[0], *packed[1:], *extra], pair))
             counts[disposition] += 1
-        return dataset.join_rows(kept[0], dtypes), dataset.join_rows(kept[1], dtypes), counts
+        train, valid = (
+            dataset.join_rows(part, dtypes, rows) for part, rows in zip(("train", "valid"), kept, strict=True)
+        )
+        return train | valid, counts
 
     def _pack(self, text: str, side: Tokenizer) -> bytes:
         # A text with more characters than max_length tokens can hold is too long, whatever its tokens are.
@@ -206,7 +207,7 @@ def prepare(
     valid: Sequence[Corpus],
     data: DataConfig,
     tokenizer: TokenizerConfig,
-    folder: Path,
+    store: StoreFolder,
     *,
     tokenizers: TokenizerPair | None = None,
     learner: Learner = learn_bpe,
@@ -214,40 +215,27 @@ def prepare(
     filters: Sequence[Filter] = (),
     parallel_map: ParallelMap = serial_map,
     progress: Progress = lambda stage, done, total: None,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> PreparedText:
     """Read, filter, learn the vocabulary unless one is given, tokenise and store; or reuse an equal earlier result.
 
-    The result is in `folder`, or with `data.store` in a folder there which all runs with the same text share. `kind`
-    is the unit of text: sentences, or running text (`data.lm_data`).
+    `kind` is the unit of text: sentences, or running text (`data.lm_data`).
     """
-    corpora = [*train, *valid]
     if not train:
         raise UsageError("no training text: give data.train")
-    if {corpus.sides for corpus in train} ^ {corpus.sides for corpus in valid or train}:
-        raise UsageError("training text and validation text must both be pairs, or both plain text")
-    paths = [path for corpus in corpora for path in corpus.paths]
-    if paths.count(Path("-")) > 1:
-        raise UsageError("standard input (-) can be only one file")
-    if tokenizers:
-        for tag in {corpus.tag for corpus in corpora if corpus.tag}:
-            tokenizers.src.tag(tag)  # refuses an unknown tag
-    text = kind(data, [*length_filters(data), *filters])
+    corpora, text = [*train, *valid], kind(data, [*length_filters(data), *filters])
     learned = [learner.__name__, tokenizer.vocab, tokenizer.shared, tokenizer.sample]
     settings = _settings(text, tokenizers.fingerprint if tokenizers else learned, corpora, len(train))
+    paths = [path for corpus in corpora for path in corpus.paths]
     inputs = [file_state(path) for path in paths]
-    stores = Path(data.store) if data.store else None
-    if reused := dataset.find_prepared(stores, folder, settings, inputs, ("path", "size", "mtime")):
+    if reused := store.find(settings, inputs, "path", "size", "mtime"):
         return reused
-    if stores is None:
-        dataset.check_free(folder)
     try:
-        with dataset.draft_folder(stores or folder.parent) as draft:
+        with store.draft() as draft:
             scratch = draft / "scratch"
             scratch.mkdir()
             plain, digests = decompress_all(corpora, scratch, parallel_map, progress)
-            inputs = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
-            if reused := dataset.find_prepared(stores, folder, settings, inputs, ("hash",), say):
+            hashed = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
+            if reused := store.find(settings, hashed, "hash"):
                 return reused
             scan = Scan(text, corpora, len(train), plain, scratch, parallel_map, progress)
             text.choose(scan)
@@ -255,14 +243,14 @@ def prepare(
             tokenizers.save(draft / dataset.TOKENIZERS_FILE)
             manifest = scan.tokenise(draft, tokenizers)
             for path, about in zip(paths, inputs, strict=True):
-                if file_state(path) != {key: about[key] for key in ("path", "size", "mtime")}:
+                if file_state(path) != about:
                     raise QkvError(f"{path}: the file changed while it was being read: start again")
             del scan
             shutil.rmtree(scratch)
-            place = stores / dataset.store_key(settings, digests) if stores else folder
-            dataset.publish(draft, place, {**manifest, "settings": settings, "inputs": inputs})
+            place = store.place(settings, digests)
+            dataset.publish(draft, place, {**manifest, "settings": settings, "inputs": hashed})
     except OSError as error:
-        raise QkvError(f"{error.filename or folder}: preparing the text failed: {error.strerror}") from None
+        raise QkvError(f"{error.filename or store.folder}: preparing the text failed: {error.strerror}") from None
     return PreparedText.open(place)
 
 
@@ -331,21 +319,36 @@ class Scan:
         sides = ["src", "tgt"][-self.corpora[0].sides :]
         dtypes = {"src": tokenizers.src.dtype, "tgt": tokenizers.tgt.dtype}
         dtypes |= {corpus.column.name: corpus.column.dtype for corpus in self.corpora if corpus.column}
-        columns = [*sides, *(name for name in dtypes if name not in ("src", "tgt"))]
-        arguments = [dtypes[column] for column in columns], draft / dataset.TOKENIZERS_FILE
-        counts = np.zeros((len(self.corpora), len(self.text.reasons)), np.int64)
-        with dataset.TokenWriter(draft, columns, sides) as writer:
-            for place, (train, valid, found) in enumerate(self.map(self.text.encode, lambda _: arguments)):
-                counts[self.blocks[place][0]] += found
-                writer.write("train", train)
-                writer.write("valid", valid)
-                self.progress("tokenise", self.starts[place + 1], self.starts[-1])
-        return {
+        columns = {name: dtype for name, dtype in dtypes.items() if name in sides or name not in ("src", "tgt")}
+        reasons, arguments = self.text.reasons, (columns, draft / dataset.TOKENIZERS_FILE)
+        counts = np.zeros((len(self.corpora), len(reasons)), np.int64)
+        for number, (encoded, found) in enumerate(self.map(self.text.encode, lambda _: arguments)):
+            counts[self.blocks[number][0]] += found
+            for name, content in encoded.items():
+                with (draft / name).open("ab") as file:
+                    file.write(content)
+            self.progress("tokenise", self.starts[number + 1], self.starts[-1])
+        report = [
+            {"name": str(corpus), "part": "train" if number < self.train else "valid", "read": sum(found)}
+            | dict(zip(reasons, found, strict=True))
+            | {"in_training": self.in_training[number]}
+            for number, (corpus, found) in enumerate(zip(self.corpora, counts.tolist(), strict=True))
+        ]
+        manifest: dict[str, Any] = {
             "sides": sides,
             "dtypes": {name: dtype.str for name, dtype in dtypes.items()},
             "tokenizer": tokenizers.fingerprint,
-            **dataset.count_pairs(self.corpora, self.train, self.text.reasons, counts, self.in_training),
+            "report": report,
         }
+        held_out = slice(self.train if self.given else 0, None)  # from all, without a validation set
+        for part, corpora in ((Disposition.TRAIN, slice(self.train)), (Disposition.VALID, held_out)):
+            name, pairs = part.name.lower(), counts[corpora, part].tolist()
+            if not sum(pairs):
+                totals = zip(["read", *reasons[2:]], [counts.sum(), *counts.sum(axis=0)[2:]], strict=True)
+                listed = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in totals if count)
+                raise QkvError(f"nothing is left for {name} after filtering: {listed}")
+            manifest[name] = {"pairs": pairs, "weights": [corpus.weight for corpus in self.corpora[corpora]]}
+        return manifest
 
 
 # ---- choosing by hashes ----------------------------------------------------------------------------------------------
@@ -390,21 +393,19 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
             f"set it to {most} or less, or give a validation set: {VALIDATION_OPTIONS}"
         )
     goal = min(wanted or min(2000, max(50, usable // 50)), most)
-    share, total, chosen = min(1.0, 8 * goal / max(usable, 1)), 0, list[int]()
-    while True:  # among a share of the sources, and a larger share if their pairs are not enough
-        counts: Counter[int] = Counter()
+    share, total, chosen = goal / max(usable, 1), 0, list[int]()
+    while total < goal and share < 1:  # among a share of the sources, and a larger share if their pairs are not enough
+        share, total, chosen = min(1.0, 8 * share), 0, []
+        parts = []
         for start, stop in _slices(len(sources)):
             part = sources[start:stop][dispositions[start:stop] == Disposition.TRAIN]
-            values, repeats = np.unique(part[_mix(part, seed) <= share * (2.0**64 - 1)], return_counts=True)
-            counts.update(dict(zip(values.tolist(), repeats.tolist(), strict=True)))
-        candidates = np.array(list(counts), dtype=np.uint64)
-        for source in candidates[np.argsort(_mix(candidates, seed))].tolist():
-            if total < goal and total + counts[source] <= most:
+            parts.append(part[_mix(part, seed) <= share * (2.0**64 - 1)])
+        candidates, counts = np.unique(np.concatenate(parts), return_counts=True)
+        order = np.argsort(_mix(candidates, seed))
+        for source, count in zip(candidates[order].tolist(), counts[order].tolist(), strict=True):
+            if total < goal and total + count <= most:
                 chosen.append(source)
-                total += counts[source]
-        if total >= goal or share == 1:
-            break
-        share, total, chosen = min(1.0, 8 * share), 0, []
+                total += count
     if not chosen:
         raise UsageError(
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "

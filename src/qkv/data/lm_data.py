@@ -89,8 +89,8 @@ class RunningText(Sentences):
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
     def encode(
-        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: list[np.dtype[Any]], path: Path
-    ) -> tuple[Encoded, Encoded, list[int]]:
+        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
+    ) -> tuple[Encoded, list[int]]:
         side = load_tokenizers(path).tgt
         newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (newline_of(side), side.eos))
         ids: tuple[list[bytes], list[bytes]] = ([], [])
@@ -112,11 +112,11 @@ class RunningText(Sentences):
                     packed += end_of_document
             ids[disposition].append(packed)
             raw[disposition].append(text.replace("\n", " ").replace("\r", " ") + end)
-        parts: list[Encoded] = []
-        for rows, lines in zip(ids, raw, strict=True):
+        encoded: Encoded = {"valid.tgt.txt": "".join(raw[Disposition.VALID]).encode()}
+        for part, rows in zip(("train", "valid"), ids, strict=True):
             lengths = np.array([len(row) // side.dtype.itemsize for row in rows], "<u4")
-            parts.append([(b"".join(rows), lengths.tobytes(), "".join(lines).encode())])
-        return parts[0], parts[1], counts
+            encoded |= {f"{part}.tgt.ids": b"".join(rows), f"{part}.tgt.lengths": lengths.tobytes()}
+        return encoded, counts
 
 
 def hold_out_ends(counts: Sequence[int], dispositions: Dispositions, goal: int) -> None:

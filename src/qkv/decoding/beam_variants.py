@@ -167,10 +167,10 @@ def start_variant(
         rows = options.n_best
         chosen = range(len(lengths)) if numbers is None else numbers
         uniform = uniform_numbers(options.sampling, chosen, rows, capacity).to(lengths.device)
-        state = SearchState.empty(len(lengths), rows, rows, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, rows, capacity, lengths.device)
         return Sampler(model, options, special, state, sampling=options.sampling, numbers=uniform)
     if options.groups > 1 or options.coverage:
         kind = DiverseBeamSearch if options.groups > 1 else CoverageBeamSearch
-        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
         return kind(model, options, special, state, lengths=lengths)
     return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)

@@ -10,6 +10,7 @@ from qkv.assembly import Run, build_model
 from qkv.core.dataset import PreparedText
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import parameter_count
+from qkv.data.text_preparation import filter_table
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 
 
@@ -33,7 +34,7 @@ def card(run: Run, prepared: PreparedText) -> str:
     figure = "bits per byte" if isinstance(config.model, DecoderOnlyConfig) else "BLEU (greedy)"
     lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
     lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
-    lines += ["", "## Text", "", "```", str(prepared.report), "```", ""]
+    lines += ["", "## Text", "", "```", filter_table(prepared.report), "```", ""]
     return "\n".join(lines)
 
 

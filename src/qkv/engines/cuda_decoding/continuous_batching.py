@@ -25,7 +25,6 @@ from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.core.translate import longest_outputs
 from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
@@ -86,7 +85,7 @@ class SlotDecoding:
             return "without Triton the steps cannot be captured"
         if is_wrapped():
             return "attention is recorded or muted, which only the plain model supports"
-        if not all(processor.capturable for processor in options.logits_processors()):
+        if not all(getattr(processor, "capturable", False) for processor in options.logits_processors()):
             return "a logits processor needs values on the host"
         return None
 
@@ -113,7 +112,7 @@ class SlotDecoding:
         special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
         forced_prefixes = prefixes or [()] * len(sources)
         check_prefix(torch.tensor([token for prefix in forced_prefixes for token in prefix], dtype=torch.long), special)
-        limits = longest_outputs(sources, options)
+        limits = [len(i) + options.extra_length if options.max_length is None else options.max_length for i in sources]
         ids, longest = [[*sources[i], src.eos] for i in order], [limits[i] for i in order]
         forced_prefixes = [forced_prefixes[i] for i in order]
         self._scheduler(ids, longest, forced_prefixes, options, special).run(
