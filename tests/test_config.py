@@ -202,7 +202,10 @@ def test_missing_options_have_their_defaults() -> None:
         ({"model": {"kind": "decoder"}, "tokenizer": {"dropout": 0.1}}, "is for models that translate"),
         ({"model": {"heads": 7}}, "model.heads = 7 does not divide model.d_model = 512"),
         ({"model": {"heads": 7, "d_k": 8}}, "does not divide"),
-        ({"model": {"positions": "rotary", "attention": "additive"}}, 'needs an attention with a dot product, not model.attention = "additive"'),
+        (
+            {"model": {"positions": "rotary", "attention": "additive"}},
+            'a dot product, not model.attention = "additive"',
+        ),
         ({"model": {"d_model": 9, "heads": 3}}, "sinusoidal positions need an even width"),
         ({"tokenizer": {"shared": False}}, 'set model.tie = "output"'),
         ({"tokenizer": {"kind": "char", "dropout": 0.1}}, 'tokenizer.dropout needs tokenizer.kind = "bpe"'),

@@ -81,6 +81,7 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: .
 def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
+    unpadded.use_short_dropout(model)
     return use_fused_modules(model) if torch.cuda.is_available() else model
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import attend, attention_mask, kept_sentences
-from qkv.core.transformer import Embedding, TranslationModel, make_positions
+from qkv.core.transformer import Embedding, LearnedPositions, Positions, SinusoidalPositions, TranslationModel
 from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
 
@@ -181,8 +181,11 @@ class ConvS2S(TranslationModel):
         self.config = config
 
         def embedding(vocab: int) -> Embedding:
-            added = config.positions != "none"
-            positions = make_positions(config.positions, config.d_model, config.max_positions) if added else None
+            positions: Positions | None = None
+            if config.positions == "learned":
+                positions = LearnedPositions(config.d_model, config.max_positions)
+            elif config.positions == "sinusoidal":
+                positions = SinusoidalPositions(config.d_model)
             return Embedding(vocab, config.d_model, positions, config.dropout)
 
         self.add_embeddings(embedding, src_vocab, tgt_vocab)

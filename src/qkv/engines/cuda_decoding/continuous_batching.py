@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
@@ -83,7 +83,7 @@ class SlotDecoding:
                 return reason
         if triton is None and torch.cuda.is_available():
             return "without Triton the steps cannot be captured"
-        if is_wrapped():
+        if wrappers.get():
             return "attention is recorded or muted, which only the plain model supports"
         if not all(getattr(processor, "capturable", False) for processor in options.logits_processors()):
             return "a logits processor needs values on the host"
