@@ -202,7 +202,9 @@ def test_lines_in_lines_out() -> None:
             [Hypothesis(ids[::-1], -2.0, -1.0, len(ids) > 3), Hypothesis(ids, -3.0, -2.0, False)] for ids in sources
         ]
 
-    first, blank, last = translate_lines(["ab", " \t", " cde "], both, search, max_length=4)
+    lines = translate_lines(["ab", " \t", " cde "], both, search, max_length=4)
+    assert ([str(line) for line in lines], [line.source_tokens for line in lines]) == (["ba", "", "edc"], [3, 0, 4])
+    first, blank, last = (Translation.of(line, both.tgt) for line in lines)
     assert given == [("ab", 0), ("cde", 2)]
     assert (str(first), first.score, first.logprob, first.pieces, first.finish_reason) == ("ba", -1.0, -2.0, 1, "stop")
     assert [other.text for other in first.alternatives] == ["ab"]
@@ -214,7 +216,8 @@ def test_lines_in_lines_out() -> None:
     def split(line: str, number: int) -> tuple[list[str], Callable[[list[str]], str]]:
         return line.split(), lambda texts: "-".join(text.strip() for text in texts)
 
-    (joined,) = translate_lines(["abcd efgh"], both, search, max_length=4, split=split)
+    (line,) = translate_lines(["abcd efgh"], both, search, max_length=4, split=split)
+    joined = Translation.of(line, both.tgt)
     assert (joined.text, joined.score, joined.pieces) == ("dcba-hgfe", -2.0, 2)
 
 

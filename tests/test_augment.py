@@ -42,9 +42,9 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
+from qkv.api.results import Alternative
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.translate import Alternative
 from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from conftest import leaves
 from qkv.core.search import SearchOptions, SpecialTokens, search
-from qkv.core.transformer import EncoderLayer, parameter_count
 from qkv.explain.attention_hooks import record_attention
-from qkv.models.convs2s import ConvS2S, GatedConvolution, dilations, neighbours
+from qkv.explain.model_card import parameter_count
+from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 
 VOCAB = 20

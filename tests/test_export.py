@@ -25,7 +25,8 @@ from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.core.translate import score_all, search_all
+from qkv.core.translate import search_all
+from qkv.decoding.search_request import score_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 

@@ -195,7 +195,7 @@ def test_restricted_attention_is_attention_under_its_mask(
     found = [
         restricted.attend(q, k, v, keys, causal),
         ScoredAttention(score, weight, "").attend(q, k, v, whole),
-        restricted.attend_written_out(q, k, v, keys, causal)[0],
+        restricted.weights(q, k, keys, causal) @ v,
     ]
     direction = torch.randn_like(found[0])
     gradients = [torch.autograd.grad((each * direction).sum(), (q, k, v), retain_graph=True) for each in found]

@@ -256,7 +256,7 @@ def test_a_missing_or_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(packed_linear.KERNELS, "fp32", (Wrong,))
     last = choose("fp32", flags)
     assert last.kernel is Plain
-    assert "computes wrongly here, by 50%" in last.reason
+    assert "its kernel is off by 50%" in last.reason
 
 
 def test_every_kernel_that_is_here_is_right() -> None:

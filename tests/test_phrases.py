@@ -218,7 +218,7 @@ def test_allowed_tokens_leave_room_for_missing_phrases(
     phrases: list[str], ordered: bool, tokens: list[int], spare: int
 ) -> None:
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
-    search_state = SearchState.empty(1, 2, 1, 20, torch.device("cpu"))
+    search_state = SearchState(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
     search_ = ConstrainedBeamSearch(
         model, DecodingOptions(), SPECIAL, search_state, required=[required], lengths=torch.tensor([1])

@@ -396,12 +396,12 @@ def test_validation_logs_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
     prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
     task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS
-    looked_at = task.sample(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
+    looked_at = head_analysis.first_rows(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
     assert looked_at.source.shape[0] == rows
     first = [prepared.valid.tgt(i).tolist() for i in range(rows)]
     pad, eos = prepared.tokenizers.tgt.pad, prepared.tokenizers.tgt.eos
     assert [[t for t in row if t not in (pad, eos)] for row in looked_at.labels.tolist()] == first
-    smaller = task.sample(prepared, run.config, rows, 40)
+    smaller = head_analysis.first_rows(prepared, run.config, rows, 40)
     assert 1 <= smaller.source.shape[0] < rows
     assert max(smaller.source.numel(), smaller.labels.numel()) <= 40
     spec = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, metric="loss"))

@@ -28,7 +28,7 @@ rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min
 
 def state_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
     """A search state of one sentence; tokens beyond its length are random and must not be read."""
-    state = SearchState.empty(1, len(written), 1, capacity, torch.device("cpu"))
+    state = SearchState(1, len(written), 1, capacity, torch.device("cpu"))
     state.place(
         torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
     )

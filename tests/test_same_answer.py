@@ -21,7 +21,8 @@ from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.core.translate import score_all, search_all
+from qkv.core.translate import search_all
+from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import record_attention
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.options import TransformerConfig

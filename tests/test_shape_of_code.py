@@ -44,6 +44,7 @@ HEAVY = [
         "trainer",
         "transformer",
         "translate",
+        "validation",
     )
 ]
 HEAVY += ["qkv.core.batches", "qkv.data.lm_data"]

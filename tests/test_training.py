@@ -24,7 +24,7 @@ from conftest import Call, Done, begun, sentences, tiny_config, updates, weights
 from qkv.api import auto_recipe
 from qkv.api.run_training import average_last
 from qkv.assembly import Run, trainer_for, updates_for
-from qkv.core import checkpoint, files, optimizer, validation
+from qkv.core import checkpoint, files, optimizer
 from qkv.core import trainer as trainer_module
 from qkv.core.batches import Batch, Update
 from qkv.core.checkpoint import average_checkpoints
@@ -35,7 +35,7 @@ from qkv.core.run import JsonlLog
 from qkv.core.search import SearchOptions
 from qkv.core.trainer import Outcome, Trainer
 from qkv.core.translate import search_all
-from qkv.core.validation import Validation, validate
+from qkv.core.validation import TranslationTask, Validation
 from qkv.data.text_preparation import prepare_text
 from qkv.explain.model_card import parameters
 from qkv.options import (
@@ -295,7 +295,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
 def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Let the validations find these losses, one after another."""
     results = iter(losses)
-    monkeypatch.setattr(validation, "validate", lambda *arguments: Validation(next(results), None, ""))
+    monkeypatch.setattr(TranslationTask, "validate", lambda *arguments: Validation(next(results), None, ""))
 
 
 def test_early_stopping(small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,11 +357,11 @@ def test_validation_uses_the_moving_average(
 ) -> None:
     seen: list[torch.Tensor] = []
 
-    def look(model: torch.nn.Module, *rest: Any) -> Validation:
+    def look(task: TranslationTask, model: torch.nn.Module, *rest: Any) -> Validation:
         seen.append(next(model.parameters()).detach().clone())
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(validation, "validate", look)
+    monkeypatch.setattr(TranslationTask, "validate", look)
     run = qkv.train(settings(small, ema=0.9, steps=4, validate_every=4, average=0), tmp_path / "run").path
     name = next(iter(dict(Run(run).model(torch.device("cpu")).named_parameters())))
     state = run / "state" / "step-0000004"
@@ -395,7 +395,7 @@ def test_validation_loss_is_the_mean_of_forced_decoding(tiny: Path) -> None:
     source, reference = (path.read_text(encoding="utf-8").splitlines() for path in prepared.valid_text)
     scored = translator.score(source, reference)
     mean = -sum(each.logprob for each in scored) / sum(len(each.tokens) for each in scored)
-    result = validate(translator.model, prepared, run.config, torch.device("cpu"))
+    result = TranslationTask().validate(translator.model, prepared, run.config, torch.device("cpu"))
     assert result.loss == pytest.approx(mean, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(mean), rel=1e-4)
 
@@ -454,7 +454,7 @@ def test_a_validation_logs_tokens_and_seconds_so_far(
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Trainer, "start", step)
     monkeypatch.setattr(trainer_module, "save_state", save)
-    monkeypatch.setattr(validation, "validate", found)
+    monkeypatch.setattr(TranslationTask, "validate", found)
     spec, run = settings(small, steps=7, log_every=3, validate_every=5), tmp_path / "run"
     if stopped:
         with pytest.raises(Interrupted):

@@ -18,10 +18,10 @@ from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Model, Transformer, TranslationModel
-from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
 from qkv.data.subwords import pair_dropout
+from qkv.decoding.search_request import DecodingEngine
 from qkv.engines import unpadded
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
@@ -30,6 +30,7 @@ from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
+from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.models.convs2s import ConvS2S
 from qkv.models.language_models import DecoderOnly, EncoderOnly
 from qkv.models.rnn import Rnn
@@ -80,6 +81,7 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: .
 def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
+    unpadded.use_short_dropout(model)
     return use_fused_modules(model) if torch.cuda.is_available() else model
 
 
@@ -148,7 +150,8 @@ def task_for(config: Config) -> Task:
         case EncoderOnlyConfig():
             return MaskedLanguageModelTask()
         case _:
-            return TranslationTask(start_search_for(choose_device(config.train.device)), **batch_hooks_for(config))
+            start, tokenize = start_search_for(choose_device(config.train.device)), bleu_tokenizer(config.data.tgt_lang)
+            return TranslationTask(start, tokenize, **batch_hooks_for(config))
 
 
 def batch_hooks_for(config: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""All options: those of the paper (`qkv.core.config`), extended with what the rings add, and the other kinds of model.
+"""All options: those of the paper (`qkv.core.config`), the options of the rings, and the other kinds of model.
 
-`docs/options.md`, `--set section.key=value` and the error messages are made from these declarations. A new option is
-declared here once; every engine refuses it until its allow-list names it.
+`docs/options.md`, `--set section.key=value` and the error messages are generated from these declarations. A new option
+is declared here once; every engine refuses it until its allow-list has it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CorpusConfig(config.CorpusConfig):
 
 @dataclass(frozen=True)
 class DataConfig(config.DataConfig):
-    """Where the text comes from and which lines are kept."""
+    """Options of the training and validation text, and of its filters."""
 
     train: tuple[CorpusConfig, ...] = option((), "training corpora")
     valid: tuple[CorpusConfig, ...] = option((), "validation corpora; without one, a part of train is held out")
@@ -57,7 +57,7 @@ class DataConfig(config.DataConfig):
 
 @dataclass(frozen=True)
 class TokenizerConfig(config.TokenizerConfig):
-    """How text becomes ids."""
+    """Options of the tokenizer: text to ids."""
 
     kind: str = option("bpe", "subword algorithm", choices=("bpe", "unigram", "word", "char"))
     dropout: float = option(0.0, "BPE-dropout: probability of skipping a merge in training", low=0.0, high=1.0)
@@ -92,11 +92,11 @@ class AttentionModelConfig(config.AttentionModelConfig):
     def check(self, longest: int) -> None:
         super().check(longest)
         if self.positions == "rotary" and self.key_width % 2:
-            raise UsageError(f"model.d_k = {self.key_width}: rotary positions turn pairs and need an even width")
+            raise UsageError(f"model.d_k = {self.key_width}: rotary positions rotate pairs and need an even width")
         if self.positions == "rotary" and self.attention == "additive":
             raise UsageError(
-                'model.positions = "rotary" turns queries and keys for a dot product, which model.attention = '
-                '"additive" has not: set another attention or other positions'
+                'model.positions = "rotary" needs an attention with a dot product, not model.attention = '
+                '"additive": set another attention or other positions'
             )
 
 
@@ -109,7 +109,7 @@ class TransformerConfig(AttentionModelConfig, config.TransformerConfig):
 
 @dataclass(frozen=True)
 class DecoderOnlyConfig(AttentionModelConfig):
-    """Language model: the paper's decoder without a source, trained on plain text. Its context is data.max_length."""
+    """Language model: the paper's decoder without a source, trained on plain text; data.max_length is its context."""
 
     kind: str = option("decoder", "kind of model", choices=("decoder",))
     layers: int = option(6, "layers of the stack", low=1)
@@ -269,7 +269,7 @@ class Config(config.Config):
         return self.from_dict(tree)
 
     def difference(self, other: config.Config) -> list[tuple[str, Any, Any]]:
-        """List the options in which two configs differ: (path, ours, theirs)."""
+        """List the options that differ between two configs: (path, value here, value in other)."""
         left = {path: value for path, _, value in self.options()}
         right = {path: value for path, _, value in other.options()}
         paths = list(dict.fromkeys([*left, *right]))

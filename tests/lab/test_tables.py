@@ -23,7 +23,7 @@ from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
-from qkv.core.transformer import parameter_count
+from qkv.explain.model_card import parameter_count
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig

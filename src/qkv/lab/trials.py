@@ -39,9 +39,9 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.loss import label_smoothed_loss
-from qkv.core.validation import corpus_bleu
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
+from qkv.evaluation.metrics import quick_bleu
 from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
@@ -354,7 +354,7 @@ def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
 
     def bleu(sources: list[str], references: list[str]) -> float:
         texts = [each.text for each in translator.translate(sources)]
-        return corpus_bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
+        return quick_bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
 
     valid = [path.read_text(encoding="utf-8").split("\n")[: len(prepared.valid)] for path in prepared.valid_text]
     return Result(

@@ -15,7 +15,7 @@ from qkv.core.config import Config
 from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.tokenizer import Tokenizer
-from qkv.core.validation import TOKENS, Validation, rows_within, total_loss, update_options
+from qkv.core.validation import TOKENS, Validation, total_loss, update_options
 from qkv.data.lm_data import BlockBatches, MaskedBatches, block_batch, mask_tokens, text_blocks
 from qkv.data.subwords import decode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
@@ -65,11 +65,6 @@ class LanguageModelTask:
         model.train(training)
         return TextValidation(total / tokens, None, sample, text=TextLoss.of(total, tokens, raw))
 
-    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
-        length = min(config.data.max_length, tokens // 4)
-        ids = np.asarray(text.valid.stream[:tokens])
-        return block_batch(text_blocks(ids, text.tokenizers.tgt, length)[:rows])
-
 
 def running_text(ids: Any, config: Config, tokenizer: Tokenizer) -> Iterator[Batch]:
     """Yield a whole text in blocks of the model's context; each token is predicted once."""
@@ -94,19 +89,17 @@ class MaskedLanguageModelTask:
         widths = np.asarray(text.valid.lengths("tgt")) + 1
         order = np.argsort(widths, kind="stable").astype(np.int64)
         cuts = batches.cut(order, widths, widths, max(TOKENS, int(widths.max())))
-        held_out = (self._batch(text, config, rows) for rows in cuts)
+        held_out = (masked_batch(text, config, rows) for rows in cuts)
         total, tokens = total_loss(model, held_out, text.tokenizers.tgt.pad, device)
         model.train(training)
         return Validation(total / tokens, None, "")
 
-    def sample(self, text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:
-        count = rows_within(np.asarray(text.valid.lengths("tgt")[:rows]) + 1, tokens)
-        return self._batch(text, config, np.arange(count))
 
-    def _batch(self, text: PreparedText, config: Config, indices: batches.Indices) -> Batch:
-        random = [np.random.default_rng((int(i), 5)) for i in indices]
-        rows = [text.valid.tgt(i).astype(np.int64) for i in indices]
-        return mask_tokens(rows, text.tokenizers.tgt, _masked(config), random)
+def masked_batch(text: PreparedText, config: Config, indices: batches.Indices) -> Batch:
+    """Return held-out lines with hidden tokens, which are the same at every call."""
+    random = [np.random.default_rng((int(i), 5)) for i in indices]
+    rows = [text.valid.tgt(i).astype(np.int64) for i in indices]
+    return mask_tokens(rows, text.tokenizers.tgt, _masked(config), random)
 
 
 def _masked(config: Config) -> float:
