@@ -21,7 +21,7 @@ from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training import attention_kernels
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, Heads, Rows
-from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
+from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_kernel, r_drop_loss_plain
 from qkv.training.distributed import TorchrunWorld
 from qkv.training.memory_limits import MemoryLimitedStep
 
@@ -62,8 +62,8 @@ def test_the_loss_of_two_passes() -> None:
     both = torch.randn(2, 50, 8192 + 40, device="cuda") * 3
     twins, labels = both.clone(), torch.randint(0, 30, (50,), device="cuda").int()
     for ours, theirs in zip(
-        agreeing_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
-        agreeing_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
+        r_drop_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
+        r_drop_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
         strict=True,
     ):
         close(ours, theirs, torch.float32)
