@@ -321,7 +321,7 @@ class CudaGraphs:
             torch.cuda.empty_cache()
 
     def _reserve_rows(self, batch: PackedBatch) -> None:
-        """Drop the graphs if a batch has more rows of a tile than they can compute; allow a quarter more from now on."""
+        """Drop the graphs if a batch has more rows of a tile than they can compute; allow for a quarter more."""
         for tile, count in enumerate(batch.counts):
             if count > self.max_rows[tile]:
                 self.max_rows[tile] = count + count // 4

@@ -47,7 +47,7 @@ def add_norm(
 def add_norm_backward(
     d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and y from those of the norm and z; add the gradients of the parameters to `into`."""
+    """Return the gradients of x and y, given d_z and d_normed; add those of the parameters to `into`."""
     implementation = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
     return implementation(d_z, d_normed, z, scale, dropout, into)
 
