@@ -1,4 +1,4 @@
-"""The configuration: it survives TOML unchanged, and every mistake is named with its remedy."""
+"""The configuration: TOML round trip, and every mistake is reported with its remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qkv.options import (
     TranslationConfig,
 )
 
-# Every option there is. Adding one is a decision: it needs a place here, and there is room for 72.
+# Every option. Adding one is a decision: it is listed here, and their number is limited.
 OPTIONS = {
     "data": "train valid root store src_lang tgt_lang valid_size max_length max_ratio dedupe on_bad seed workers",
     "tokenizer": "kind vocab shared dropout sample",
