@@ -1,4 +1,4 @@
-"""Shortlists: the target tokens that a source can need, which are the likeliest for each of its tokens and frequent ones.
+"""Shortlists: the target tokens that a source can need, the likeliest for each of its tokens and frequent ones.
 
 The output matrix is the largest of a small model. With a shortlist only the rows are multiplied that the sentences of a
 batch can need. Each sentence's softmax covers only its own shortlist, so its output does not depend on the batch.
