@@ -1,4 +1,4 @@
-"""The fused training pass: the same loss and gradients as autograd's, kernels the same as their plain twins."""
+"""The fused forward and backward pass: loss and gradients equal autograd's, kernels equal their PyTorch twins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels as they are compiled, and training in captured graphs. Skipped elsewhere."""
+"""Tests that need a GPU: compiled kernels, and training in captured graphs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def trainer(folder: Path, kind: type[PlainTrainStep] | None, world: World = ALON
     text = sentences(120)
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
     values = {"device": "cuda", "metric": "loss", "average": 0, "clip": 1.0} | train
-    values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the fast trainer mixes more lengths
+    values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the CUDA trainer mixes more lengths
     model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)} | values.pop("model", {})
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
@@ -109,7 +109,7 @@ def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more
     assert ours == pytest.approx(theirs, rel=0.1 if precision == "bf16" or "optimizer" in more else 0.01)
     graphs = fast.train_step.graphs()
     assert len(graphs.graphs) >= 1
-    graphs.max_rows = [0] * len(graphs.max_rows)  # as if there had been no room: all graphs are captured again
+    graphs.max_rows = [0] * len(graphs.max_rows)  # as after a lack of memory: all graphs are captured again
     assert all(math.isfinite(loss) for loss in losses(fast, 20))
 
 

@@ -7,6 +7,7 @@ is declared here once; every engine refuses it until its allow-list has it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -232,6 +233,18 @@ class Config(config.Config):
         if isinstance(self.model, TranslationConfig):
             return super().longest()
         return self.data.max_length + isinstance(self.model, EncoderOnlyConfig)  # an encoder reads </s> too
+
+    def replace(self, **sections: Mapping[str, Any]) -> Self:
+        """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
+        tree: dict[str, dict[str, Any]] = {s.name: dict(vars(getattr(self, s.name))) for s in dataclasses.fields(self)}
+        for name, values in sections.items():
+            tree.setdefault(name, {}).update(values)
+        return self.from_dict(tree)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain tables, lists and values."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     def assign(self, settings: Sequence[str]) -> Self:
         """Apply `section.key=value` settings, as `--set` gives them; the value is TOML or a bare string."""
