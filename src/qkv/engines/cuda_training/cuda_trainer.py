@@ -257,16 +257,16 @@ class CudaGraphs:
         self._reserve_rows(batch)
         if batch.sizes in self.graphs:
             static, graph = self.graphs[batch.sizes]
-            static.copy_(batch.flat)
+            static.copy_(batch.tensor)
             graph.replay()
             return
         self.totals[:2] += self.passes.run(batch, tuple(self.max_rows))  # compiles new kernels before the capture
-        static_batch = PackedBatch(batch.flat.clone(), batch.sizes, batch.counts, batch.tokens)
+        static_batch = PackedBatch(batch.tensor.clone(), batch.sizes, batch.counts, batch.tokens)
 
         def function() -> None:
             self.totals[:2] += self.passes.run(static_batch, tuple(self.max_rows))
 
-        self.graphs[batch.sizes] = static_batch.flat, self._capture(function)
+        self.graphs[batch.sizes] = static_batch.tensor, self._capture(function)
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
