@@ -86,7 +86,7 @@ CPU, inf, nan = torch.device("cpu"), float("inf"), float("nan")
 
 def random_state(sentences, rows, n, capacity, vocab):
     # Sentences at any point: some have forced tokens, some are at their limit or the capacity, some are done.
-    board = SearchState.empty(sentences, rows, n, capacity, CPU)
+    board = SearchState(sentences, rows, n, capacity, CPU)
     board.length.random_(capacity)
     board.length[0], board.length[1] = capacity - 1, 0
     real = torch.arange(capacity) <= board.length[:, None, None]

@@ -1,4 +1,4 @@
-"""The same answer by every way to it: stepped or whole, fused or written out, alone or in company, in parts."""
+"""The same result on every path: stepped or whole, fused or written out, in any batch, in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.core.translate import score_all, search_all
+from qkv.core.translate import search_all
+from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import record_attention
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.options import TransformerConfig
@@ -50,8 +51,8 @@ def model_of(variant: int) -> Transformer:
 
 
 def shaken(model: Transformer) -> Transformer:
-    """As after some training: no bias is zero, no gain one, and outputs differ."""
-    std = 0.25 if model.config.activation == "swiglu" else 0.5  # a product of two would make more of every rounding
+    """Weights as after training: no bias is zero, no gain one, and outputs differ."""
+    std = 0.25 if model.config.activation == "swiglu" else 0.5  # the product of two layers would amplify rounding
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=std)
     return model

@@ -239,7 +239,7 @@ def test_many_sentences_are_traced_as_each_alone(beam: int) -> None:
 
 
 def test_without_a_trace_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.core.search.RankedStep", lambda *_: pytest.fail("gathered without a hook"))
+    monkeypatch.setattr(SearchTrace, "_add", lambda *_: pytest.fail("gathered without a hook"))
     for beam in (1, 2):
         find(GARDEN_PATH, 4, DecodeConfig(beam=beam))
 

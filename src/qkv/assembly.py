@@ -22,10 +22,10 @@ from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Model, Transformer, TranslationModel
-from qkv.core.translate import DecodingEngine
 from qkv.core.validation import Task, TranslationTask
 from qkv.data.alignments import batch_alignment
 from qkv.data.subwords import pair_dropout
+from qkv.decoding.search_request import DecodingEngine
 from qkv.engines import unpadded
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
@@ -87,6 +87,7 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: .
 def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
+    unpadded.use_short_dropout(model)
     return use_fused_modules(model) if torch.cuda.is_available() else model
 
 

@@ -23,13 +23,13 @@ from typing import Any, Unpack
 from qkv import __version__
 from qkv.api.file_translation import Chunk, ProcessGroup, Work, fingerprint, translate_file, translate_stream
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
+from qkv.api.results import Alternative, Translation
 from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
 from qkv.console import writer
 from qkv.core.corpus import COMPRESSED, is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
-from qkv.core.translate import Alternative, Translation
 from qkv.data.formats import LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -17,16 +16,17 @@ from torch import Tensor
 
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
+from qkv.api.results import OtherWord, Scored, Translation
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import describe_device, say
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
-from qkv.core.translate import Translation, score_all, translate_lines
+from qkv.core.translate import translate_lines
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
-from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, without_spaces
+from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, score_all, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
@@ -36,30 +36,6 @@ from qkv.worker_pool import ProcessWorkers
 
 CHUNK = 2048  # lines translated together in a stream: enough for batches of similar length
 LONGEST_SCORED = 8192  # tokens of a scored text: memory grows with the square
-
-
-@dataclass(frozen=True)
-class OtherWord:
-    """Another word at a position of a translation, and the best translation with that word."""
-
-    word: str
-    probability: float  # of the word at this position
-    text: str
-    score: float
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The log-probability of a given translation, in total and of each token, </s> last."""
-
-    logprob: float
-    tokens: list[str]
-    token_logprobs: list[float]
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
 
 
 class Translator(Explainer):
@@ -218,9 +194,9 @@ class Translator(Explainer):
             return hypotheses
 
         room = self.config.data.max_length
-        translations = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
-        for number in looped:
-            translations[number] = dataclasses.replace(translations[number], looped=True)
+        lines = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
+        tgt = self.tokenizers.tgt
+        translations = [Translation.of(line, tgt, looped=number in looped) for number, line in enumerate(lines)]
         for number, translation in enumerate(translations, first + 1):
             self._check_avoided(translation, request, f"text {number}")
         return translations

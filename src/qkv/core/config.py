@@ -238,13 +238,6 @@ class Config:
             for spec in dataclasses.fields(values):
                 yield f"{section.name}.{spec.name}", spec, getattr(values, spec.name)
 
-    def replace(self, **sections: Mapping[str, Any]) -> Self:
-        """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
-        tree: dict[str, dict[str, Any]] = {s.name: dict(vars(getattr(self, s.name))) for s in dataclasses.fields(self)}
-        for name, values in sections.items():
-            tree.setdefault(name, {}).update(values)
-        return self.from_dict(tree)
-
     # ---- TOML --------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -268,27 +261,19 @@ class Config:
         """Build a config from nested tables; missing options get their defaults."""
         return cls._build(cls, values, "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain tables, lists and values."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
-
     def dumps(self) -> str:
         """Write the config as TOML, every option included; `load` returns an equal config."""
         lines: list[str] = []
-        for section in dataclasses.fields(self):
-            values = getattr(self, section.name)
-            tables: list[str] = []
-            lines.append(f"[{section.name}]")
-            for spec in dataclasses.fields(values):
-                value = getattr(values, spec.name)
-                if isinstance(value, tuple):
-                    for item in value:
-                        tables.append(f"\n[[{section.name}.{spec.name}]]")
-                        tables += [f"{f.name} = {_toml(getattr(item, f.name))}" for f in dataclasses.fields(item)]
-                else:
-                    lines.append(f"{spec.name} = {_toml(value)}")
-            lines += [*tables, ""]
+        for section, values in vars(self).items():
+            lines.append(f"[{section}]")
+            lines += [
+                f"{name} = {_toml(value)}" for name, value in vars(values).items() if not isinstance(value, tuple)
+            ]
+            for name, value in vars(values).items():
+                for item in value if isinstance(value, tuple) else ():
+                    lines.append(f"\n[[{section}.{name}]]")
+                    lines += [f"{key} = {_toml(part)}" for key, part in vars(item).items()]
+            lines.append("")
         return "\n".join(lines)
 
     @classmethod

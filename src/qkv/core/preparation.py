@@ -43,6 +43,7 @@ from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, lea
 Hashes = NDArray[np.uint64]
 Dispositions = NDArray[np.uint8]
 
+ROW = np.dtype([("source", "<u8"), ("pair", "<u8"), ("disposition", "u1")])  # of a pair: two hashes, and its fate
 HASHES_AT_ONCE = 1 << 24  # 128 MB
 SHORT = 4  # for the length ratio, a shorter side counts as this many tokens
 VALIDATION_OPTIONS = "--valid-src and --valid-tgt, or --valid-text (data.valid)"
@@ -116,26 +117,21 @@ class Sentences:
                 return Disposition.FILTERED + number
         return Disposition.TRAIN
 
-    def scan(self, block: TextBlock, given: bool) -> tuple[bytes, bytes, bytes]:
-        """Return for every pair the hash of its source, the hash of the pair, and its disposition so far, as bytes.
+    def scan(self, block: TextBlock, given: bool) -> bytes:
+        """Return a ROW for every pair, as bytes: the hashes of its source and of the pair, and its disposition so far.
 
         Spaces around a text and its Unicode form do not change the hashes.
         """
-        sources, pairs, dispositions = bytearray(), bytearray(), bytearray()
-        tag = block.corpus.tag.encode()
+        rows, tag = bytearray(), block.corpus.tag.encode()
         for pair in read_block(block, self.data.on_bad):
             texts = [unicodedata.normalize("NFC", text).strip().encode() for text in pair or ()]
             source = hashlib.blake2b(texts[0] if texts else b"", digest_size=8).digest()
-            whole = hashlib.blake2b(source + tag, digest_size=8)
-            for text in texts[1:]:
-                whole.update(b"\n" + text)
-            sources += source
-            pairs += whole.digest()
-            if pair is None or not all(texts):
-                dispositions.append(Disposition.ENCODING if pair is None else Disposition.EMPTY)
+            rows += source + hashlib.blake2b(b"\n".join([source + tag, *texts[1:]]), digest_size=8).digest()
+            if pair is None:
+                rows.append(Disposition.ENCODING)
             else:
-                dispositions.append(self.first_filter("text", pair, given))
-        return bytes(sources), bytes(pairs), bytes(dispositions)
+                rows.append(self.first_filter("text", pair, given) if all(texts) else Disposition.EMPTY)
+        return bytes(rows)
 
     def sample(
         self, block: TextBlock, given: bool, dispositions: bytes, side: int, share: float, seed: tuple[int, ...]
@@ -174,10 +170,7 @@ class Sentences:
                             raise QkvError(f"{block.where(row, -1)}: {error}") from None
                     kept[disposition].append(([tag + packed[0], *packed[1:], *extra], pair))
             counts[disposition] += 1
-        train, valid = (
-            dataset.join_rows(part, dtypes, rows) for part, rows in zip(("train", "valid"), kept, strict=True)
-        )
-        return train | valid, counts
+        return dataset.join_rows("train", dtypes, kept[0]) | dataset.join_rows("valid", dtypes, kept[1]), counts
 
     def _pack(self, text: str, side: Tokenizer) -> bytes:
         # A text with more characters than max_length tokens can hold is too long, whatever its tokens are.
@@ -188,15 +181,14 @@ class Sentences:
 
     def choose(self, scan: Scan) -> None:
         """Mark duplicates, and choose the pairs for validation; this needs all blocks and runs in one process."""
-        train, valid = slice(0, scan.trained), slice(scan.trained, None)
+        train, given = scan.rows[: scan.trained], scan.dispositions[scan.trained :]
         if self.data.dedupe:
-            mark_duplicates(scan.pairs[train], scan.dispositions[train])
+            mark_duplicates(train["pair"], train["disposition"])
         if scan.given:
-            part = scan.dispositions[valid]
-            part[part == Disposition.TRAIN] = Disposition.VALID
+            given[given == Disposition.TRAIN] = Disposition.VALID
             scan.in_training = count_repeated(scan)
         else:
-            hold_out(scan.sources[train], scan.dispositions[train], self.data.valid_size, self.data.seed)
+            hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -255,7 +247,7 @@ def prepare(
 
 
 class Scan:
-    """All pairs of the text: their blocks, and in files their hashes and dispositions."""
+    """All pairs of the text: their blocks, and in a file their hashes and dispositions."""
 
     def __init__(
         self,
@@ -276,26 +268,20 @@ class Scan:
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
         self.starts = np.cumsum([0, *(block.count for _, block in self.blocks)]).tolist()
         self.trained, total = sum(self.counts[:train]), self.starts[-1]
-        self.sources = np.memmap(scratch / "sources", "<u8", "w+", shape=(total,))
-        self.pairs = np.memmap(scratch / "pairs", "<u8", "w+", shape=(total,))
-        self.dispositions = np.memmap(scratch / "dispositions", np.uint8, "w+", shape=(total,))
+        self.rows = np.memmap(scratch / "rows", ROW, "w+", shape=(total,))
+        self.dispositions = self.rows["disposition"]
         tasks = ((block, number >= train) for number, block in self.blocks)
-        for start, (sources, pairs, dispositions) in zip(self.starts, parallel_map(text.scan, tasks), strict=False):
-            stop = start + len(dispositions)
-            self.sources[start:stop] = np.frombuffer(sources, "<u8")
-            self.pairs[start:stop] = np.frombuffer(pairs, "<u8")
-            self.dispositions[start:stop] = np.frombuffer(dispositions, np.uint8)
+        for start, stop, rows in zip(self.starts, self.starts[1:], parallel_map(text.scan, tasks), strict=False):
+            self.rows[start:stop] = np.frombuffer(rows, ROW)
             progress("scan", stop, total)
 
     def map(self, function: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]]) -> Iterator[Any]:
         """Apply a function to all blocks, with their dispositions and arguments that depend on the block's number."""
-        return self.parallel_map(
-            function,
-            (
-                (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(n))
-                for n, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
-            ),
+        tasks = (
+            (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(number))
+            for number, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
         )
+        return self.parallel_map(function, tasks)
 
     def learn_tokenizers(self, options: TokenizerConfig, learner: Learner) -> TokenizerPair:
         """Learn the vocabulary from a uniform sample of the training pairs."""
@@ -344,8 +330,8 @@ class Scan:
         for part, corpora in ((Disposition.TRAIN, slice(self.train)), (Disposition.VALID, held_out)):
             name, pairs = part.name.lower(), counts[corpora, part].tolist()
             if not sum(pairs):
-                totals = zip(["read", *reasons[2:]], [counts.sum(), *counts.sum(axis=0)[2:]], strict=True)
-                listed = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in totals if count)
+                totals = {"read": counts.sum()} | dict(zip(reasons[2:], counts.sum(axis=0)[2:], strict=True))
+                listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in totals.items() if n)
                 raise QkvError(f"nothing is left for {name} after filtering: {listed}")
             manifest[name] = {"pairs": pairs, "weights": [corpus.weight for corpus in self.corpora[corpora]]}
         return manifest
@@ -372,9 +358,9 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
 def count_repeated(scan: Scan) -> list[int]:
     """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
     usable = scan.dispositions[scan.trained :] == Disposition.VALID
-    valid = scan.pairs[scan.trained :]
+    pairs, valid = scan.rows["pair"], scan.rows["pair"][scan.trained :]
     wanted = np.unique(valid[usable])
-    common = [wanted[np.isin(wanted, scan.pairs[start:stop])] for start, stop in _slices(scan.trained)]
+    common = [wanted[np.isin(wanted, pairs[start:stop])] for start, stop in _slices(scan.trained)]
     repeated = usable & np.isin(valid, np.concatenate(common))
     by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
     return [0] * scan.train + [int(part.sum()) for part in by_corpus]

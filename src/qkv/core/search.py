@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -26,7 +26,6 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import StepModel
 
 CHUNK = 32  # neighbours in a chunk of `top_k`; torch sorts up to 128 numbers ten times faster than 500
-CACHED = 2**17  # numbers that stay in the cache of a core
 LEAVING = 0.25  # finished share of a batch at which it shrinks: shrinking copies the decoder state
 
 Ids = Sequence[int]
@@ -55,9 +54,6 @@ class LogitsProcessor(Protocol):
 
     @property
     def changes_score(self) -> bool: ...  # True: forbids by -inf; False: changes the choice, not what the choice counts
-
-    @property
-    def capturable(self) -> bool: ...  # needs no value on the host, so that it may be part of a CUDA graph
 
     def __call__(self, log_probs: Tensor, state: SearchState) -> None: ...
 
@@ -88,7 +84,6 @@ def length_penalty(length: Tensor | float, decode: DecodeConfig) -> Any:
     return length if decode.length_penalty == "average" else 1.0
 
 
-@dataclass
 class SearchState:
     """Hypotheses that grow, `rows` for each sentence, and the n best that have finished.
 
@@ -96,34 +91,19 @@ class SearchState:
     Sentences that are done stay until `Search.keep` removes them. A row without a hypothesis has log-probability -inf.
     """
 
-    tokens: Tensor  # (sentences, rows, capacity): <s>, then the tokens written so far
-    newest: Tensor  # (sentences, rows): the last of them
-    length: Tensor  # (sentences,): tokens written after <s>
-    logprob: Tensor  # (sentences, rows)
-    longest: Tensor  # (sentences,): the most tokens that may be written, </s> not counted
-    forced: Tensor  # (sentences, capacity): the token that must be written at each length, or -1
-    done: Tensor  # (sentences,)
-    finished_tokens: Tensor  # (sentences, n, capacity), <s> first
-    finished_scores: Tensor  # (sentences, n, 4): score, log-probability, length, truncated; score -inf: none
-
-    @classmethod
-    def empty(cls, sentences: int, rows: int, n_best: int, capacity: int, device: torch.device) -> SearchState:
-        """Return a state of this size; all its sentences are done."""
-
-        def full(*shape: int, value: float, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.full((sentences, *shape), value, dtype=dtype, device=device)
-
-        return cls(
-            tokens=full(rows, capacity, value=0),
-            newest=full(rows, value=0),
-            length=full(value=0),
-            logprob=full(rows, value=-math.inf, dtype=torch.float),
-            longest=full(value=0),
-            forced=full(capacity, value=-1),
-            done=full(value=True, dtype=torch.bool),
-            finished_tokens=full(n_best, capacity, value=0),
-            finished_scores=full(n_best, 4, value=-math.inf, dtype=torch.float),
-        )
+    def __init__(self, sentences: int, rows: int, n_best: int, capacity: int, device: torch.device) -> None:
+        """Create a state of this size; all its sentences are done."""
+        ids: dict[str, Any] = {"dtype": torch.long, "device": device}
+        self.tokens = torch.zeros(sentences, rows, capacity, **ids)  # <s>, then the tokens written so far
+        self.newest = torch.zeros(sentences, rows, **ids)  # the last of them
+        self.length = torch.zeros(sentences, **ids)  # tokens written after <s>
+        self.logprob = torch.full((sentences, rows), -math.inf, device=device)
+        self.longest = torch.zeros(sentences, **ids)  # the most tokens that may be written, </s> not counted
+        self.forced = torch.full((sentences, capacity), -1, **ids)  # token that must be written at each length, or -1
+        self.done = torch.ones(sentences, dtype=torch.bool, device=device)
+        self.finished_tokens = torch.zeros(sentences, n_best, capacity, **ids)  # <s> first
+        # Score, log-probability, length, truncated; score -inf: none.
+        self.finished_scores = torch.full((sentences, n_best, 4), -math.inf, device=device)
 
     @property
     def at_limit(self) -> Tensor:
@@ -166,16 +146,6 @@ class SearchState:
         self.done.copy_(done)
 
 
-class RankedStep(NamedTuple):
-    """A step that was done, as `on_step` gets it: the continuations that were ranked, and which of them go on."""
-
-    totals: Tensor  # (sentences, ranked), best first; -inf: no continuation
-    parents: Tensor  # the rows that they continue
-    tokens: Tensor
-    kept: Tensor  # (sentences, rows): places among the ranked
-    best: Tensor  # (sentences, rows): total of the best continuation of each row, ranked or not
-
-
 class Search:
     """Sentences that each grow by one token per step; subclasses choose the token in `extend`."""
 
@@ -186,7 +156,9 @@ class Search:
         device, self.rows = state.done.device, state.tokens.shape[1]
         self.decoder: Any = None  # the model's state
         self.numbers = list(range(len(state.done)))  # number of the sentence in each slot
-        self.on_step: Callable[[Search, RankedStep], None] | None = None
+        # Gets all scores (sentences, rows, vocab); of the ranked, best first, their flat places and totals, -inf: none;
+        # and which of the ranked go on (sentences, rows).
+        self.on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
         self.processors = options.logits_processors()
         self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
         self.never = torch.tensor([special.pad, special.bos], device=device)
@@ -217,7 +189,7 @@ class Search:
         """
         state, eos = self.state, self.special.eos
         values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
-        shift = logits.new_zeros(len(logits), dtype=torch.float) if self.processors else -log_sum_exp(logits)
+        shift = logits.new_zeros(len(logits), dtype=torch.float) if self.processors else -values.logsumexp(-1)
         values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
         values.index_fill_(2, self.never, -math.inf)
         if self.options.min_length:
@@ -248,8 +220,8 @@ class Search:
     def keep(self, slots: list[int]) -> None:
         """Go on with these slots alone."""
         chosen = torch.tensor(slots, device=self.state.done.device)
-        for each in fields(self.state):
-            setattr(self.state, each.name, getattr(self.state, each.name)[chosen])
+        for name, part in vars(self.state).items():
+            setattr(self.state, name, part[chosen])
         rows = chosen[:, None] * self.rows + torch.arange(self.rows, device=chosen.device)
         self.decoder = self.decoder.select(rows.flatten())
         self.numbers = [self.numbers[slot] for slot in slots]
@@ -288,10 +260,7 @@ class GreedySearch(Search):
         going_on = totals.masked_fill(ends | limit[:, None], -math.inf)  # beyond the limit a row would never end
         state.go_on(None, tokens, going_on, (going_on == -math.inf).all(1))
         if self.on_step:
-            others = (values + (before + shift)[:, :, None]).scatter(2, tokens[:, :, None], -math.inf)
-            second, other = top_k(others.flatten(1), 1)
-            ranked, own = torch.cat([totals, second], dim=1), torch.zeros_like(tokens)
-            self.on_step(self, RankedStep(ranked, own.expand(-1, 2), torch.cat([tokens, other], dim=1), own, totals))
+            self.on_step(values + (before + shift)[:, :, None], tokens, totals, torch.zeros_like(tokens))
 
     def choose(self, values: Tensor) -> Tensor:
         """Return one token for each row: (sentences, rows)."""
@@ -317,18 +286,17 @@ class BeamSearch(Search):
         parents, tokens = flat // vocab, flat % vocab
         ends = tokens == self.special.eos
         kept = self.going_on(ends)
-        step = RankedStep(totals, parents, tokens, kept, scores.amax(2)) if self.on_step else None
         # A hypothesis is finished if its </s> is among the first `beam`. Twice as many are ranked: `beam` do not end.
         final = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
         if not self.eager or bool((final > -math.inf).any()):
             state.finish(final, self.finish_score(final, parents[:, :beam]), parents[:, :beam], state.at_limit)
+        if self.on_step:
+            self.on_step(scores, flat, totals, kept)
         totals = totals.masked_fill(ends, -math.inf).gather(1, kept)
         parents, tokens = parents.gather(1, kept), tokens.gather(1, kept)
         # Log-probabilities only fall: no hypothesis will score more than its own at the longest length.
         bound = totals.amax(1) / self.penalties[state.longest]
         state.go_on(parents, tokens, totals, state.done | (bound <= state.finished_scores[:, -1, 0]) | state.at_limit)
-        if self.on_step and step:
-            self.on_step(self, step)
         first = torch.arange(0, parents.numel(), beam, device=parents.device)
         return (first[:, None] + parents).flatten()
 
@@ -367,22 +335,6 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best[:, :k], places.gather(1, order[:, :k])
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
-    """Return log Σ exp of each row (rows, vocab), computed in blocks that stay in the cache of a CPU."""
-    if not logits.is_cpu:
-        return logits.float().logsumexp(1)
-    rows, vocab = logits.shape
-    total = logits.new_empty(rows, dtype=torch.float)
-    block = max(1, CACHED // vocab)
-    scratch = logits.new_empty(min(block, rows), vocab, dtype=torch.float)  # fresh memory costs more than the exp
-    for start in range(0, rows, block):
-        some = logits[start : start + block]
-        largest = some.amax(1).float()
-        terms = torch.sub(some, largest[:, None], out=scratch[: len(some)]).exp_()
-        total[start : start + block] = terms.sum(1).log_().add_(largest)
-    return total
-
-
 StartSearch = Callable[..., Search]  # returns a search for a batch, as `start_search` does
 
 
@@ -402,7 +354,7 @@ def start_search(
     `numbers` are the places of the sentences in the whole input. `greedy` and `beam` are the classes that do the steps.
     """
     rows = max(options.beam, options.n_best)
-    state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+    state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
     return (greedy if rows == 1 else beam)(model, options, special, state)
 
 
@@ -421,12 +373,15 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Return the n best hypotheses of each source (batch, source) of so many tokens, </s> included, best first.
 
-    `longest` limits each output; by default to the source's length + `extra_length`, as in the paper. Each hypothesis
-    begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length and score.
+    `longest` limits each output; by default to `max_length`, or to source + `extra_length` tokens as in the paper. Each
+    hypothesis begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length and
+    score.
     """
     prefix = source.new_empty(len(source), 0) if prefix is None else prefix
     check_prefix(prefix, special)
-    longest = lengths - 1 + options.extra_length if longest is None else longest
+    if longest is None:
+        own = lengths - 1 + options.extra_length
+        longest = own if options.max_length is None else torch.full_like(own, options.max_length)
     capacity = max(int(longest.max()), prefix.shape[1]) + 2
     run = start(model, options, special, lengths=lengths, capacity=capacity, numbers=numbers)
     run.place(torch.arange(len(source), device=source.device), longest, prefix)

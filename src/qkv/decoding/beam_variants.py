@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.attention import around_attention, observe_weights
+from qkv.core.attention import around_attention
 from qkv.core.errors import UsageError
 from qkv.core.search import (
     BeamSearch,
@@ -31,6 +31,7 @@ from qkv.core.search import (
 )
 from qkv.core.transformer import StepModel
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling, uniform_numbers
+from qkv.models.variants import observe_weights
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,10 @@ def start_variant(
         rows = options.n_best
         chosen = range(len(lengths)) if numbers is None else numbers
         uniform = uniform_numbers(options.sampling, chosen, rows, capacity).to(lengths.device)
-        state = SearchState.empty(len(lengths), rows, rows, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, rows, capacity, lengths.device)
         return Sampler(model, options, special, state, sampling=options.sampling, numbers=uniform)
     if options.groups > 1 or options.coverage:
         kind = DiverseBeamSearch if options.groups > 1 else CoverageBeamSearch
-        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
         return kind(model, options, special, state, lengths=lengths)
     return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)

@@ -228,7 +228,7 @@ class MustInclude:
         return decoder.decode(joined).replace("\n", " ").removeprefix(" ")
 
     def room(self, missing: Sequence[int]) -> int:
-        """How many tokens write these phrases from the beginning."""
+        """Return how many tokens all these phrases have in full."""
         return sum(len(self.spelt[i]) for i in missing)
 
     def need(self, tokens: Sequence[int]) -> int:
@@ -390,7 +390,7 @@ def constrained(required: Mapping[int, MustInclude] | Sequence[MustInclude]) -> 
         numbers: Sequence[int] | None = None,
     ) -> Search:
         rows = max(options.beam, options.n_best, BEAM)
-        state = SearchState.empty(len(lengths), rows, options.n_best, capacity, lengths.device)
+        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
         own = [required[number] for number in (range(len(lengths)) if numbers is None else numbers)]
         return ConstrainedBeamSearch(model, options, special, state, required=own, lengths=lengths)
 

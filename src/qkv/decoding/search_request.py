@@ -6,17 +6,19 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.attention import is_wrapped
+from qkv.core.attention import wrappers
+from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import Hypothesis, Ids, StartSearch, length_penalty
+from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import DecodingEngine, score_all, search_all
+from qkv.core.translate import by_length, search_all, token_logprobs
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
 from qkv.decoding.logits_processors import Sampling
@@ -222,6 +224,26 @@ def phrases(must_include: Sequence[str] | Sequence[Sequence[str]], texts: int) -
 Progress = Callable[[Sequence[int]], None]  # gets the places of the sentences that are finished
 
 
+class DecodingEngine(Protocol):
+    """Replaces `search_all` for the options that it supports: processes, or slots on a GPU."""
+
+    def supports(self, options: SearchOptions) -> str | None:
+        """Return None, or the reason why `search_all` has to do it."""
+        ...
+
+    def search_all(
+        self,
+        sources: Sequence[Ids],
+        options: SearchOptions,
+        *,
+        prefixes: Sequence[Ids] | None = None,
+        numbers: Sequence[int] | None = None,
+        progress: Progress = lambda finished: None,
+    ) -> list[list[Hypothesis]]:
+        """Return the n best hypotheses of each source, in the order of the sources."""
+        ...
+
+
 @dataclass(frozen=True)
 class SearchInput:
     """Sentences to translate, and the options that each of them has of its own."""
@@ -277,7 +299,7 @@ class SearchRunner:
         each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
         # Attention is recorded, and heads are muted, in the plain model alone.
-        watched = bool(options.coverage) or is_wrapped()
+        watched = bool(options.coverage) or bool(wrappers.get())
         if request.shortlist and self.narrow is not None and self.shortlist is not None:
             each |= {"device": self.device, "start": self.start}
             return search_short(self.narrow, self.shortlist, work.sources, options, self.tokenizers, **each)
@@ -331,3 +353,31 @@ def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
     """Return the first of each that are equal, by score."""
     first = {tuple(hypothesis.tokens): hypothesis for hypothesis in reversed(hypotheses)}
     return sorted(first.values(), key=lambda hypothesis: -hypothesis.score)
+
+
+# ---- forced decoding -------------------------------------------------------------------------------------------------
+
+
+def score_all(
+    model: StepModel[Any, Any],
+    sources: Sequence[Ids],
+    targets: Sequence[Ids],
+    tokenizers: TokenizerPair,
+    *,
+    device: torch.device,
+    tokens: int = 2048,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[float]]:
+    """Return log p of each token of each target, </s> last; `progress` gets how many more are done.
+
+    A batch is small because the logits of all its tokens exist at once: 300 MB with a vocabulary of 37,000.
+    """
+    results: list[list[float]] = [[] for _ in sources]
+    lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
+    for indices in by_length(lengths, tokens):
+        source, target = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
+        batch = collate(source, target, tokenizers).to(device)
+        for i, logprobs in zip(indices, token_logprobs(model, batch, tokenizers.tgt.pad), strict=True):
+            results[i] = logprobs
+        progress(len(indices))
+    return results

@@ -45,7 +45,7 @@ def check_map_path(path: Path) -> None:
         )
     if path.suffix in figure_files.PICTURE_FORMATS:
         figure_files.check_picture(path)
-    files.check_place(path)
+    figure_files.check_place(path)
 
 
 @dataclass(frozen=True, eq=False)

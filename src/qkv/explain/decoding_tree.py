@@ -17,8 +17,8 @@ from torch import Tensor
 
 from qkv.core.errors import UsageError
 from qkv.core.search import (
+    GreedySearch,
     Hypothesis,
-    RankedStep,
     Search,
     SearchOptions,
     SpecialTokens,
@@ -26,6 +26,7 @@ from qkv.core.search import (
     length_penalty,
     search,
     start_search,
+    top_k,
 )
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
@@ -179,26 +180,32 @@ class SearchTrace:
         if isinstance(options, DecodingOptions) and options.groups > 1:
             raise UsageError("a search in groups cannot be shown as one tree: omit groups")
         search = start_variant(model, options, special, **rest)
-        search.on_step = partial(self._add, len(self.sentences))
+        search.on_step = partial(self._add, len(self.sentences), search)
         return search
 
-    def _add(self, first: int, search: Search, step: RankedStep) -> None:
-        state = search.state
+    def _add(self, first: int, search: Search, scores: Tensor, flat: Tensor, totals: Tensor, kept: Tensor) -> None:
+        state, vocab = search.state, scores.shape[2]
         if len(self.sentences) == first:  # the first step: all sentences are still in the search
             for forced, longest in zip(state.forced.tolist(), state.longest.tolist(), strict=True):
                 self.sentences.append(TracedSentence([token for token in forced if token >= 0], longest))
-        rows = zip(search.numbers, *(part.tolist() for part in (*step, state.finished_scores[:, -1, 0])), strict=True)
-        for number, totals, parents, tokens, kept, best, to_beat in rows:
-            real = sum(total > -math.inf for total in totals)
+        nearest = scores.amax(2)  # best continuation of each row, ranked or not
+        if isinstance(search, GreedySearch):  # it ranks the chosen token alone: add the best of the others
+            nearest = totals
+            second, other = top_k(scores.scatter(2, flat[:, :, None], -math.inf).flatten(1), 1)
+            totals, flat = torch.cat([totals, second], dim=1), torch.cat([flat, other], dim=1)
+        parts = (totals, flat // vocab, flat % vocab, kept, nearest, state.finished_scores[:, -1, 0])
+        rows = zip(search.numbers, *(part.tolist() for part in parts), strict=True)
+        for number, logprobs, parents, tokens, places, best, to_beat in rows:
+            real = sum(logprob > -math.inf for logprob in logprobs)
             if not real:  # the sentence is done, but not yet removed from the search
                 continue
             ends = [token == search.special.eos for token in tokens]
             traced = TracedStep(
                 parents[:real],
                 tokens[:real],
-                totals[:real],
+                logprobs[:real],
                 ended=[place for place in range(min(search.rows, real)) if ends[place]],
-                kept=[place for place in kept if place < real and not ends[place]],
+                kept=[place for place in places if place < real and not ends[place]],
                 nearest=best,
                 to_beat=to_beat,
             )

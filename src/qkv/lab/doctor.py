@@ -17,8 +17,9 @@ from qkv.core.device import choose_device, choose_precision
 from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
-from qkv.core.translate import score_all, search_all
+from qkv.core.translate import search_all
 from qkv.data.subwords import learn
+from qkv.decoding.search_request import score_all
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
