@@ -69,7 +69,7 @@ def some_ids(count: int, seed: int) -> list[list[int]]:
 
 @cache
 def taught_model(norm: str) -> Transformer:
-    """One that has half learned to copy: unlike random ones it says many things, and mostly comes to an end."""
+    """A model half trained to copy: its outputs vary and mostly end in </s>, unlike those of random weights."""
     torch.manual_seed(2)
     spec = TransformerConfig(**SMALL | {"norm": norm, "decoder_layers": 2})
     model = build_model(spec, TOKENIZER.size, TOKENIZER.size)
@@ -168,7 +168,7 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
         beam_size=beam,
         length_penalty=0.0,
         return_scores=True,
-        min_decoding_length=0,  # or </s> is taken out of the first step, and all else is likelier for it
+        min_decoding_length=0,  # otherwise </s> is excluded from the first step, and the rest is renormalised
         max_decoding_length=12 + EXTRA,
     )
     rows = to_huggingface(model).generate(
@@ -181,7 +181,7 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
         output_scores=True,
         **({"length_penalty": 0.0} if beam > 1 else {}),
     )
-    for i in ended:  # the others have one limit for all sentences, and what they cut there costs them nothing
+    for i in ended:  # the others have one limit for all sentences
         tokens = best[i].tokens
         assert named[i].hypotheses[0] == as_names([tokens])[0]
         assert named[i].scores[0] == pytest.approx(best[i].logprob, abs=1e-4)

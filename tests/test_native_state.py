@@ -1,4 +1,4 @@
-"""What the native decoder remembers, where sentences come and go in unusual ways."""
+"""The state of the native decoder with unusual selections of sentences."""
 
 from __future__ import annotations
 

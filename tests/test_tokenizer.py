@@ -1,4 +1,4 @@
-"""Text to ids and exactly back, whatever the text; the same ids as the library; learning that repeats itself."""
+"""Text to ids and exactly back for any text; the same ids as the library; reproducible learning."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
 
 
 def cut(dropout: BpeDropout, texts: list[str], seeds: list[int]) -> list[list[int]]:
-    """The ids of texts, cut anew."""
+    """The ids of texts, tokenised again."""
     rows = [dropout.tokenizer.encode(text) for text in texts]
     ids = np.array([token for row in rows for token in row], dropout.tokenizer.dtype)
     made, lengths = dropout.segment(ids, np.array(list(map(len, rows))), np.array(seeds, np.uint64))
@@ -292,7 +292,7 @@ def test_threads_sharing_a_dropout_do_not_affect_each_other() -> None:
 
 
 def test_dropout_keeps_the_length_limit() -> None:
-    """A sentence that would get longer than it keeps its stored tokens; the others do not change."""
+    """A sentence that would exceed the limit keeps its stored tokens; the others are not affected."""
     side = learned("bpe").src
     texts = ["the cat sleeps in a lovely garden " * 9, "the cat sleeps", "small birds sing"]
     rows = [side.encode(text) for text in texts]

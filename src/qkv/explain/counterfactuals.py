@@ -138,7 +138,7 @@ def edit(src: Tokenizer, text: str, drop: Collection[int], replace: Mapping[int,
 
 
 def _pieces(src: Tokenizer, text: str) -> list[str]:
-    """Return the words with the spaces before them; joined, they are a space and the text."""
+    """Return the words, each with its leading space; joined, they give the text after one space."""
     ids = src.encode(text)
     spans = words(readable_tokens(src, ids))
     return [b"".join(map(src.bytes_of, ids[i:j])).decode("utf-8", "replace") for i, j in spans]

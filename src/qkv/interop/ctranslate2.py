@@ -73,7 +73,7 @@ def _empty_model(spec: TransformerConfig) -> Any:
 
 
 def _position_table(positions: nn.Module | None, d_model: int) -> Tensor:
-    """Return the vectors to add at each position: zeros without positions, because sinusoids are the default there."""
+    """Return the table of position vectors; zeros if the model adds none: CTranslate2 would add sinusoids."""
     if isinstance(positions, LearnedPositions):
         return positions.table.detach().cpu()
     return torch.zeros(POSITIONS, d_model) if positions is None else sinusoids(POSITIONS, d_model)
