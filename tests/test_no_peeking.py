@@ -72,7 +72,7 @@ def test_outputs_see_the_source_and_the_target_before_them(
 @pytest.mark.parametrize("size", SIZES, ids=["small", "deep", "odd"])
 @kinds
 def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, Any], window: int) -> None:
-    """Restricted self-attention: each decoder layer reaches `window` positions back, and the source is seen whole."""
+    """Restricted self-attention: each decoder layer reaches `window` positions back; the whole source is visible."""
     torch.manual_seed(window)
     spec = TransformerConfig(max_positions=20, window=window, **kind, **size)
     lengths = torch.tensor([12, 3])

@@ -129,7 +129,7 @@ def test_recorded_and_muted_heads_are_the_same() -> None:
 
 
 def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
-    """So that a rank which has nothing left can keep step with the others."""
+    """A rank without rows can then take part in the sum of gradients."""
     loss, gradients = outcome(model_of(), memory_limits.idle(BATCH), laid=True)
     assert loss == 0
     for name, gradient in gradients.items():
@@ -204,7 +204,7 @@ def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
     kept = y.detach() != 0
     assert float(kept.float().mean()) == pytest.approx(1 - p, abs=0.006)
     torch.testing.assert_close(y.detach()[kept], torch.full((int(kept.sum()),), 1 / (1 - p)), rtol=1e-3, atol=0)
-    for neighbour in (kept[:, 1:] & kept[:, :-1], kept[1:] & kept[:-1]):  # one says nothing of the next
+    for neighbour in (kept[:, 1:] & kept[:, :-1], kept[1:] & kept[:-1]):  # neighbours are independent
         assert float(neighbour.float().mean()) == pytest.approx((1 - p) ** 2, abs=0.01)
     y.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(x.grad, y.detach())

@@ -9,19 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv.core.errors import QkvError, UsageError
+from qkv.core.errors import QkvError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def check_place(path: Path) -> None:
-    """Refuse a place where no file could be written, before the work whose end it would be."""
-    if os.path.isdir(path):
-        raise UsageError(f"{path}: is a folder: give a file")
-    folder = next(each for each in path.absolute().parents if os.path.exists(each))  # those below it would be made
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise UsageError(f"{path}: cannot be written: nothing can be made in {folder}: choose another place")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -321,7 +321,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 class VariantFeedForward(nn.Module):
-    """Feed-forward with another activation, or dropout behind it.
+    """Feed-forward with another activation, or with dropout after it.
 
     SwiGLU (Shazeer, 2020) is (SiLU(xW₁) ⊙ xV)W₂: a third matrix, and no biases.
     """
