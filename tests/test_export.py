@@ -26,6 +26,7 @@ from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
+from qkv.data.subwords import unique_names
 from qkv.decoding.search_request import score_all
 from qkv.interop import to_ctranslate2, to_huggingface
 from qkv.options import DecoderOnlyConfig, TransformerConfig
@@ -37,7 +38,7 @@ WORDS = 40  # learned tokens; the vocabulary has the bytes too
 EXTRA = 30  # extra tokens of a translation, more than the trained models usually need
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
 TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
-NAMES = TOKENIZER.names
+NAMES = unique_names(TOKENIZER)
 SMALL: dict[str, Any] = {
     "d_model": 32,
     "d_ff": 48,
@@ -191,7 +192,7 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
 
 def test_every_token_has_a_name_of_its_own() -> None:
     tokenizer = Tokenizer("word", ["<s>", "<2it>", "Ġ<s>", "ab"], tags=("it",))
-    names = tokenizer.names
+    names = unique_names(tokenizer)
     assert len(set(names)) == len(names) == tokenizer.size
     assert names[:4] == ["<pad>", "<s>", "</s>", "<2it>"]
 

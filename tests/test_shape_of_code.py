@@ -40,6 +40,7 @@ HEAVY = [
         "device",
         "loss",
         "optimizer",
+        "run",
         "search",
         "trainer",
         "transformer",

@@ -610,7 +610,7 @@ def test_a_gpu_gets_muon_where_matrices_are_whole(
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 0.01)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto_recipe, "describe", str)
+    monkeypatch.setattr(auto_recipe, "describe_device", str)
     chosen, _ = auto_recipe.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
     assert (chosen.train.optimizer, chosen.train.schedule) == (optimizer, "wsd")
 
@@ -670,7 +670,7 @@ def test_the_recipe_is_chosen_around_options_of_the_user(tiny: Path, monkeypatch
     assert few.train.steps == pytest.approx(3 * auto_recipe.updates_a_pass(few, prepared), abs=1)
     assert "3.0 passes over the text (as you say)" in " ".join(reasons)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto_recipe, "describe", str)
+    monkeypatch.setattr(auto_recipe, "describe_device", str)
     rates = [
         around(given, prepared, f"train.optimizer={optimizer}", minutes=1)[0].train.learning_rate
         for optimizer in ("adam", "muon")

@@ -306,11 +306,11 @@ def __getattr__(name: str) -> Callable[[], Config]:
 
 def find_config(name: str) -> Config:
     """Return a config by the name of a preset, the path of a run folder, or the path of a TOML file."""
-    from qkv.core.run import Run
-
     if name in PRESETS:
         return PRESETS[name]()
     if Path(name).is_dir():
+        from qkv.core.run import Run
+
         return Config.load(Run.open(name).path / "config.toml")
     if Path(name).exists():
         if Path(name).suffix != ".toml":

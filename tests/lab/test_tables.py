@@ -457,7 +457,7 @@ def test_costs_are_equal(
         pace["rnn"] = 8.0  # a resumed table keeps the first measurement
         table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 250
-        monkeypatch.setattr(trials, "describe", lambda device: "another machine")
+        monkeypatch.setattr(trials, "describe_device", lambda device: "another machine")
         table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 125
     else:

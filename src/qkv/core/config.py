@@ -208,9 +208,8 @@ class Config:
                 _check_value(path, spec, value)
         self.model.check(self.longest())
         if getattr(self.model, "tie", "") == "all" and not self.tokenizer.shared:
-            raise UsageError(
-                'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
-            )
+            remedy = 'set model.tie = "output" for two vocabularies'
+            raise UsageError(f'model.tie = "all" needs tokenizer.shared = true: {remedy}')
         train = self.train
         if train.micro_tokens > train.tokens_per_step:
             raise UsageError(
@@ -265,14 +264,12 @@ class Config:
         """Write the config as TOML, every option included; `load` returns an equal config."""
         lines: list[str] = []
         for section, values in vars(self).items():
+            tables = {name: value for name, value in vars(values).items() if isinstance(value, tuple)}
             lines.append(f"[{section}]")
-            lines += [
-                f"{name} = {_toml(value)}" for name, value in vars(values).items() if not isinstance(value, tuple)
-            ]
-            for name, value in vars(values).items():
-                for item in value if isinstance(value, tuple) else ():
-                    lines.append(f"\n[[{section}.{name}]]")
-                    lines += [f"{key} = {_toml(part)}" for key, part in vars(item).items()]
+            lines += [f"{name} = {_toml(value)}" for name, value in vars(values).items() if name not in tables]
+            for name, item in ((name, item) for name, items in tables.items() for item in items):
+                lines.append(f"\n[[{section}.{name}]]")
+                lines += [f"{key} = {_toml(value)}" for key, value in vars(item).items()]
             lines.append("")
         return "\n".join(lines)
 

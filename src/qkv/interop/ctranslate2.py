@@ -1,6 +1,6 @@
 """Write a Transformer as a model folder of CTranslate2: model.bin, config.json and vocabularies.
 
-CTranslate2 reads tokens, not text: `tokenizer.names[i]` is its name of token i. It does not add </s> to a source: the
+CTranslate2 reads tokens, not text: `unique_names(tokenizer)` has its names. It does not add </s> to a source: the
 caller appends it.
 """
 
@@ -16,6 +16,7 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
 from qkv.core.transformer import DecoderLayer, EncoderLayer, LearnedPositions, Transformer, sinusoids
+from qkv.data.subwords import unique_names
 from qkv.interop.conversion import LinearWeights, attention_projections, check_supported, import_optional
 from qkv.options import TransformerConfig
 
@@ -44,7 +45,7 @@ def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | 
         if spec.norm == "pre":
             _set_norm(stack.layer_norm, getattr(model, f"{side}_norm"))
         register = target.register_source_vocabulary if side == "encoder" else target.register_target_vocabulary
-        register(tokenizer.names)
+        register(unique_names(tokenizer))
     target.decoder.projection.weight = model.output.weight.detach().cpu()
     target.config.layer_norm_epsilon = 1e-5
     target.config.unk_token = SPECIALS[0]  # required by the format; qkv has no unknown tokens
