@@ -184,11 +184,8 @@ class Search:
         row stay equal.
         """
         state, eos = self.state, self.special.eos
-        values = log_probs = logits.log_softmax(-1, dtype=torch.float)
-        shift = log_probs.new_zeros(len(logits))
-        if not self.processors:  # -log Σ exp: log p of the best minus its logit takes half the time of `logsumexp`
-            values = logits.float()
-            shift = log_probs.amax(-1) - values.amax(-1)
+        values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
+        shift = values.new_zeros(len(values)) if self.processors else -log_sum_exp(values)
         values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
         values.index_fill_(2, self.never, -math.inf)
         if self.options.min_length:
@@ -330,6 +327,11 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     places = torch.cat([places, rest], dim=1)
     best, order = values.gather(1, places).sort(dim=1, descending=True, stable=True)
     return best[:, :k], places.gather(1, order[:, :k])
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return log Σ exp of each row: best logit minus its log p, in two thirds of the time of `logsumexp`."""
+    return logits.amax(-1).float() - logits.log_softmax(-1, dtype=torch.float).amax(-1)
 
 
 StartSearch = Callable[..., Search]  # returns a search for a batch, as `start_search` does
