@@ -1,4 +1,4 @@
-"""What all tests share: a small language learned in seconds, one model of it, and the command line in-process."""
+"""Fixtures of all tests: a small language learned in seconds, one model of it, and the command line in-process."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="session")
 def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a model trained once for all tests: look, do not touch."""
+    """The run folder of a model trained once for all tests, which must not change it."""
     import qkv
 
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
 
 
 def begun(folder: Path, spec: Config) -> tuple[Config, PreparedText]:
-    """What a trainer is made of: the settled config of a new run inside the folder, and its text."""
+    """The resolved config and the prepared text of a new run inside the folder."""
     from qkv.api.run_training import _begin
 
     run, prepared = _begin(folder / f"run-{len(list(folder.iterdir()))}", spec, None, [], "")
@@ -167,7 +167,7 @@ def leaves(**embeddings: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended, and what it wrote."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -215,7 +215,7 @@ def _written(stream: io.TextIOWrapper) -> str:
 
 
 def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
-    """Let one trainer go on from where another was broken off, through the files of a run."""
+    """Resume a trainer from the state that another one saved in the files of a run."""
     from qkv.assembly import Run
     from qkv.core.checkpoint import latest_state
 

@@ -69,7 +69,7 @@ class Server:
     def request(
         self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None
     ) -> Answer:
-        """A request on a connection of its own: bytes as they are, anything else as JSON."""
+        """Send a request on a new connection; a body that is not bytes is sent as JSON."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {} if isinstance(body, bytes | None) else JSON
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""Adapting: a trained model goes on learning from other text, with its own weights, model and subwords."""
+"""Adapting: a trained model is trained further on other text, with its weights, model and subwords."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Pair = tuple[str, str]
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Text of another kind: what the small language says, backwards, so that the words are known."""
+    """Other text with the same words: sentences of the small language with reversed translations."""
     pairs = [(source, " ".join(reversed(target.split()))) for source, target in sentences(400)]
     return write_pairs(tmp_path_factory.mktemp("other"), pairs)
 
 
 def test_it_begins_with_the_weights_of_the_run(tiny: Path, other: Pair, tmp_path: Path) -> None:
-    """With a rate of 0 they stay what they were; model, subwords and languages come with them."""
+    """With a rate of 0 the weights do not change; model, subwords and languages are taken from the run."""
     still = tiny_config(*other, steps=2, validate_every=2, learning_rate=0.0)
     still = still.replace(data={"src_lang": "", "tgt_lang": ""}, model={"d_model": 16}, tokenizer={"vocab": 300})
     run, source = qkv.train(still, tmp_path / "run", start=tiny), Run.open(tiny)
@@ -51,7 +51,7 @@ def test_other_text_is_learned_in_fewer_steps(tiny: Path, other: Pair, tmp_path:
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_it_resumes_without_the_run_it_came_from(tiny: Path, other: Pair, tmp_path: Path, ema: float) -> None:
-    """Stopped before its first state, and with its text gone, it begins with the same weights and subwords again."""
+    """Stopped before its first state and without its text files, it starts again with the same weights and subwords."""
     source = tmp_path / "source"
     shutil.copytree(tiny, source)
     still = tiny_config(*other, steps=2, validate_every=2, learning_rate=0.0, ema=ema)

@@ -1,4 +1,4 @@
-"""Word alignment: links counted rightly and read from attention; markup follows them."""
+"""Word alignment: the error rate, links from attention weights, and markup placed by links."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_markup_is_always_well_formed(source: str, translation: str, pick: rando
             opened.append(name)
     assert not opened
     tags = r"<[a-z][^<>]*>"
-    assert set(re.findall(tags, marked)) == set(re.findall(tags, source))  # none is lost, none invented
+    assert set(re.findall(tags, marked)) == set(re.findall(tags, source))  # no tag is lost or added
 
 
 def test_words_of_scripts_whose_vowels_are_signs() -> None:

@@ -1,4 +1,4 @@
-"""The Python surface: text in, text out, nothing lost; figures that can be derived again."""
+"""The Python API: text in, text out, nothing lost; scores that can be recomputed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_another_word_is_for_its_sentence(translator: Translator) -> None:
     found = translator.alternatives(source, written, 7, n=2)  # punctuation marks are words too
     assert [each.word for each in found] == [each.word for each in alone]
     assert [each.text for each in found] == [f"Uno gatto. Due cane.  {each.text}" for each in alone]
-    last = translator.alternatives(source, written, 9, n=1)  # what would come behind the last word
+    last = translator.alternatives(source, written, 9, n=1)  # text after the last word
     assert last[0].text.startswith("Uno gatto. Due cane.  Tre casa")
 
 
@@ -182,7 +182,7 @@ def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:
     [("it", "α。 β! γ"), ("zh", "α。β!γ"), ("zh-CN", "α。β!γ"), ("ja", "α。β!γ"), ("", "α。 β! γ")],
 )
 def test_pieces_are_glued_as_the_language_is_written(tiny: Path, language: str, joined: str) -> None:
-    """One piece ends in 。 with no space after it, the next in a mark and a space; a language may know no spaces."""
+    """A sentence ends in 。 without a space, or in punctuation and a space; some languages have no spaces."""
     translator = qkv.load(tiny)
     translator.config = translator.config.replace(data={"tgt_lang": language})
     tgt = translator.tokenizers.tgt
@@ -192,7 +192,7 @@ def test_pieces_are_glued_as_the_language_is_written(tiny: Path, language: str, 
 
 
 def test_lines_in_lines_out() -> None:
-    """The core's part alone: a search that spells each source backwards, and remembers what it was given."""
+    """The core's part alone, with a search that reverses each source and records its arguments."""
     both = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
     given: list[tuple[str, int]] = []
 

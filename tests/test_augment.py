@@ -1,5 +1,5 @@
-"""qkv augment: pairs on the right sides, every line accounted for, the same file however it came about, and training
-that reads it."""
+"""qkv augment: pairs on the right sides, every line counted, the same file for any batch, process count and
+interruption, and training on it."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ LINES = [f"line {number} {'ä' * (number % 7)}" if number % 5 else EACH[number %
 
 
 class Stopped(BaseException):
-    """What ends an attempt in the middle."""
+    """Raised to interrupt an attempt."""
 
 
 @pytest.mark.parametrize("at", range(6))
@@ -601,7 +601,7 @@ def test_noise_is_on_the_source_only(tiny: Path, call: Call, text: Path, tmp_pat
 
 
 def test_references_choose(tiny: Path, call: Call, tmp_path: Path) -> None:
-    """What the reference says comes first if the model says it at all, as another candidate."""
+    """A candidate equal to the reference is chosen if it is among the candidates."""
     translator = Translator(tiny)
     lines = list(dict.fromkeys(source for source, _ in sentences(30, seed=9)))
     found = translator.translate(lines, n_best=4)
@@ -764,7 +764,7 @@ def page_commands() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 def test_the_page_runs(page_folder: Path, tiny: Path) -> None:
-    """Every training is of a few steps, then a model that has learned something takes its place."""
+    """Every training has a few steps; then its run is replaced by a trained model."""
     every = list(page_commands())
     assert len(every) >= 11
     short = ["--set", "train.steps=3", "--set", "train.tensorboard=false", "--set", "data.max_length=32"]

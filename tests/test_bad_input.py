@@ -1,4 +1,4 @@
-"""Bad input: one clear line, the right exit code, no traceback, and nothing left that a second attempt trips over.
+"""Bad input: one clear line, the right exit code, no traceback, and no files that break a second attempt.
 
 Exit code 1 means that the work failed, 2 that the call was wrong.
 """
@@ -29,7 +29,7 @@ from qkv.core import files
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> tuple[Path, Path]:
-    """Two good files, to be spoilt."""
+    """Two valid files, to be damaged."""
     src, tgt = write_pairs(tmp_path, sentences(150))
     return Path(src), Path(tgt)
 
@@ -280,7 +280,7 @@ def test_translations_cut_at_the_maximum_length_are_reported(copy: Path, call: C
 
 @pytest.mark.slow
 def test_a_line_of_a_million_characters_is_answered_in_pieces(tiny: Path, call: Call) -> None:
-    """Words, and one endless token: cut without loss into pieces that fit, each translated as it would be alone."""
+    """Words, and one very long token: cut without loss into pieces that fit, each translated by itself."""
     sentence = " ".join(text for text, _ in sentences(2000, seed=31))
     line = f"{sentence} {'x' * 20_000} "
     line += sentence * ((1_000_000 - len(line)) // len(sentence) + 1)
@@ -305,7 +305,7 @@ def test_a_line_of_a_million_characters_is_answered_in_pieces(tiny: Path, call: 
 
 @pytest.fixture
 def copy(tiny: Path, tmp_path: Path) -> Path:
-    """A run folder to be spoilt."""
+    """A run folder, to be damaged."""
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
@@ -391,7 +391,7 @@ def test_a_damaged_state(copy: Path, call: Call) -> None:
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 
-# A process that may not write files larger than half of its next state: to it, the disk fills up in the middle of one.
+# A process with a file size limit of half its next state, which acts like a disk that fills up in the middle.
 LIMITED = """
 import resource, sys
 from qkv.core import files
@@ -412,7 +412,7 @@ main()
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(train: Any, tmp_path: Path, call: Call) -> None:
-    assert train().code == 0  # writes the config, and shows that it would work
+    assert train().code == 0  # writes the config; without the limit it works
     run, free = tmp_path / "run", tmp_path / "free"
     shutil.copytree(run, free)
     more = ["train", "--resume", "--run", str(run), "--set", "train.steps=6", "--set", "train.validate_every=2"]

@@ -1,4 +1,4 @@
-"""Batches: a pure plan that visits everything once, keeps its budget and pads little; a loader that follows it."""
+"""Batches: a pure plan that visits every pair once, keeps its budget and pads little; a stream that follows it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_plan_is_a_function_of_its_arguments() -> None:
     for i, other in enumerate(others):
         assert other != first
         assert other not in others[:i]
-        assert sorted(str(sorted(u)) for u in other) != sorted(str(sorted(u)) for u in first)  # other company, too
+        assert sorted(str(sorted(u)) for u in other) != sorted(str(sorted(u)) for u in first)  # in other batches, too
     same_sentences = [
         flat(plan_epoch(np.arange(2000), src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
         for seed, epoch in [(1, 0), (1, 1), (2, 0)]
@@ -158,7 +158,7 @@ def test_ranks_partition_every_update(pairs: list[tuple[int, int]], world: int, 
         assert sorted(together) == sorted(i for micro in update for i in micro.tolist())
         rows = [sum(map(len, mine)) for mine in shares]
         left = [len(micro) % world for micro in update]
-        assert max(rows) - min(rows) <= sum(0 < rest < world for rest in left)  # a row of difference for each at most
+        assert max(rows) - min(rows) <= sum(0 < rest < world for rest in left)  # they differ by one row at most
         if len(update) % world == 0 and len(set(left)) == 1:  # every rank begins as often
             assert max(rows) == min(rows)
         assert all(len(micro) for mine in shares for micro in mine)
@@ -430,7 +430,7 @@ def test_packed_batches_hold_every_row_once(world: int) -> None:
 
 
 def test_packed_batches_are_as_full_as_their_budget() -> None:
-    """Counted from the beginning of the update, so that each holds about as much; no row is longer than a budget."""
+    """Parts start at the beginning of the update and have about equal sizes; no row is longer than a budget."""
     store: Any = FakeStore()
     stream = PackedPairs(store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3)
     rows = np.concatenate(stream.plan(0)[0])

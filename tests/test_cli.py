@@ -313,7 +313,7 @@ def test_average(tiny: Path, call: Call, tmp_path: Path) -> None:
             json.loads(call("translate", run, "--json", "--weights", name, input=b"One cat.\n").out)["logprob"]
         )
 
-    assert logprob("both") == logprob("average")  # which training made of the same two
+    assert logprob("both") == logprob("average")  # as in training
     for arguments, words in [
         (["--name", "best"], "cannot name an average"),
         (["--name", "average"], "cannot name an average"),

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from conftest import leaves
 from qkv.core.search import SearchOptions, SpecialTokens, search
-from qkv.core.transformer import EncoderLayer, parameter_count
 from qkv.explain.attention_hooks import record_attention
-from qkv.models.convs2s import ConvS2S, GatedConvolution, dilations, neighbours
+from qkv.explain.model_card import parameter_count
+from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 
 VOCAB = 20
@@ -32,7 +32,7 @@ def spec_of(**options: Any) -> ConvS2SConfig:
 
 
 def model_of(seed: int = 0, **options: Any) -> ConvS2S:
-    """As after some training: no bias is zero, and no row has the length that its direction has."""
+    """Weights as after training: no bias is zero, and no gain equals the norm of its direction."""
     torch.manual_seed(seed)
     model = ConvS2S(spec_of(**options), VOCAB, VOCAB).eval()
     for name, p in model.named_parameters():
@@ -145,7 +145,7 @@ def test_a_deep_stack_keeps_the_variance_of_what_enters_it(convolution: str, dro
 
 
 def test_the_encoder_gets_its_gradient_divided_by_twice_the_attentions() -> None:
-    """Against the slope itself; the embeddings, which the values hold too, are not part of this."""
+    """Compared with finite differences; gradients of embeddings, which are also part of the values, are not scaled."""
     model = model_of().double()
     bias, eps = model.encoder[0].convolution.mixture.bias, 1e-6
     inputs = some(2, 5), torch.tensor([5, 3]), some(2, 4, seed=2)

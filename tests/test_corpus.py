@@ -1,4 +1,4 @@
-"""Every kind of text file gives the same pairs; every kind of bad one gives a clear line."""
+"""Every format of text file gives the same pairs; every bad file gives one clear error."""
 
 from __future__ import annotations
 

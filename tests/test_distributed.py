@@ -1,4 +1,4 @@
-"""Several processes: two ranks train what one trains, go on where one stopped, and end together."""
+"""Several processes: two ranks train the same weights as one, resume its runs, and end together."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from qkv.training import distributed
 
 HALF, STEPS = 6, 12
 
-# Every process of torchrun trains the jobs of a file, one after another, with losses logged in full. It may do
-# something to itself on the way: `at` is a step, `on` a rank.
+# Every process of torchrun trains the jobs of a file, one after another, and logs losses in full precision. A job may
+# include a fault: rank `on` fails at step `at`.
 WORK = """
 import json, os, signal, sys
 from pathlib import Path
@@ -79,7 +79,7 @@ def job(run: Path, recipe: Path | None = None, **settings: object) -> dict[str, 
 def ranks(
     folder: Path, *jobs: dict[str, Any], by: str = "", at: int = -1, on: int = 1
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Two processes of torchrun at these jobs; also a file that appears when one of them does what it should not."""
+    """Start two processes of torchrun with these jobs; the second result is a file that appears on a fault."""
     folder.mkdir(exist_ok=True)
     script, work, mark = folder / "work.py", folder / "work.json", folder / "mark"
     script.write_text(WORK, encoding="utf-8")
@@ -246,7 +246,7 @@ def test_a_rank_that_dies_takes_the_others_along(recipe: Path, tmp_path: Path, b
     if by == "raise":
         assert "ValueError: sabotage\n" in err
         assert "This was rank 1 of 2." in err
-        # Rank 0 says so itself, unless torchrun, which ends it as well, comes first.
+        # Rank 0 reports it, unless torchrun ends the process first.
         own_words = "qkv: rank 0 of 2 stops because another failed: rank 1: ValueError: sabotage" in err
         assert own_words or "closing signal SIGTERM" in err
     else:
@@ -268,7 +268,7 @@ def test_a_signal_stops_all_ranks_at_one_step(runs: Path, recipe: Path, tmp_path
     assert err.count("qkv: ") == 1, err
     assert f"qkv: stopped at step {step} and saved: go on with" in err
     assert [entry["step"] for entry in entries(tmp_path / "run", "train")] == list(range(1, step + 1))
-    # Until then it went as it goes with one process.
+    # Until then its losses are those of one process.
     logged, alone = entries(tmp_path / "run", "train"), entries(runs / "aa", "train")
     known = min(step, STEPS)
     ours, theirs = ([each["loss"] for each in lines[:known]] for lines in (logged, alone))
@@ -297,7 +297,7 @@ with distributed._limited_patience():
 
 
 def test_a_process_that_waits_for_ever_ends_after_a_signal() -> None:
-    """A collective that never returns keeps Python from hearing of a signal; the clock needs no Python."""
+    """A collective that never returns blocks Python's signal handlers; the watchdog timer runs without Python."""
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=-1, stderr=-1, text=True) as stuck:
         assert stuck.stdout
         assert stuck.stdout.readline() == "ready\n"
@@ -305,7 +305,7 @@ def test_a_process_that_waits_for_ever_ends_after_a_signal() -> None:
         _, err = stuck.communicate(timeout=PATIENCE)
     assert stuck.returncode == 1
     assert "Timeout" in err
-    assert "most recent call first" in err  # and it says where it was
+    assert "most recent call first" in err  # and it names the step
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An ensemble: of one the model itself, of several their mean, whatever kinds they are."""
+"""An ensemble: one member gives the model's result, several of any kind their mean."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_ensemble_of_one_is_the_model(kind: int) -> None:
 @pytest.mark.parametrize("average", ["probabilities", "logprobs"])
 @pytest.mark.parametrize("beam", [1, 3])
 def test_models_of_all_kinds_together(average: str, beam: int) -> None:
-    """Every score again: forced decoding with each member alone, and the mean token by token."""
+    """Every score recomputed: forced decoding with each member, and the mean for each token."""
     models = [member(0), member(1), member(2), member(0, 1)]
     found = found_by(Ensemble(models, average), beam)
     rows, _, _ = sources()

@@ -112,7 +112,7 @@ def test_tokens_are_merged_to_words() -> None:
 
 
 def shifted(n: int, offset: int, sharp: float = 0.9) -> np.ndarray:
-    """Each query gives `sharp` to the key at an offset and shares out the rest; where there is no such key, all."""
+    """Each query gives `sharp` to the key at an offset and the rest to the others; equal shares if there is none."""
     weights = np.full((n, n), (1 - sharp) / (n - 1))
     for i in range(n):
         weights[i] = 1 / n if not 0 <= i + offset < n else np.where(np.arange(n) == i + offset, sharp, weights[i])

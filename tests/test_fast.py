@@ -1,4 +1,4 @@
-"""The fast trainer takes the plain one's steps. Without a GPU its operations run one by one, as their plain twins."""
+"""The CUDA training step equals the plain one. Without a GPU its operations run as their PyTorch twins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(tmp_path: Path) -> Make:
     files = write_pairs(tmp_path, text)
 
     def trainer(kind: type[PlainTrainStep], **train: Any) -> Trainer:
-        sizes = {"tokens_per_step": 512, "micro_tokens": 512}  # left to itself, the fast trainer mixes more lengths
+        sizes = {"tokens_per_step": 512, "micro_tokens": 512}  # by default the CUDA trainer mixes more lengths
         values = {"steps": 50, "metric": "loss", "log_every": 1, "average": 0, **sizes} | train
         dropout = values.pop("dropout", 0.0)
         model = {"d_model": 16, "d_ff": 32, "dropout": dropout}
@@ -54,14 +54,14 @@ def average_of(trainer: Trainer) -> list[Tensor]:
         {"clip": 0.5, "ema": 0.9},
         {"optimizer": "muon", "schedule": "wsd", "learning_rate": 0.01, "warmup": 2},
         {"optimizer": "soap"},
-        {"r_drop": 5.0, "dropout": 1e-9},  # so little that both drop nothing, each in its own way
+        {"r_drop": 5.0, "dropout": 1e-9},  # so small that neither drops anything
     ],
     ids=str,
 )
 def test_steps_are_those_of_the_plain_trainer(make: Make, train: dict[str, Any]) -> None:
     plain, fast = make(MemoryLimitedStep, **train), make(CudaTrainStep, **train)
     assert isinstance(fast.updates, PairBatches)
-    fast.updates.longest = 128  # a pair beyond it takes the plain way
+    fast.updates.longest = 128  # a longer pair takes the plain path
     ways, close = set(), 2e-4
     if plain.config.train.optimizer == "soap":
         close = 0.02  # eigenvectors of eigenvalues that are nearly alike follow the rounding
@@ -173,7 +173,7 @@ def test_rows_end_where_learned_positions_do(make: Make) -> None:
 
 
 def test_an_end_in_passes_is_that_of_its_own_plan(make: Make) -> None:
-    """Left to itself, the fast trainer cuts a pass into other updates."""
+    """By default the CUDA trainer plans other updates."""
     plain, fast = (
         make(kind, tokens_per_step=450, micro_tokens=0, epochs=2.0, steps=10_000)
         for kind in (MemoryLimitedStep, CudaTrainStep)

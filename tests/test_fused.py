@@ -1,4 +1,4 @@
-"""The fused training pass: the same loss and gradients as autograd's, kernels the same as their plain twins."""
+"""The fused forward and backward pass: loss and gradients equal autograd's, kernels equal their PyTorch twins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
-from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_plain
+from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_plain
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.training.regularization import r_drop_loss
 
@@ -144,7 +144,7 @@ def test_the_agreement_of_two_passes_has_the_gradient_of_autograd(alpha: float) 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert nll.item() == pytest.approx(sum(part[1].item() for part in parts) / 2, rel=1e-5)
     logits = [(each @ weight.T).detach() for each in hidden]
-    by_hand = agreeing_loss_plain(*logits, labels, 0.1, alpha, 0)  # and the logits are now their gradients
+    by_hand = r_drop_loss_plain(*logits, labels, 0.1, alpha, 0)  # and the logits are now their gradients
     assert by_hand[0].sum().item() == pytest.approx(loss.item(), rel=1e-5)
     assert by_hand[1].sum().item() == pytest.approx(nll.item(), rel=1e-5)
     both, given = torch.stack(logits), hidden.detach()
@@ -260,10 +260,10 @@ for rate in (0.0, 0.3):
         close(*sums)
 
     hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
-    close([elementwise.rectify_kernel(d.clone(), noise)], [elementwise.rectify_plain(d.clone(), noise)])
+    close([elementwise.relu_dropout_kernel(d.clone(), noise)], [elementwise.relu_dropout_plain(d.clone(), noise)])
     found = [(d.clone(), torch.ones(300)) for _ in range(2)]
-    elementwise.rectify_backward_kernel(found[0][0], hidden, noise, found[0][1])
-    elementwise.rectify_backward_plain(found[1][0], hidden, noise, found[1][1])
+    elementwise.relu_dropout_backward_kernel(found[0][0], hidden, noise, found[0][1])
+    elementwise.relu_dropout_backward_plain(found[1][0], hidden, noise, found[1][1])
     close(*found)
 
     a, b = torch.randn(2, 33, 300).unbind()
@@ -294,8 +294,8 @@ angles, places = torch.randn(7, 6), torch.randint(0, 7, (30,)).int()
 for back in (False, True):
     wide = torch.randn(30, 40)
     twin = wide.clone()
-    elementwise.turn_kernel(wide[:, :24], places, angles, back)
-    elementwise.turn_plain(twin[:, :24], places, angles, back)
+    elementwise.rotate_heads_kernel(wide[:, :24], places, angles, back)
+    elementwise.rotate_heads_plain(twin[:, :24], places, angles, back)
     close([wide], [twin])
 
 for vocab in (30, 8192 + 40):
@@ -307,8 +307,8 @@ for vocab in (30, 8192 + 40):
     for alpha in (0.0, 5.0):
         both = torch.randn(2, 7, vocab) * 3
         twins = both.clone()
-        close(vocabulary.agreeing_loss_kernel(*both, labels, 0.1, alpha, 0),
-              vocabulary.agreeing_loss_plain(*twins, labels, 0.1, alpha, 0))
+        close(vocabulary.r_drop_loss_kernel(*both, labels, 0.1, alpha, 0),
+              vocabulary.r_drop_loss_plain(*twins, labels, 0.1, alpha, 0))
         close([both], [twins])
 print("equal")
 """

@@ -204,7 +204,7 @@ def expected_links(prepared: PreparedText, part: str, gold: dict[str, str], tag:
 def test_the_store_keeps_links_between_tokens(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = list(dict.fromkeys(sentences(120)))
     gold = {source: line for (source, _), line in zip(pairs, words_links(pairs), strict=True)}
-    gold[pairs[5][0]] = ""  # an empty line: nothing is known
+    gold[pairs[5][0]] = ""  # an empty line: no alignment
     gold[pairs[6][0]] = "0-0 0-0"
     (tmp_path / "a.align").write_text("".join(f"{gold[source]}\n" for source, _ in pairs), encoding="utf-8")
     src, tgt = write_pairs(tmp_path, pairs)

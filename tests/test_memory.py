@@ -60,7 +60,7 @@ def first(trainer: Trainer) -> Update:
 
 
 def small_device(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[int]:
-    """Let the backward pass run out of memory, with half of its gradient done, if a batch has more than so many tokens.
+    """Make the backward pass of a batch above a number of tokens run out of memory, with half of its gradient done.
 
     Returns the sizes that were tried, as they are tried.
     """
@@ -166,7 +166,7 @@ KINDS: list[ModelConfig] = [
 
 @pytest.mark.parametrize("spec", KINDS, ids=lambda spec: f"{spec.kind} {spec.positions}")
 def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig) -> None:
-    """Dropout included, which must fall alike both times."""
+    """Dropout included: both passes draw the same masks."""
     spec = dataclasses.replace(spec, dropout=0.3, attention_dropout=0.2, activation_dropout=0.1)
     torch.manual_seed(1)
     model = build_model(spec, 30, 30)  # type: ignore[call-overload]

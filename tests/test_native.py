@@ -177,8 +177,8 @@ def test_rows_are_repeated_and_permuted_and_their_pages_used_again() -> None:
         chosen = (stay[:, None] * 2 + torch.randint(0, 2, (4, 2), generator=draws)).flatten()
         states, rows = [state.select(chosen) for state in states], 8
         most = max(most, int(states[0].filled.sum()))
-    arena = states[0].arena
-    pages = sum(len(held) for held in arena.held) // arena.size
+    allocator = states[0].allocator
+    pages = sum(len(held) for held in allocator.held) // allocator.size
     assert pages <= most + 2 * -(-60 // PAGE)  # the most filled positions at once, plus those of a repeated sentence
 
 
@@ -233,10 +233,10 @@ def test_the_original_is_unchanged_and_independent() -> None:
 def test_bytes_hold_no_second_copy_of_the_weights() -> None:
     plain = made(TransformerConfig(d_model=64, d_ff=256, heads=4, encoder_layers=2, decoder_layers=2))
     ours = native(plain, "int8")
-    held = sum(part.numel() * part.element_size() for part in ours.layout.held)
+    held = sum(part.numel() * part.element_size() for part in ours.packing.held)
     weights = sum(p.numel() for p in plain.parameters())
     embedded = plain.target.tokens.weight.numel()
-    assert held < 1.3 * weights + 4 * embedded  # a byte for each, but for the table that tokens are looked up in
+    assert held < 1.3 * weights + 4 * embedded  # one byte per weight, except for the embedding table
 
 
 # ---- refused options -------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_weights_that_are_no_numbers_are_named(where: str, dtype: str, beam: int
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF, 0x7F800001])
 def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None:
-    """As in a file that was overwritten; keys and values are rounded to bf16, and the largest of these bits to zero."""
+    """NaN weights, as in a damaged file; in bf16 keys and values the bits of the largest NaN would round to zero."""
     plain = made(KINDS["transformer"])
     with torch.no_grad():
         plain.get_parameter("encoder.0.feed_forward.outer.bias")[-1:].view(torch.int).fill_(bits)

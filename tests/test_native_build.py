@@ -38,7 +38,7 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, and a folder that compilers are looked for in."""
+    """An empty cache folder, and a folder of compilers on the path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -63,7 +63,7 @@ def test_without_a_compiler_the_plain_model_decodes(elsewhere: Path) -> None:
     ("script", "reason"),
     [
         ("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'x.c:1: error: bad day' >&2\nexit 1", "bad day"),
-        ("#!/bin/sh\nexit 0", "cannot be loaded"),  # it says that all is well, and writes nothing
+        ("#!/bin/sh\nexit 0", "cannot be loaded"),  # it exits with 0 and writes no file
         ("#!/no/such/shell\n", "cannot be run"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the native decoder remembers, where sentences come and go in unusual ways."""
+"""The state of the native decoder with unusual selections of sentences."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_an_empty_batch_is_decoded() -> None:
 def test_positions_grow_while_another_thread_reads_them() -> None:
     """A table returned by one call stays valid and unchanged after another call grew it."""
     table = native(made(KINDS["transformer"])).target
-    before = table.reaching(10)
+    before = table.at_least(10)
     assert before is not None
     place, copied = before.data_ptr(), before.clone()
     del before
-    longer = table.reaching(2000)
+    longer = table.at_least(2000)
     assert longer is not None
     assert len(longer) >= 2000
-    assert any(kept.data_ptr() == place and torch.equal(kept, copied) for kept in table.made)
+    assert any(kept.data_ptr() == place and torch.equal(kept, copied) for kept in table.tables)

@@ -72,7 +72,7 @@ def test_outputs_see_the_source_and_the_target_before_them(
 @pytest.mark.parametrize("size", SIZES, ids=["small", "deep", "odd"])
 @kinds
 def test_a_window_reaches_so_far_a_layer(kind: dict[str, Any], size: dict[str, Any], window: int) -> None:
-    """Restricted self-attention: each decoder layer reaches `window` positions back, and the source is seen whole."""
+    """Restricted self-attention: each decoder layer reaches `window` positions back; the whole source is visible."""
     torch.manual_seed(window)
     spec = TransformerConfig(max_positions=20, window=window, **kind, **size)
     lengths = torch.tensor([12, 3])
@@ -195,7 +195,7 @@ def test_restricted_attention_is_attention_under_its_mask(
     found = [
         restricted.attend(q, k, v, keys, causal),
         ScoredAttention(score, weight, "").attend(q, k, v, whole),
-        restricted.attend_written_out(q, k, v, keys, causal)[0],
+        restricted.weights(q, k, keys, causal) @ v,
     ]
     direction = torch.randn_like(found[0])
     gradients = [torch.autograd.grad((each * direction).sum(), (q, k, v), retain_graph=True) for each in found]

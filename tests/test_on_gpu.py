@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels as they are compiled, and training in captured graphs. Skipped elsewhere."""
+"""Tests that need a GPU: compiled kernels, and training in captured graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training import attention_kernels
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, Heads, Rows
-from qkv.engines.cuda_training.vocabulary_kernels import agreeing_loss_kernel, agreeing_loss_plain
+from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_kernel, r_drop_loss_plain
 from qkv.training.distributed import TorchrunWorld
 from qkv.training.memory_limits import MemoryLimitedStep
 
@@ -62,8 +62,8 @@ def test_the_loss_of_two_passes() -> None:
     both = torch.randn(2, 50, 8192 + 40, device="cuda") * 3
     twins, labels = both.clone(), torch.randint(0, 30, (50,), device="cuda").int()
     for ours, theirs in zip(
-        agreeing_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
-        agreeing_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
+        r_drop_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
+        r_drop_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
         strict=True,
     ):
         close(ours, theirs, torch.float32)
@@ -75,7 +75,7 @@ def trainer(folder: Path, kind: type[PlainTrainStep] | None, world: World = ALON
     text = sentences(120)
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
     values = {"device": "cuda", "metric": "loss", "average": 0, "clip": 1.0} | train
-    values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the fast trainer mixes more lengths
+    values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the CUDA trainer mixes more lengths
     model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)} | values.pop("model", {})
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
@@ -109,7 +109,7 @@ def test_captured_training_is_the_plain_one(tmp_path: Path, precision: str, more
     assert ours == pytest.approx(theirs, rel=0.1 if precision == "bf16" or "optimizer" in more else 0.01)
     graphs = fast.train_step.graphs()
     assert len(graphs.graphs) >= 1
-    graphs.max_rows = [0] * len(graphs.max_rows)  # as if there had been no room: all graphs are captured again
+    graphs.max_rows = [0] * len(graphs.max_rows)  # as after a lack of memory: all graphs are captured again
     assert all(math.isfinite(loss) for loss in losses(fast, 20))
 
 

@@ -1,4 +1,4 @@
-"""The optimisers that go past the paper's Adam, and the schedule with a stable middle: what each must be, and learn."""
+"""Optimizers beyond the paper's Adam, and the warm-up–stable–decay schedule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(model: nn.Module, optimizer: str, rate: float | Tensor = 0.01, **train
 
 
 def regression(model: nn.Module, width: int = 16) -> Callable[[], Tensor]:
-    """A batch that is always the same: the loss of learning a linear map badly conditioned."""
+    """The loss of a badly conditioned linear regression on one fixed batch."""
     draws = torch.Generator().manual_seed(3)
     x = torch.randn(256, width, generator=draws) * torch.logspace(0, -1.5, width)
     y = x @ torch.randn(width, width, generator=draws)
@@ -101,7 +101,7 @@ def test_muon_moves_every_matrix_in_all_directions_alike() -> None:
             continue
         for part in as_wide_matrices([moved], [inside[parameter]]):
             values = singular_values(part) / (0.01 * RMS * math.sqrt(part.shape[1]))
-            known = values[values > 0.05]  # a gradient may have no more directions than that
+            known = values[values > 0.05]  # the rank of the gradient may be lower
             assert len(known)
             assert known.max() < 1.2
 
@@ -207,7 +207,7 @@ def test_a_regression_is_learned(name: str) -> None:
     model = perceptron()
     loss = regression(model)
     start = loss().item()
-    rate = 0.05 if name == "muon" else 0.01  # a step of Adam's first hundred is larger than those that Muon's are like
+    rate = 0.05 if name == "muon" else 0.01  # Muon's steps are as small as Adam's later ones
     assert descend(model, build(model, name, rate=rate), loss, 100) < 0.2 * start
 
 
@@ -241,7 +241,7 @@ def test_a_step_can_be_skipped_on_the_device(name: str, at: int) -> None:
                 p.grad = torch.full_like(p, math.nan)
             first.step()
             assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), before, strict=True))
-    # SOAP's bases are refreshed after so many calls: the one left out moves them, and rounding with them.
+    # SOAP refreshes its bases after a number of calls; a skipped call shifts the refresh and its rounding.
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 

@@ -64,7 +64,7 @@ def made(spec: ModelConfig) -> Any:
     model = build_model(spec, VOCAB, VOCAB).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # they begin at zero, and would hide a bias that was lost
+            if name.endswith("bias"):  # biases start at zero, which would hide a lost one
                 parameter.normal_(std=0.2)
     return model
 
@@ -74,7 +74,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def walk(model: Any, beam: int, steps: int = 40) -> list[Tensor]:
-    """Logits of a search that feeds one token or several, reorders beams, and loses two sentences on its way."""
+    """Logits of a search that feeds one or several tokens, reorders beams and drops two sentences."""
     draws = torch.Generator().manual_seed(7)
     state, rows, seen = model.start(model.encode(draw(5, 9), LENGTHS), beam), 5 * beam, []
     for step in range(steps):
@@ -256,7 +256,7 @@ def test_a_missing_or_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(packed_linear.KERNELS, "fp32", (Wrong,))
     last = choose("fp32", flags)
     assert last.kernel is Plain
-    assert "computes wrongly here, by 50%" in last.reason
+    assert "its kernel is off by 50%" in last.reason
 
 
 def test_every_kernel_that_is_here_is_right() -> None:

@@ -25,17 +25,17 @@ from qkv.core.errors import UsageError
 from qkv.core.loss import label_smoothed_loss, reference_loss
 from qkv.core.search import length_penalty
 from qkv.core.transformer import (
-    Dropout,
     Embedding,
     FeedForward,
     LearnedPositions,
     Residual,
     SinusoidalPositions,
     Transformer,
-    parameter_count,
     sinusoids,
 )
+from qkv.engines.unpadded import ShortDropout
 from qkv.explain.attention_hooks import record_attention
+from qkv.explain.model_card import parameter_count
 from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
@@ -462,7 +462,7 @@ def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tup
 
     current: list[str] = []
     for module, name in names.items():
-        if isinstance(module, Dropout):
+        if isinstance(module, ShortDropout):
             module.register_forward_pre_hook(
                 lambda m, inputs, name=name: seen.extend([(name, inputs[0].shape[-1], m.p)] if m.p else [])
             )

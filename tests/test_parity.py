@@ -49,7 +49,7 @@ def assert_same_gradients(ours: Weights, theirs: Weights) -> None:
 
 
 def shake(model: nn.Module, std: float, seed: int) -> None:
-    """Large random weights, as if it had learned something: no bias is zero, no gain one, and outputs differ."""
+    """Large random weights, as after training: no bias is zero, no gain one, and outputs differ."""
     torch.manual_seed(seed)
     norms = {id(m.weight) for m in model.modules() if isinstance(m, nn.LayerNorm)}
     for p in filter(lambda p: p.requires_grad, model.parameters()):
@@ -216,7 +216,7 @@ def new_marian(*, scale_embedding: bool) -> MarianMTModel:
 
 @cache
 def taught_marian() -> MarianMTModel:
-    """Marian when it has half learned to copy: unlike random ones it says many things, and mostly comes to an end."""
+    """Marian half trained to copy: its outputs vary and mostly end in </s>, unlike those of random weights."""
     marian = new_marian(scale_embedding=True)
     optimizer = torch.optim.Adam(marian.parameters(), lr=5e-3, betas=(0.9, 0.98))
     for step in range(80):
@@ -304,7 +304,7 @@ def test_greedy_text_is_marians(positions: str) -> None:
     expected, _ = marian_search(theirs, source, lengths - 1 + EXTRA, beam=1)
     found = our_search(from_marian(theirs, positions), source, lengths, n_best=1, beam=1)
     assert texts_of(found) == expected
-    # It says something: the texts differ, and most of them end by themselves.
+    # The test is not trivial: the texts differ, and most end in </s>.
     assert len({tuple(text) for [text] in expected}) > 16
     assert sum(hypothesis.truncated for [hypothesis] in found) < 16
 

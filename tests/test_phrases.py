@@ -1,4 +1,4 @@
-"""Required phrases are always there or refused with a reason, forbidden ones never are: in the text, however spelt."""
+"""Required phrases are in the text or refused with a reason, forbidden ones never are, in any tokenisation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from qkv.core.search import Hypothesis, SearchState, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
 from qkv.core.translate import token_logprobs
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
@@ -40,7 +41,7 @@ LIKELY = [
 
 @cache
 def probabilities(seed: int, sentence: int, prefix: Prefix) -> np.ndarray[Any, Any]:
-    """Some tokens are likely, in another way after every prefix, and all are possible."""
+    """Random probabilities after every prefix; some tokens are likely, all are possible."""
     random = np.random.default_rng((seed, sentence, *prefix))
     values = np.full(WORDS.size, 1e-7)
     values[LIKELY] += random.dirichlet([0.5] * len(LIKELY))
@@ -117,14 +118,14 @@ def test_just_those_tokens_are_forbidden_that_complete_a_phrase(before: list[int
     avoid = Avoid(phrases, WORDS)
 
     def holds(tokens: list[int]) -> bool:
-        # A half of a character may become any: it counts as the end of a word, as everything unknown does.
+        # Half of a character may become any character: like all unknown text it counts as the end of a word.
         written = b"".join(map(WORDS.bytes_of, tokens)).replace(b"\n", b" ").decode("utf-8", "replace")
         return any(find(p, written) >= 0 for p in phrases)
 
     assume(not holds(before))
     forbidden = avoid.forbidden(before)
     for token in range(WORDS.offset, WORDS.size):
-        assert (token in forbidden) == holds([*before, token]), WORDS.tokens([*before, token])
+        assert (token in forbidden) == holds([*before, token]), readable_tokens(WORDS, [*before, token])
     assert WORDS.eos not in forbidden
 
 
@@ -143,7 +144,7 @@ def test_a_forbidden_phrase_is_never_written(
 
 
 def test_without_the_rule_the_phrases_do_come() -> None:
-    """Or the test above shows nothing."""
+    """Otherwise the test above proves nothing."""
     texts = [text_of(hypotheses[0]) for seed in range(40) for hypotheses in searched(seed, 9)]
     assert all(sum(find(p, text) >= 0 for text in texts) >= 1 for p in ("cat", "é", "t"))
 
@@ -178,7 +179,7 @@ def test_a_longer_word_is_another_word() -> None:
 def test_required_phrases_are_always_met(
     seed: int, phrases: list[str], ordered: bool, spare: int, beam: int, whole: bool
 ) -> None:
-    """With as little room as there can be, too."""
+    """Also with the smallest possible length limit."""
     required = MustInclude.of(phrases, WORDS, ordered=ordered, whole_words=whole)
     longest = required.need([]) + spare
     found = searched(seed, longest, beam=beam, n_best=2, start=constrained([required] * 2))
@@ -269,7 +270,7 @@ def test_phrases_both_required_and_forbidden_are_refused() -> None:
     with pytest.raises(UsageError, match=r'"a cat\." is required, but "cat" in it is forbidden'):
         check_conflict([], "a cat.", Avoid(["cat"], WORDS))
     check_conflict(["category"], "a cat", Avoid(["cat"], WORDS))  # which may become "a category"
-    # Two phrases that must follow each other, and must not: there is no room for anything between them.
+    # Two phrases have to be adjacent, because there is no room between them, and together form a forbidden one.
     required = MustInclude.of(["the", "cat"], WORDS, ordered=True)
     avoid = Avoid(["the cat"], WORDS)
     with pytest.raises(UsageError, match="cannot be met together"):

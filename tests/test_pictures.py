@@ -1,4 +1,4 @@
-"""The pictures of the documentation are drawn from the code, and hold what it computes."""
+"""The pictures of the documentation show the numbers that the code computes."""
 
 from __future__ import annotations
 

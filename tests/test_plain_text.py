@@ -1,4 +1,4 @@
-"""Models without a source: running text keeps every character, generation slides and never ends, gaps are filled."""
+"""Language models and encoders: running text keeps every character, the context slides, gaps are filled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_running_text_round_trip(text: str) -> None:
 
 @given(texts, st.integers(0, 30))
 def test_a_text_is_decoded_as_it_comes(text: str, cut: int) -> None:
-    """Token by token after any prompt, whole characters only, and together the rest of the text."""
+    """After any prompt the streamed parts are whole characters, and together the rest of the text."""
     text = unicodedata.normalize("NFC", text)
     ids = encode_text(CHARACTERS, text)
     cut = min(cut, len(ids))
@@ -566,7 +566,7 @@ def encoder_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @tasks
 def test_an_encoder_learns(task: str, encoder_run: Path, tmp_path: Path) -> None:
-    """A word hidden on one side is found on the other, in unseen lines, 99 times in 100."""
+    """A hidden word that also occurs on the other side is filled in correctly, 99 times in 100, in unseen lines."""
     loaded = qkv.load(encoder_run if task == "copy" else train_encoder(tmp_path, task))
     assert isinstance(loaded, qkv.Encoder)
     right = 0
@@ -604,7 +604,7 @@ def test_sentence_vectors(encoder_run: Path) -> None:
     vectors = loaded.embed(sentences)
     assert vectors.shape == (4, 64)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [1, 0, 1, 1], atol=1e-5)
-    for sentence, vector in zip(sentences, vectors, strict=True):  # the same in any company
+    for sentence, vector in zip(sentences, vectors, strict=True):  # the same in any batch
         np.testing.assert_allclose(loaded.embed([sentence])[0], vector, atol=1e-5)
     near, far = vectors[0] @ loaded.embed(["b a c d > b a c d"])[0], vectors[0] @ vectors[3]
     assert near > far

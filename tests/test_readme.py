@@ -1,7 +1,8 @@
-"""The README's commands run, on small files of the names it uses; its map names existing modules."""
+"""The README's commands run, on small files of the names it uses; all pages name existing modules and functions."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import lzma
@@ -115,3 +116,35 @@ def test_the_map_names_existing_modules() -> None:
         for folder in folders
     }
     assert mapped == there
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the functions, classes, methods, fields and constants that a module defines, also without their class."""
+
+    def names(body: list[ast.stmt], prefix: str = "") -> set[str]:
+        defined = set()
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                defined |= names(node.body, f"{node.name}.")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                defined |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+        return defined
+
+    defined = names(ast.parse(path.read_text(encoding="utf-8")).body)
+    return defined | {name.split(".")[-1] for name in defined}
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem
+)
+def test_pages_name_existing_files_and_functions(page: Path) -> None:
+    """`path.py` has to exist, and in `path.py` (`name`, `Class.method`) the names have to be defined there."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for name, inside in re.findall(r"`((?:\w+/)*\w+\.py)`((?: \([^()]*\)|(?:, `[\w.]+`(?=[);,]))+)?)", text):
+        files = [path for root in ("", "src/qkv", "tests") if (path := ROOT / root / name).is_file()]
+        assert files, name
+        functions = set(re.findall(r"`([A-Za-z_]\w*(?:\.(?!py\b)\w+)?)`", inside))
+        assert functions <= defined_in(files[0]), name

@@ -41,7 +41,7 @@ def trainer(folder: Path, model: ModelConfig, **train: Any) -> Trainer:
 
 
 def divergence(trained: Trainer) -> float:
-    """Between what two passes under different dropout say of a token, on average: KL(p‖q) + KL(q‖p)."""
+    """Mean divergence KL(p‖q) + KL(q‖p) between the predictions of two passes with different dropout."""
     batch = updates(trained, 1)[0].micro_batches[0]
     trained.model.train()
     torch.manual_seed(5)

@@ -28,7 +28,7 @@ def test_utilities_are_sacrebleus_sentence_scores(candidates: list[str]) -> None
 
 
 def test_the_one_that_the_others_agree_with_wins() -> None:
-    # The likeliest is alone with its opinion. By words, b shares three of four with a and with c; a and c share two.
+    # The likeliest is unlike all others. By words, b shares three of four with a and with c; a and c share two.
     candidates = ["something else entirely here", "the cat sat down", "the cat sat there", "a cat sat there"]
     scores = [-0.1, -2.0, -3.0, -4.0]
     gained = expected_utility(candidates, "chrf")

@@ -28,7 +28,7 @@ from qkv.options import Config
 STEPS, EVERY = 16, 4
 
 # Forks children from a process that has loaded everything and trained nothing, so that each costs only its training.
-# A child runs the command line and does something to itself at the n-th call of one function.
+# A child runs the command line and sends itself a signal at the n-th call of one function.
 FORKER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -87,7 +87,7 @@ Stop = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def stop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stop]:
-    """Run a command that meets a signal on the way: `stop(argv, place, at, signal)` → exit code, standard error."""
+    """Run a command that gets a signal on the way: `stop(argv, place, at, signal)` → exit code, standard error."""
     stderr = tmp_path_factory.mktemp("stop") / "stderr"
     with subprocess.Popen([sys.executable, "-c", FORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forker:
         assert forker.stdin
@@ -105,7 +105,7 @@ def stop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stop]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config file with everything that is random or remembered: dropout, BPE-dropout, accumulation, EMA, average."""
+    """A config with all randomness and state: dropout, BPE-dropout, accumulation, EMA, average."""
     folder = tmp_path_factory.mktemp("recipe")
     src, tgt = write_pairs(folder, sentences(150))
     settings = tiny_config(

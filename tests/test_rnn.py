@@ -1,4 +1,4 @@
-"""The recurrent model: its equations, the kernels that agree with them, no peeking, one answer by every way to it."""
+"""The recurrent model: its equations, equal kernels, causality, and the same results stepped and whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the search, each against a plain statement of it; the score stays the model's own."""
+"""Logits processors, each against its definition in plain Python; scores stay those of the model."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_rules_hold_and_scores_are_the_models_own(seed: int, rules: DecodingOpti
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_greedy_with_rules_equals_plain_python(seed: int, n: int) -> None:
-    """Token by token in plain Python: the likeliest that is allowed, where those written count for less."""
+    """Plain Python, token by token: the likeliest allowed token, with a penalty on earlier ones."""
     table = random_table(seed, 5, sharpness=0.3)
     written: tuple[int, ...] = ()
     while True:
@@ -186,7 +186,7 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
 
 
 def test_coverage_of_an_ensemble_is_the_mean_of_its_members() -> None:
-    """A member whose attention is uniform and one whose is not: neither alone gives the score."""
+    """Members with uniform and with sharp attention: neither alone gives the score."""
     source, lengths = sources(3)
     uniform = copy.deepcopy(transformer())
     torch.nn.init.zeros_(uniform.decoder[1].cross_attention.qkv.weight)

@@ -1,4 +1,4 @@
-"""The same answer by every way to it: stepped or whole, fused or written out, alone or in company, in parts."""
+"""The same result on every path: stepped or whole, fused or written out, in any batch, in parts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def model_of(variant: int) -> Transformer:
 
 
 def shaken(model: Transformer) -> Transformer:
-    """As after some training: no bias is zero, no gain one, and outputs differ."""
-    std = 0.25 if model.config.activation == "swiglu" else 0.5  # a product of two would make more of every rounding
+    """Weights as after training: no bias is zero, no gain one, and outputs differ."""
+    std = 0.25 if model.config.activation == "swiglu" else 0.5  # the product of two layers would amplify rounding
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, mean=1.0 if name.endswith("norm.weight") else 0.0, std=std)
     return model

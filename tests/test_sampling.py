@@ -97,7 +97,7 @@ def test_numbers_belong_to_seed_sentence_and_row(seed: int, sentences: list[int]
 
 
 def test_samples_of_a_search_follow_the_models_probabilities() -> None:
-    """Whole sentences of a small world, each as often as it is likely."""
+    """Whole sentences of a small table model, each with the frequency of its probability."""
     table = random_table(3, 2, sharpness=2.0)
     count = 4000
     source = torch.zeros(count, 1, dtype=torch.long)

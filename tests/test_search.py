@@ -1,4 +1,4 @@
-"""Search: tables worked by hand, exhaustive enumeration in a small world, scores re-derived by forced decoding."""
+"""Search: tables computed by hand, exhaustive enumeration of a small table model, scores from forced decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, tokens so 
 
 @dataclasses.dataclass
 class Rows:
-    """The state of a table: which sentence each row is, and what it has written."""
+    """The state of a table model: the sentence of each row and its tokens so far."""
 
     sentences: list[int]
     written: list[Prefix]
@@ -356,7 +356,7 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
             assert h.truncated == (len(h.tokens) == int(lengths[row]) - 1 + 7)  # the paper's limit: input + extra
             truncated.add(h.truncated)
     if beam > 1:
-        assert truncated == {True, False}  # both happen here, or this shows little
+        assert truncated == {True, False}  # both cases occur
 
 
 def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:

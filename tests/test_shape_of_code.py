@@ -1,4 +1,4 @@
-"""The shape of the code: imports flow one way, nothing heavy or optional loads early, nothing is pickled or long."""
+"""The shape of the code: import order, no heavy or optional imports at load, no pickle, limits of length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 MODULES = sorted((SRC / "qkv").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-# The way through the house: a module imports only from its own stage and from stages before it. Validation searches and
+# The order of imports: a module imports only from its own stage and from stages before it. Validation searches and
 # scores, so training comes after both.
 STAGES = """
     core options console worker_pool presets data models run
@@ -40,6 +40,7 @@ HEAVY = [
         "device",
         "loss",
         "optimizer",
+        "run",
         "search",
         "trainer",
         "transformer",

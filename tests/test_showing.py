@@ -1,4 +1,4 @@
-"""What a model does, shown through the public surface: maps, decoding, what-ifs, heads, alignments, reports."""
+"""Inspection through the public API: attention maps, decoding steps, what-if, heads, alignments, reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files to stored ids: exact counts, no leak between the parts, the same bytes however made, whole or absent."""
+"""From files to stored ids: exact counts, no leak between the parts, equal bytes on every path, no partial store."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
 def test_lines_of_several_sentences_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, share: float
 ) -> None:
-    """Their share is taken from a sample over the whole text; a language tag is no sentence."""
+    """The share is measured on a sample of the whole text; a language tag does not count as a sentence."""
     monkeypatch.setattr("qkv.api.run_training.SAMPLE", sample)
     pairs = [(f"{src[:-1]}! And more." if i % 4 == 3 else src, tgt) for i, (src, tgt) in enumerate(sentences(80))]
     train, valid = write(tmp_path, pairs), write(tmp_path, sentences(20, seed=1), "valid")
@@ -525,7 +525,7 @@ def test_all_files_are_flushed_before_they_get_their_name(
 
 
 def test_a_store_without_checksums_still_opens(split: DataConfig, tmp_path: Path) -> None:
-    """As older versions wrote them: a run goes on with it, a new preparation takes its place."""
+    """A store of an older version: a run resumes with it, a new preparation replaces it."""
     folder, said = tmp_path / "store", list[str]()
     first = prepare_text(split, CHARS, folder)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -560,7 +560,7 @@ def test_of_two_that_prepare_the_same_text_one_wins(split: DataConfig, tmp_path:
 
 
 def test_an_unfinished_store_is_not_read(split: DataConfig, tmp_path: Path) -> None:
-    """A draft is whole, with its manifest, for a moment before it gets its name."""
+    """A draft is complete, with its manifest, before it is renamed."""
     data = dataclasses.replace(split, store=str(tmp_path / "shared"))
     done = prepare_text(data, CHARS, tmp_path / "run").folder
     done.rename(done.with_name(f".preparing-{platform.node()}-{os.getpid()}-00"))
@@ -670,7 +670,7 @@ def test_many_rows_at_once_are_those_one_by_one(split: DataConfig, tmp_path: Pat
 
 
 def test_the_seed_of_training_does_not_change_the_text(tmp_path: Path) -> None:
-    """So that trainings with several seeds are compared on one text."""
+    """Trainings with several seeds are compared on the same text."""
     data = DataConfig(train=(write(tmp_path, sentences(400)),), store=str(tmp_path / "shared"))
     one, two, other = (
         run_training._prepare(tmp_path / "run", Config(data=each, tokenizer=CHARS).replace(train={"seed": seed}))

@@ -1,4 +1,4 @@
-"""Training: it learns, keeps what it should, says what happened, and a bad batch does not ruin it."""
+"""Training: it learns, keeps the right weights, logs its steps, and skips bad batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def settings(files: tuple[str, str], **train: object) -> Config:
-    """A model for looking at what training does, not at what it learns."""
+    """A small config for tests of the loop, not of learning."""
     values = {"steps": 8, "validate_every": 2, "log_every": 1, "tokens_per_step": 256, "metric": "loss"}
     return tiny_config(*files, **(values | train)).replace(model={"d_model": 16, "d_ff": 32})
 
@@ -187,7 +187,7 @@ def test_clipping_limits_the_gradient(trainer: Callable[..., Trainer], monkeypat
 def test_dropout_follows_the_step_number_alone(trainer: Callable[..., Trainer]) -> None:
     a, b = trainer({"dropout": 0.5}), trainer({"dropout": 0.5})
     update = updates(a, 1)[0]
-    torch.rand(17)  # whatever else was drawn before
+    torch.rand(17)  # after other random numbers were drawn
     first = a.step(update)
     torch.rand(3)
     assert first == b.step(update)
@@ -372,7 +372,7 @@ def test_validation_uses_the_moving_average(
 
 
 def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None:
-    """What the log says of a step is what its weights write by themselves: translating also breaks their loops."""
+    """The logged score of a step is that of its weights in greedy search, without repeated searches of loops."""
     run = Run.open(tiny)
     source, reference = (
         (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
@@ -385,7 +385,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
         assert translation.looped or translation.text == text
     logged = next(line for line in entries(tiny, "valid") if line["step"] == 100)
     assert logged["bleu"] == pytest.approx(sacrebleu.corpus_bleu(found, [reference]).score, rel=1e-5)
-    assert logged["bleu"] < 99  # or nothing much was compared
+    assert logged["bleu"] < 99  # otherwise all are equal
     assert logged["sample"] == found[0]
 
 
@@ -418,7 +418,7 @@ def test_the_log_is_json_line_by_line(tiny: Path) -> None:
     assert [line["step"] for line in entries(tiny, "valid")] == [100, 200]
     first, last = entries(tiny, "train")[0], entries(tiny, "train")[-1]
     assert last["loss"] < first["loss"]
-    assert last["nll"] < last["loss"]  # label smoothing costs
+    assert last["nll"] < last["loss"]  # label smoothing raises the loss
     assert set(last) == {
         *("event", "step", "epoch", "loss", "nll", "norm", "learning_rate"),
         *("tokens", "skipped", "tokens_per_second", "stalled", "seconds"),
@@ -610,7 +610,7 @@ def test_a_gpu_gets_muon_where_matrices_are_whole(
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda *_: 0.01)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto_recipe, "describe", str)
+    monkeypatch.setattr(auto_recipe, "describe_device", str)
     chosen, _ = auto_recipe.choose(given.replace(train={"parallel": parallel}), prepared, minutes=1)
     assert (chosen.train.optimizer, chosen.train.schedule) == (optimizer, "wsd")
 
@@ -645,7 +645,7 @@ def test_options_of_the_user_take_precedence(corpus: tuple[str, str], call: Call
 
 
 def test_the_recipe_is_chosen_around_options_of_the_user(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything else goes with it: time and passes are those of the model that will be trained, and so is its rate."""
+    """All other options follow: time, passes and learning rate are those of the final model."""
     prepared, given = PreparedText.open(tiny / "store"), Config(Run.open(tiny).config.data)
     measured: list[Config] = []
 
@@ -670,7 +670,7 @@ def test_the_recipe_is_chosen_around_options_of_the_user(tiny: Path, monkeypatch
     assert few.train.steps == pytest.approx(3 * auto_recipe.updates_a_pass(few, prepared), abs=1)
     assert "3.0 passes over the text (as you say)" in " ".join(reasons)
     monkeypatch.setattr(auto_recipe, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(auto_recipe, "describe", str)
+    monkeypatch.setattr(auto_recipe, "describe_device", str)
     rates = [
         around(given, prepared, f"train.optimizer={optimizer}", minutes=1)[0].train.learning_rate
         for optimizer in ("adam", "muon")
@@ -737,7 +737,7 @@ def test_the_recipe_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch
 
 
 def test_the_model_follows_the_steps_that_are_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a number of steps the default number of minutes decides nothing."""
+    """With a number of steps the default time limit is not used."""
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     smallest = dataclasses.replace(auto_recipe.PAIRS[0], limit=10.0)
     monkeypatch.setattr(auto_recipe, "PAIRS", [smallest, *auto_recipe.PAIRS[1:]])  # this text counts as larger

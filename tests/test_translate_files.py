@@ -1,4 +1,4 @@
-"""A file through the translator: killed anywhere and continued, alone or by several, it is the file of one attempt."""
+"""Translation of files: killed at any point and resumed, by one or several processes, the file is the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPECTED = "".join(upper(chunk)[0] for chunk in chunks(LINES, SIZE)).encode()
 
 
 class Stopped(BaseException):
-    """What ends an attempt in the middle."""
+    """Raised to interrupt an attempt."""
 
 
 def attempt(output: Path, work: Any = upper, lines: list[str] = LINES, size: int = SIZE, **task: Any) -> Any:
@@ -85,7 +85,7 @@ def test_chunks_hold_every_line_once_and_in_order(lines: list[str], size: int) -
 
 
 def test_long_lines_make_small_chunks() -> None:
-    """Else 2048 lines of a million characters would have to be held at once."""
+    """Otherwise 2048 lines of a million characters would be in memory at once."""
     found = list(chunks(("x" * 300_000 for _ in range(10)), 2048))
     assert [len(chunk.lines) for chunk in found] == [4, 4, 2]
 
@@ -105,7 +105,7 @@ def test_lines_are_counted_as_they_are_read(tmp_path: Path, data: bytes, count: 
 
 
 def test_reading_stays_one_chunk_ahead(tmp_path: Path) -> None:
-    """Nothing is read before it is needed, and nothing kept that was written: so memory stays flat."""
+    """Input is read when needed and output is not kept, so memory does not grow."""
     read = 0
 
     def lines() -> Iterator[str]:
@@ -211,7 +211,7 @@ def test_stopped_again_after_a_cut(unfinished: Path, name: str) -> None:
 
 
 def test_damaged_output_is_translated_again(unfinished: Path, tmp_path: Path) -> None:
-    """Some file systems fill what they lost in a power cut with zeros; what the journal does not know of is cut off."""
+    """After a power cut some file systems have zeros at the end; everything beyond the journal is cut off."""
     part, log = (tmp_path / f"out.part{suffix}" for suffix in ("", ".json"))
     whole, entries = part.read_bytes(), log.read_bytes()
     for spoilt, journal_ in [
@@ -297,7 +297,7 @@ def test_two_do_not_write_one_file(unfinished: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_journal_that_was_just_removed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process ends, and takes the journal away, after it was opened here and before its lock is had."""
+    """Another process ends and removes the journal between its opening here and the lock."""
     out, real, calls = tmp_path / "out", fcntl.flock, 0
 
     def late(file: Any, how: int) -> None:
@@ -354,7 +354,7 @@ def test_a_folder_is_no_output(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# A process that does something to itself at its n-th step towards the disk: here, it is killed in the middle of it.
+# A process that kills itself in the middle of its n-th operation on files.
 KILLED = """
 import os, random, signal, sys
 from pathlib import Path
@@ -680,7 +680,7 @@ def test_another_command_is_refused(
 def unfinished_call(
     tiny: Path, call: Call, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """The arguments of a call that has ended at a bad line, one chunk after its beginning."""
+    """The arguments of a call that failed at a bad line in its second chunk."""
     monkeypatch.setattr("qkv.api.CHUNK", 3)
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_bytes(b"a\nb\nc\nd\n\xff\n")
@@ -770,7 +770,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_killed_translation_resumes(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three times from outside, whatever it is at; the scores are the same to the last digit too."""
+    """Killed three times from outside at any point; the scores are equal to the last digit."""
     monkeypatch.setattr("qkv.api.CHUNK", 20)
     form = ["--json", "--n-best", "2"]
     assert call("translate", tiny, text, *form, "-o", tmp_path / "expected").code == 0
@@ -811,7 +811,7 @@ def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatc
 
 
 def wait_for(path: Path, size: int, process: subprocess.Popen[bytes]) -> None:
-    """Until a file has grown."""
+    """Wait until a file has grown."""
     wait_until(lambda: (path.exists() and path.stat().st_size > size) or process.poll() is not None)
     assert process.poll() is None
 

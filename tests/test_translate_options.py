@@ -21,6 +21,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import SearchRequest
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
@@ -37,9 +38,9 @@ def translator(tiny: Path) -> Translator:
 
 
 def assert_own_logprob(translator: Translator, source: str, found: Translation) -> None:
-    """Forced decoding of the very tokens, which may spell the text in another way than the tokenizer."""
+    """Forced decoding of these tokens, which may differ from the tokenizer's for the same text."""
     tgt = translator.tokenizers.tgt
-    names = {name: token for token, name in reversed(list(enumerate(tgt.tokens(range(tgt.size)))))}
+    names = {name: token for token, name in reversed(list(enumerate(readable_tokens(tgt, range(tgt.size)))))}
     ids = torch.tensor([[*translator.tokenizers.src.encode(source), 2]])
     written = [names[token] for token in found.tokens]
     memory = translator.model.encode(ids, torch.tensor([ids.shape[1]]))
@@ -210,7 +211,7 @@ def test_dtype_and_workers_are_checked_when_a_run_is_opened(tiny: Path) -> None:
 
 
 class Stuck(TranslationModel):
-    """A model that says the same for ever, unless it is kept from it: then it ends."""
+    """A model that repeats a token until it is forbidden, then ends."""
 
     def __init__(self, word: int, vocabulary: int) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ def test_a_loop_is_detected_broken_and_flagged(tiny: Path) -> None:
     assert (blocked.text, blocked.looped) == ("e e", False)
     begun = translator.translate(
         "One cat.", beam=1, max_length=10, prefix="e " * 9
-    )  # where the second try is no better
+    )  # if the second search is no better
     assert (begun.text, begun.looped) == (" ".join("e" * 10), True)
 
 
@@ -394,5 +395,7 @@ def test_search_options_default_to_the_config(translator: Translator) -> None:
 def test_the_engine_reports_its_kernels(tiny: Path) -> None:
     threads = f"threads: {torch.get_num_threads()}"
     assert re.fullmatch(rf"fp32 on .+, {threads}", qkv.load(tiny, device="cpu").engine)
-    assert qkv.load(tiny, device="cpu", dtype="int8").engine.startswith(("int8 on ", "fp32 on "))  # or why not
+    assert qkv.load(tiny, device="cpu", dtype="int8").engine.startswith(
+        ("int8 on ", "fp32 on ")
+    )  # or fp32, with the reason
     assert qkv.load(tiny, device="cpu", workers=2).engine.endswith("processes: 2")

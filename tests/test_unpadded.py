@@ -14,9 +14,9 @@ from qkv.assembly import build_model, trainer_for
 from qkv.core.batches import Batch
 from qkv.core.dataset import PreparedText
 from qkv.core.loss import label_smoothed_loss
-from qkv.core.transformer import Dropout, Transformer
+from qkv.core.transformer import Transformer
 from qkv.data.text_preparation import prepare_text
-from qkv.engines.unpadded import Unpadded
+from qkv.engines.unpadded import ShortDropout, Unpadded
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
@@ -129,7 +129,7 @@ def test_recorded_and_muted_heads_are_the_same() -> None:
 
 
 def test_a_batch_without_labels_gives_every_weight_a_gradient_of_zero() -> None:
-    """So that a rank which has nothing left can keep step with the others."""
+    """A rank without rows can then take part in the sum of gradients."""
     loss, gradients = outcome(model_of(), memory_limits.idle(BATCH), laid=True)
     assert loss == 0
     for name, gradient in gradients.items():
@@ -200,11 +200,11 @@ def test_training_computes_no_padding(prepared: tuple[Config, PreparedText]) -> 
 def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
     torch.manual_seed(0)
     x = torch.ones(301, 333, requires_grad=True)  # no multiple of the four that are drawn at once
-    y = Dropout(p)(x)
+    y = ShortDropout(p)(x)
     kept = y.detach() != 0
     assert float(kept.float().mean()) == pytest.approx(1 - p, abs=0.006)
     torch.testing.assert_close(y.detach()[kept], torch.full((int(kept.sum()),), 1 / (1 - p)), rtol=1e-3, atol=0)
-    for neighbour in (kept[:, 1:] & kept[:, :-1], kept[1:] & kept[:-1]):  # one says nothing of the next
+    for neighbour in (kept[:, 1:] & kept[:, :-1], kept[1:] & kept[:-1]):  # neighbours are independent
         assert float(neighbour.float().mean()) == pytest.approx((1 - p) ** 2, abs=0.01)
     y.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(x.grad, y.detach())
@@ -212,7 +212,7 @@ def test_dropout_keeps_its_share_and_the_mean(p: float) -> None:
 
 def test_dropout_follows_the_seed_and_leaves_others_alone() -> None:
     x = torch.randn(7, 5)
-    layer = Dropout(0.5)
+    layer = ShortDropout(0.5)
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -221,5 +221,5 @@ def test_dropout_follows_the_seed_and_leaves_others_alone() -> None:
     assert not torch.equal(drawn[0], drawn[2])
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(layer.eval()(x), x)
-    assert torch.equal(Dropout(0.0)(x), x)
-    assert not Dropout(1.0)(x).any()
+    assert torch.equal(ShortDropout(0.0)(x), x)
+    assert not ShortDropout(1.0)(x).any()

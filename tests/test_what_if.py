@@ -1,4 +1,4 @@
-"""What if: a muted head is one without its part of W^O, and changes of model, source and beginning do what they say."""
+"""What-if: a muted head equals W^O without its part; changes of model, source and prefix have their effect."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_source_can_lose_words_and_get_others(translator: qkv.Translator) ->
         assert found.changed
         forced = translator.score(text, found.before.translation).logprob
         assert found.forced_logprob == pytest.approx(forced, abs=1e-4)
-        assert found.likelier < -1  # what translates the one sentence does not translate the other
+        assert found.likelier < -1  # the translation of one sentence is improbable for the other
         assert found.to_dict()["logprob_change"] == found.after.logprob - found.before.logprob
     for change, message in [({"drop": [7]}, "no word 7.*6 \\."), ({"drop": range(7)}, "no word of the source would")]:
         with pytest.raises(UsageError, match=message):

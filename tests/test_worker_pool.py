@@ -1,4 +1,4 @@
-"""Processes use the cpu_count that they may, and none outlives its parent."""
+"""Worker processes: as many as CPUs allowed, and none outlives its parent."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_nothing_to_do_is_done_at_once(workers: ProcessWorkers[OpenedRun]) -> No
 
 
 def last_first(opened: OpenedRun, number: int, folder: str) -> tuple[int, int]:
-    """Finish the first task after the last, so that results come in another order than tasks went."""
+    """Finish the first task last, so that results arrive out of order."""
     if number == 0:
         wait_until(Path(folder, "5").exists)
     else:

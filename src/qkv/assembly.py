@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -14,6 +17,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
+from qkv.core.run import LOCKED
 from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
@@ -55,6 +59,8 @@ from qkv.training.prefetching import prefetching
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
 
+SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
+
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
 
@@ -81,6 +87,7 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: .
 def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
+    unpadded.use_short_dropout(model)
     return use_fused_modules(model) if torch.cuda.is_available() else model
 
 
@@ -109,6 +116,43 @@ class Run(core_run.Run):
 
     def build_model(self) -> Model:
         return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
+
+    @property
+    def by_sentence(self) -> bool:
+        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
+
+        An older run folder has no record of that, and its texts are translated sentence by sentence.
+        """
+        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
+
+    @property
+    def store(self) -> Path:
+        """Folder of the tokenised text: in the run folder, or outside it where several runs share it."""
+        return self.path / (self.about.get("store", "store") if self.exists() else "store")
+
+    def in_training(self) -> bool:
+        """Return whether a process is training in this folder now; False where the file system cannot lock."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in LOCKED
+        finally:
+            os.close(folder)
+        return False
+
+    def no_weights(self) -> str:
+        if self.scores:  # they were there once
+            return "no weights: restore them from a copy, or train again"
+        options = self.config.train
+        first = min(options.validate_every, options.steps)
+        remedy = "wait for it" if self.in_training() else f"go on with `qkv train --resume --run {self.path}`"
+        return f"no weights yet: the first come with the first validation, at step {first:,}: {remedy}"
+
+
+def stored_at(run: Path, store: Path) -> str:
+    """Return the entry `store` of run.json: a path inside the run folder, or an absolute one."""
+    return "store" if store == run / "store" else str(store.resolve())
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
-"""All options: those of the paper (`qkv.core.config`), extended with what the rings add, and the other kinds of model.
+"""All options: those of the paper (`qkv.core.config`), the options of the rings, and the other kinds of model.
 
-`docs/options.md`, `--set section.key=value` and the error messages are made from these declarations. A new option is
-declared here once; every engine refuses it until its allow-list names it.
+`docs/options.md`, `--set section.key=value` and the error messages are generated from these declarations. A new option
+is declared here once; every engine refuses it until its allow-list has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class CorpusConfig(config.CorpusConfig):
 
 @dataclass(frozen=True)
 class DataConfig(config.DataConfig):
-    """Where the text comes from and which lines are kept."""
+    """Options of the training and validation text, and of its filters."""
 
     train: tuple[CorpusConfig, ...] = option((), "training corpora")
     valid: tuple[CorpusConfig, ...] = option((), "validation corpora; without one, a part of train is held out")
@@ -56,7 +57,7 @@ class DataConfig(config.DataConfig):
 
 @dataclass(frozen=True)
 class TokenizerConfig(config.TokenizerConfig):
-    """How text becomes ids."""
+    """Options of the tokenizer: text to ids."""
 
     kind: str = option("bpe", "subword algorithm", choices=("bpe", "unigram", "word", "char"))
     dropout: float = option(0.0, "BPE-dropout: probability of skipping a merge in training", low=0.0, high=1.0)
@@ -91,11 +92,11 @@ class AttentionModelConfig(config.AttentionModelConfig):
     def check(self, longest: int) -> None:
         super().check(longest)
         if self.positions == "rotary" and self.key_width % 2:
-            raise UsageError(f"model.d_k = {self.key_width}: rotary positions turn pairs and need an even width")
+            raise UsageError(f"model.d_k = {self.key_width}: rotary positions rotate pairs and need an even width")
         if self.positions == "rotary" and self.attention == "additive":
             raise UsageError(
-                'model.positions = "rotary" turns queries and keys for a dot product, which model.attention = '
-                '"additive" has not: set another attention or other positions'
+                'model.positions = "rotary" needs an attention with a dot product, not model.attention = '
+                '"additive": set another attention or other positions'
             )
 
 
@@ -108,7 +109,7 @@ class TransformerConfig(AttentionModelConfig, config.TransformerConfig):
 
 @dataclass(frozen=True)
 class DecoderOnlyConfig(AttentionModelConfig):
-    """Language model: the paper's decoder without a source, trained on plain text. Its context is data.max_length."""
+    """Language model: the paper's decoder without a source, trained on plain text; data.max_length is its context."""
 
     kind: str = option("decoder", "kind of model", choices=("decoder",))
     layers: int = option(6, "layers of the stack", low=1)
@@ -233,6 +234,18 @@ class Config(config.Config):
             return super().longest()
         return self.data.max_length + isinstance(self.model, EncoderOnlyConfig)  # an encoder reads </s> too
 
+    def replace(self, **sections: Mapping[str, Any]) -> Self:
+        """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
+        tree: dict[str, dict[str, Any]] = {s.name: dict(vars(getattr(self, s.name))) for s in dataclasses.fields(self)}
+        for name, values in sections.items():
+            tree.setdefault(name, {}).update(values)
+        return self.from_dict(tree)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain tables, lists and values."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
     def assign(self, settings: Sequence[str]) -> Self:
         """Apply `section.key=value` settings, as `--set` gives them; the value is TOML or a bare string."""
         tree = self.to_dict()
@@ -256,7 +269,7 @@ class Config(config.Config):
         return self.from_dict(tree)
 
     def difference(self, other: config.Config) -> list[tuple[str, Any, Any]]:
-        """List the options in which two configs differ: (path, ours, theirs)."""
+        """List the options that differ between two configs: (path, value here, value in other)."""
         left = {path: value for path, _, value in self.options()}
         right = {path: value for path, _, value in other.options()}
         paths = list(dict.fromkeys([*left, *right]))
@@ -286,8 +299,8 @@ class Config(config.Config):
         sharded = train.parallel == "sharded"
         if not isinstance(model, AttentionModelConfig):
             if train.checkpointing or sharded:
-                chosen = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
-                raise UsageError(f"train.{chosen} is for layers of attention, not for {model.kind}: leave it out")
+                setting = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
+                raise UsageError(f"train.{setting} is for layers of attention, not for {model.kind}: leave it out")
         elif sharded and train.optimizer in ("muon", "soap"):
             raise UsageError(
                 f'train.optimizer = "{train.optimizer}" needs whole matrices, which train.parallel = "sharded" '

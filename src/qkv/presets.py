@@ -28,7 +28,7 @@ from qkv.options import (
 
 
 def paper_base() -> Config:
-    """The base model of the paper, trained as in its section 5 (Table 3, first row); it wants --src and --tgt."""
+    """The base model of the paper, trained as in its section 5 (Table 3, first row); needs --src and --tgt."""
     return Config(
         tokenizer=TokenizerConfig(vocab=37_000),
         model=TransformerConfig(),
@@ -39,7 +39,7 @@ def paper_base() -> Config:
 def paper_big() -> Config:
     """The big model of the paper (Table 3, last row); for English-French the paper lowers dropout to 0.1.
 
-    It wants --src and --tgt.
+    Needs --src and --tgt.
     """
     return Config(
         tokenizer=TokenizerConfig(vocab=37_000),
@@ -48,7 +48,7 @@ def paper_big() -> Config:
     )
 
 
-# Table 3, rows (A) to (E): what each changes of the base model. Unless named, d_k and d_v are d_model / heads.
+# Table 3, rows (A) to (E): options that differ from the base model. By default d_k and d_v are d_model / heads.
 TABLE_3: dict[str, dict[str, dict[str, Any]]] = {
     "table3_a_1_head": {"model": {"heads": 1}},
     "table3_a_4_heads": {"model": {"heads": 4}},
@@ -76,26 +76,26 @@ def _row(name: str) -> Callable[[], Config]:
         return _named(paper_base().replace(**TABLE_3[name]), name)
 
     change = ", ".join(f"{key} = {value}" for part in TABLE_3[name].values() for key, value in part.items())
-    preset.__doc__ = f"A row of the paper's Table 3, the base model with {change}; it wants --src and --tgt."
+    preset.__doc__ = f"A row of the paper's Table 3, the base model with {change}; needs --src and --tgt."
     return preset
 
 
 def local() -> Config:
-    """The base model with self-attention restricted to 16 positions on each side (section 4); wants --src and --tgt."""
+    """The base model with self-attention restricted to 16 positions on each side (section 4); needs --src and --tgt."""
     return _named(paper_base().replace(model={"window": 16}), "local")
 
 
-# ---- peers with as many parameters -----------------------------------------------------------------------------------
+# ---- baselines of the same size --------------------------------------------------------------------------------------
 
 
 def paper_rnn() -> Config:
-    """A recurrent network with attention, of as many parameters as the base model; it wants --src and --tgt."""
+    """A recurrent network with attention, the same size as the base model; needs --src and --tgt."""
     model = RnnConfig(cell="lstm", d_model=872, encoder_layers=2, decoder_layers=2)
     return _with(paper_base(), model, "paper_rnn", clip=1.0)
 
 
 def paper_conv() -> Config:
-    """ConvS2S, of as many parameters as the base model; it wants --src and --tgt."""
+    """ConvS2S, the same size as the base model; needs --src and --tgt."""
     model = ConvS2SConfig(d_model=512, encoder_layers=13, decoder_layers=12)
     return _with(paper_base(), model, "paper_conv", clip=1.0)
 
@@ -113,9 +113,9 @@ def demo() -> Config:
             tgt_lang="it",
         ),
         tokenizer=TokenizerConfig(vocab=2000),
-        # Hardly a sentence is seen three times, so there is nothing to overfit and dropout would only slow learning.
+        # Few sentences are seen three times: the model does not overfit, and dropout would slow down learning.
         model=TransformerConfig(d_model=128, d_ff=512, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0),
-        # Many small updates learn more from the same tokens than a few large ones (benchmarks/NOTES.md).
+        # Small batches learn more from the same number of tokens (benchmarks/NOTES.md).
         train=TrainConfig(
             steps=2800,
             tokens_per_step=1024,
@@ -131,31 +131,31 @@ def demo() -> Config:
 
 
 def demo_rnn() -> Config:
-    """A recurrent network of as many parameters as `demo`, on the same built-in corpus."""
-    # It and ConvS2S learn faster with larger steps, which the post-norm Transformer does not bear.
+    """A recurrent network with as many parameters as `demo`, on the same built-in corpus."""
+    # RNN and ConvS2S learn faster with a higher rate, which is too high for the post-norm Transformer.
     return _with(demo(), RnnConfig(d_model=204, dropout=0.0), "demo_rnn", learning_rate=4e-3)
 
 
 def demo_conv() -> Config:
-    """ConvS2S of as many parameters as `demo`, on the same built-in corpus."""
+    """ConvS2S with as many parameters as `demo`, on the same built-in corpus."""
     model = ConvS2SConfig(d_model=124, encoder_layers=4, decoder_layers=4, max_positions=512, dropout=0.0)
     return _with(demo(), model, "demo_conv", learning_rate=4e-3)
 
 
-# ---- corpora that everybody compares on ------------------------------------------------------------------------------
+# ---- public benchmark corpora ----------------------------------------------------------------------------------------
 
 
-# What these recipes share; what was compared is in benchmarks/NOTES.md.
+# Options shared by these presets; benchmarks/NOTES.md has the comparison with other options.
 SHARED_MODEL: dict[str, Any] = {"norm": "pre", "positions": "rotary"}
 SHARED_TRAIN: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "clip": 1.0, "average": 0}
 
 
 def multi30k() -> Config:
-    """Multi30k, English to German: train.en, train.de, valid.en and valid.de in the folder that data.root names."""
+    """Multi30k, English to German: train.en, train.de, valid.en and valid.de in the folder data.root."""
     return Config(
         data=_parallel("de"),
         tokenizer=TokenizerConfig(vocab=10_000),
-        # 29,000 captions are soon known by heart: R-Drop does against it what more dropout cannot (see NOTES.md).
+        # 29,000 captions overfit quickly; R-Drop reduces this more than a higher dropout (benchmarks/NOTES.md).
         model=TransformerConfig(
             d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.2, **SHARED_MODEL
         ),
@@ -175,7 +175,7 @@ def multi30k() -> Config:
 
 
 def multi30k_fr() -> Config:
-    """Multi30k, English to French, as `multi30k` trains it: the files *.en and *.fr in the folder of data.root."""
+    """Multi30k, English to French, with the options of `multi30k`: files *.en and *.fr in the folder data.root."""
     return _named(dataclasses.replace(multi30k(), data=_parallel("fr")), "multi30k_fr")
 
 
@@ -187,7 +187,7 @@ def europarl() -> Config:
     return Config(
         data=_parallel("de"),
         tokenizer=TokenizerConfig(vocab=32_000),
-        # A gate and d_ff 1344 are as many parameters as the paper's 2048 without one.
+        # SwiGLU with d_ff 1344 has as many parameters as the paper's feed-forward layer with 2048.
         model=TransformerConfig(activation="swiglu", d_ff=1344, dropout=0.05, **SHARED_MODEL),
         train=TrainConfig(
             steps=17_500, learning_rate=2.8e-3, warmup=1000, validate_every=3500, name="europarl", **SHARED_TRAIN
@@ -196,7 +196,7 @@ def europarl() -> Config:
 
 
 def _parallel(target: str) -> DataConfig:
-    """Files of the usual names in the folder that data.root will name."""
+    """Return the data options for files train.*, valid.* in the folder data.root."""
     return DataConfig(
         train=(CorpusConfig(src="train.en", tgt=f"train.{target}"),),
         valid=(CorpusConfig(src="valid.en", tgt=f"valid.{target}"),),
@@ -209,7 +209,7 @@ def _parallel(target: str) -> DataConfig:
 
 
 def char_lm() -> Config:
-    """A character language model the size of nanoGPT's of Shakespeare, about 10.7 million parameters; wants --text."""
+    """A character language model the size of nanoGPT's of Shakespeare, about 10.7 million parameters; needs --text."""
     return Config(
         data=DataConfig(max_length=256),
         tokenizer=TokenizerConfig(kind="char"),
@@ -221,7 +221,7 @@ def char_lm() -> Config:
             norm="pre",
             activation="gelu",
             positions="rotary",
-            # A megabyte is soon known by heart: without dropout on the attention it overfits after 25 passes.
+            # One megabyte overfits quickly: without attention dropout after 25 epochs.
             dropout=0.2,
             attention_dropout=0.2,
         ),
@@ -247,7 +247,7 @@ def char_lm() -> Config:
 
 
 def masked_lm() -> Config:
-    """The base model's encoder alone, learning to fill in hidden words of plain text; it wants --text."""
+    """Masked language model with the encoder of the base model; needs --text."""
     return Config(
         model=EncoderOnlyConfig(norm="pre", activation="gelu"),
         train=TrainConfig(
@@ -273,7 +273,7 @@ def _named(config: Config, name: str) -> Config:
 
 
 def _with(config: Config, model: ModelConfig, name: str, **train: Any) -> Config:
-    """Another model on the same text, trained alike but for some options."""
+    """Return a copy of a config with another model, other data files or training options."""
     return _named(dataclasses.replace(config, model=model).replace(train=train), name)
 
 
@@ -298,7 +298,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
 
 
 def __getattr__(name: str) -> Callable[[], Config]:
-    """The rows of Table 3, which are made from a table, as functions of this module like the others."""
+    """Return a function for a row of Table 3, so that these presets are attributes of the module."""
     if name in PRESETS:
         return PRESETS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -306,11 +306,11 @@ def __getattr__(name: str) -> Callable[[], Config]:
 
 def find_config(name: str) -> Config:
     """Return a config by the name of a preset, the path of a run folder, or the path of a TOML file."""
-    from qkv.core.run import Run
-
     if name in PRESETS:
         return PRESETS[name]()
     if Path(name).is_dir():
+        from qkv.core.run import Run
+
         return Config.load(Run.open(name).path / "config.toml")
     if Path(name).exists():
         if Path(name).suffix != ".toml":

@@ -1,7 +1,7 @@
-"""Pools of processes on this machine: short tasks over blocks of text, and long-lived processes that hold a model.
+"""Pools of processes on this machine: short tasks over blocks of text, and long-lived processes with a model.
 
 `WorkerPool` maps a function over many small tasks in order. `ProcessWorkers` starts processes that first build
-something expensive, such as a model, and then answer calls. No process outlives the one that started it.
+something expensive, such as a model, and then run functions on it. All processes end with their parent.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Ts = TypeVarTuple("Ts")
 
 TASKS_PER_WORKER = 3  # tasks in flight for each worker of a WorkerPool: enough to keep it busy, few enough for memory
 
-# Settings of glibc's allocator for a process with a model: keep the memory that every step frees, and use huge pages.
-# 5 to 10 % of the decoding time.
+# Settings of glibc's allocator for decoding: keep the memory that every step frees, and use huge pages.
+# They save 5 to 10 % of the decoding time.
 ALLOCATOR_ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_THRESHOLD_": "536870912",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "67108864",
 }
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read once, when torch is loaded
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read when torch is imported
 
 
 def cpu_count() -> int:
-    """Return the number of processors this process may use, or all of them where the system does not say."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -63,7 +63,7 @@ def exit_with_parent() -> None:
 def freeze_garbage_collector() -> None:
     """Exclude all current objects from garbage collection: a loaded model stays until the process ends."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # objects that are never collected are reported as leaks, by Triton for one
+    atexit.register(gc.unfreeze)  # Triton reports frozen objects as leaks
 
 
 # ---- an ordered map over small tasks ---------------------------------------------------------------------------------
@@ -112,8 +112,10 @@ class WorkerPool:
 
 
 def _start_pool(workers: int) -> ProcessPoolExecutor:
-    # Fork, where it exists, needs no main guard in the user's script. The workers run no threads of torch or of the
-    # subword library, so neither Python's nor the library's warning about forking beside threads applies.
+    """Start the processes, on Linux by fork: it needs no main guard in the user's script.
+
+    The workers use no threads of PyTorch or of the subword library, so the warnings about fork and threads are off.
+    """
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_initialize_pool_worker)
     before = os.environ.get("TOKENIZERS_PARALLELISM")
@@ -134,15 +136,15 @@ def _initialize_pool_worker() -> None:
     exit_with_parent()
 
 
-# ---- processes that hold a model -------------------------------------------------------------------------------------
+# ---- processes with a model ------------------------------------------------------------------------------------------
 
 
 class ProcessWorkers(Generic[M]):
     """`count` processes that each build `make(*arguments)` once and then run functions on it.
 
-    The processes start with the first call of `map`. Use the object as a context, or `close()` it. Arguments and
-    results must be plain data, functions importable by name. After an error all processes are ended; the next call
-    starts new ones. The children are fresh interpreters, so a script needs no main guard and no thread is forked.
+    The processes start with the first call of `map`. Use the object as a context manager, or `close()` it. Arguments
+    and results must be picklable, functions importable by name. After an error all processes are ended; the next call
+    starts new ones. The children are new interpreters, so a script needs no main guard.
     """
 
     def __init__(self, count: int, make: Callable[[*Ts], M], *arguments: *Ts) -> None:
@@ -161,7 +163,7 @@ class ProcessWorkers(Generic[M]):
         self.close()
 
     def start(self) -> None:
-        """Start the processes, unless they run, without waiting until they are ready."""
+        """Start the processes unless they run already; return before their models are built."""
         if not self.workers:
             self.workers = [_ProcessWorker(self.make, self.arguments) for _ in range(self.count)]
             self.finalizer = weakref.finalize(self, _end_all, self.workers)  # also when the interpreter ends
@@ -188,7 +190,7 @@ class ProcessWorkers(Generic[M]):
 
         try:
             for worker in self.workers:
-                if not worker.busy:  # a busy one is still building its model
+                if not worker.busy:  # a busy worker is still building its model
                     send_next(worker)
             while len(results) < len(tasks):
                 busy = {worker.connection: worker for worker in self.workers if worker.busy}
@@ -206,49 +208,50 @@ class ProcessWorkers(Generic[M]):
 
 
 class _ProcessWorker:
-    """One child process and the connection to it; it answers one call at a time."""
+    """One child process and the connection to it; it runs one call at a time."""
 
     def __init__(self, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        self.connection, theirs = multiprocessing.connection.Pipe()
+        self.connection, child_end = multiprocessing.connection.Pipe()
         environment = {**ALLOCATOR_ENVIRONMENT, **os.environ, **ONE_THREAD}
-        environment["PYTHONPATH"] = os.pathsep.join(part or os.getcwd() for part in sys.path)  # importable there too
+        environment["PYTHONPATH"] = os.pathsep.join(part or os.getcwd() for part in sys.path)  # same imports as here
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import answer_calls; answer_calls()", str(theirs.fileno())],
+            [sys.executable, "-c", f"from {__name__} import answer_calls; answer_calls()", str(child_end.fileno())],
             env=environment,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        theirs.close()
-        self.task: int | None = None  # number of the task in progress; building the model has none
+        child_end.close()
+        self.task: int | None = None  # number of the task in progress; None while it builds the model
         self.busy = False
         self.send(make, arguments)
 
     def send(self, function: Callable[..., object], arguments: tuple[Any, ...], task: int | None = None) -> None:
+        """Send a call to the process, which must be idle."""
         try:
             self.connection.send((function, arguments))
         except OSError:
-            raise self._died() from None
+            raise self._death_error() from None
         self.task, self.busy = task, True
 
     def receive(self) -> Any:
-        """Return the result of the call, or raise its error, or an error that says how the process died."""
+        """Return the result of the call; raise its error, or a QkvError with the exit status if the process died."""
         try:
             result, error = self.connection.recv()
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._death_error() from None
         self.busy = False
         if error is not None:
             raise error
         return result
 
     def end(self) -> None:
-        """End the process at once; closing the connection alone would let it finish its task."""
+        """End the process without waiting for its task."""
         self.connection.close()
         self.process.terminate()
         self.process.wait()
 
-    def _died(self) -> QkvError:
+    def _death_error(self) -> QkvError:
         code = self.process.wait()
         reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
@@ -262,9 +265,9 @@ def _end_all(workers: Sequence[_ProcessWorker]) -> None:
 
 def answer_calls() -> None:
     """Main loop of a child process: build the model, then answer each call with a result or an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the interrupt and ends this process
     connection = Connection(int(sys.argv[1]))
-    model: Any = None  # made by the first call
+    model: Any = None  # built by the first call
     while True:
         result, error = None, None
         try:

@@ -1,4 +1,4 @@
-"""The built-in corpus: correct, distinct, a function, split by combination, the same everywhere."""
+"""The built-in corpus: correct, distinct, one translation each, unseen combinations in the test set, reproducible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def corpus() -> Corpus:
     return demo.splits(0)
 
 
-# Read by a person, one for each construction and some more: the rule, English, and Italian on the next line.
+# Checked by a person, at least one sentence per construction: the rule, English, and Italian on the next line.
 CHECKED = """
 who_relative: The writers who are washing his cup are tall.
     Gli scrittori che stanno lavando la sua tazza sono alti.
@@ -295,7 +295,7 @@ SOMETIMES_FUNCTION = frozenset("want wants like likes get gets got".split())  # 
 
 
 def test_no_held_out_bag_of_content_words_is_in_training(corpus: Corpus) -> None:
-    """The same rule, checked on the text alone."""
+    """The same rule, checked on the text without the generator's data."""
 
     def bag(example: demo.Example) -> frozenset[str]:
         return frozenset(w.lower() for w in demo.words(example.source)) - FUNCTION_WORDS

@@ -41,7 +41,7 @@ from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.preparation import prepare
 from qkv.core.dataset import StoreFolder
-from qkv.core.run import MessageLog, Run
+from qkv.core.run import Run
 from qkv.core.search import SearchOptions
 from qkv.core.trainer import PlainTrainStep, Trainer, fit
 from qkv.core.device import ALONE
@@ -58,6 +58,11 @@ run = Run(folder / "run")
 if not run.exists():
     run = Run.create(folder / "run", config, text.tokenizers)
 
+class Messages:
+    def event(self, kind, step, values):
+        if kind == "message":
+            print(values["text"], file=sys.stderr)
+
 class Step(PlainTrainStep):
     def start(self, update, number, rate):
         if number == stop:
@@ -73,7 +78,7 @@ objective = SmoothedObjective(config.train.label_smoothing, pad)
 step = Step(model, build_optimizer(model, config.train), config.train, objective)
 schedule = ConfigSchedule(config.train, config.model.d_model, updates)
 with run.lock():
-    fit(run, Trainer(config, text, step, task, updates, schedule=schedule), [MessageLog()])
+    fit(run, Trainer(config, text, step, task, updates, schedule=schedule), [Messages()])
 
 model = Run.open(folder / "run").model(cpu)
 src, tgt = text.tokenizers.src, text.tokenizers.tgt

@@ -1,4 +1,4 @@
-"""Every engine refuses an unknown value of every option, and an option that it has never heard of."""
+"""Every engine refuses an unknown value of every option, and an unknown option."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LISTS: dict[str, tuple[AllowList, Any, Any]] = {
 
 
 def with_unknown(options: Any, name: str) -> Any:
-    """Set a field to a value that no check has seen."""
+    """Set a field to an unknown value."""
     changed = copy.copy(options)
     object.__setattr__(changed, name, UNKNOWN)
     return changed

@@ -27,7 +27,7 @@ def recipe(folder: Path) -> Config:
 
 def test_from_text_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, page = tmp_path / "work", tmp_path / "table.md"
-    # What takes twice as long for an update has half as many of them.
+    # A change that doubles the time of an update halves their number.
     monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: 0.2 if made.train.r_drop else 0.1)
     options: dict[str, Any] = {"out": work, "seeds": 2, "jobs": 1, "device": "cpu"}
     result = ablation.measure(recipe(tmp_path), [DROP, WORDS], **options, output=[str(page)], command="qkv lab ablate")

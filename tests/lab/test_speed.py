@@ -1,4 +1,4 @@
-"""The lab measures what it says: both sides run, compute the same, and the table and the JSON hold the figures."""
+"""Speed measurements: both sides run and compute the same, and the table and the JSON have the figures."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) -> None:
-    """All that compute in fp32, on several threads or in several processes; and as many tokens as there must be."""
+    """All contenders in fp32, with several threads or processes, write the same tokens, and as many as required."""
     run = decoding_contenders.make_random_run("small", tmp_path / "run")
     subject = decoding_contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
     sources = decoding_contenders.random_sentences(run, 12, 7)
@@ -265,7 +265,7 @@ def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) 
             assert written == expected.setdefault(beam, written), (setting.name, beam, batch)
             assert {len(each) for each in written} == {beam}
             assert {len(tokens) for each in written for tokens in each} == {7}
-    # They say something: most texts differ.
+    # The model is not trivial: most texts differ.
     assert len({tokens for [tokens] in expected[1]}) > 6
 
 

@@ -1,4 +1,4 @@
-"""Table 1 is measured as it says: paths and operations are counted exactly, and a fit finds the exponents there are."""
+"""Table 1: paths and operations are counted exactly, and a fit recovers known exponents."""
 
 from __future__ import annotations
 

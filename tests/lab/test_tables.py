@@ -23,7 +23,7 @@ from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
-from qkv.core.transformer import parameter_count
+from qkv.explain.model_card import parameter_count
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
@@ -285,7 +285,7 @@ def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: Pr
     assert result.test_bleu is None
     # A test set added later is translated without new training; the validation text as test set gives equal BLEU.
     valid = str(prepared.valid_text[0]), str(prepared.valid_text[1])
-    (run.path / "weights" / "best.safetensors").unlink()  # it is the last weights that count
+    (run.path / "weights" / "best.safetensors").unlink()  # the last weights are used
     (again,) = trials.run_all([trial], tmp_path / "work", test=valid)
     assert again == dataclasses.replace(result, test_bleu=result.bleu, test=list(valid))
     assert [json.loads(line) for line in run.log.read_text(encoding="utf-8").splitlines()] == log
@@ -321,7 +321,7 @@ CLAIM = table3.Claim("b is better", ("b", "also b"), "w")
     ("losses", "bleus", "verdict"),
     [
         ([1.5, 1.51, 1.49], [30, 30.1, 29.9], table3.HOLDS),  # better by both
-        ([1.5, 1.51, 1.49], [25, 25.1, 24.9], table3.HOLDS),  # by one, while the other says nothing
+        ([1.5, 1.51, 1.49], [25, 25.1, 24.9], table3.HOLDS),  # better by one, without a difference in the other
         ([2.0, 2.01, 1.99], [25.05, 25.1, 25.0], table3.NOISE),
         ([2.5, 2.51, 2.49], [25, 25.1, 24.9], table3.FAILS),  # worse by one
         ([1.5, 1.51, 1.49], [20, 20.1, 19.9], table3.FAILS),  # better by one and worse by the other
@@ -457,7 +457,7 @@ def test_costs_are_equal(
         pace["rnn"] = 8.0  # a resumed table keeps the first measurement
         table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 250
-        monkeypatch.setattr(trials, "describe", lambda device: "another machine")
+        monkeypatch.setattr(trials, "describe_device", lambda device: "another machine")
         table.set_updates(equal, 1000)
         assert table.steps["RNN"] == 125
     else:

@@ -45,7 +45,7 @@ class Stub:
         self.requests: list[tuple[str, Any]] = []
         self.details: dict[str, Any] = {}
         self.refusals: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
-        self.held: dict[str, threading.Event] = {}  # texts whose response waits for the event
+        self.held: dict[str, threading.Event] = {}  # texts with a response that waits for the event
         self.key = ""
         self.url = ""
         self.pace = 0.0  # seconds between two tokens

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from qkv.assembly import Run, trainer_for, updates_for
+from qkv.assembly import Run, stored_at, trainer_for, updates_for
 from qkv.console import TrainingBar, bars, describe_device, say
 from qkv.core import files
 from qkv.core.checkpoint import average_checkpoints
@@ -189,7 +189,8 @@ def _begin(
             say(reason)
     updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
-    run = Run.create(folder, config, prepared.tokenizers, prepared.folder, command, start, several)
+    record = {"command": command, "store": stored_at(folder, prepared.folder), "several_sentences": several}
+    run = Run.create(folder, config, prepared.tokenizers, start, **record)
     return run, prepared
 
 

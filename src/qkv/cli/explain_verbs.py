@@ -101,8 +101,8 @@ def align(
     """
     from qkv.api import Translator
     from qkv.console import counter, say, writer
-    from qkv.core import files
     from qkv.data.formats import read_lines
+    from qkv.explain import figure_files
     from qkv.explain.word_alignment import HEAD_FILE, agreement, rank_heads, save_head
 
     if find and (gold or output != "-"):
@@ -111,7 +111,7 @@ def align(
         )
     translator = Translator(run, weights=weights, device=device)
     if find:
-        files.check_place(run / HEAD_FILE)
+        figure_files.check_place(run / HEAD_FILE)
     sources, targets = read_lines(source), read_lines(target)
     check_same_length(source, sources, target, targets)
     reference: list[Alignment] = []

@@ -213,7 +213,7 @@ def ablate(
     device: Device = "auto",
     output: Output = None,
 ) -> None:
-    """Measure what changes of a training recipe gain.
+    """Measure what each change of a training recipe gains.
 
     Each change is compared with the unchanged recipe, at equal time, over several seeds.
     """

@@ -1,6 +1,4 @@
-"""Attention (paper, section 3.2): equation 1, masks, several heads, the cache of a decoder, and contexts.
-
-A *context* decides which keys the attentions of a layer use: those of a whole sentence, of teacher forcing, or a cache.
+"""Attention (paper, section 3.2): equation 1, masks, several heads, and the contexts of training and of search.
 
 Tensors of heads are (batch, heads, length, width): width is d_k for queries and keys, and d_v for values.
 """
@@ -26,23 +24,14 @@ SPARE = 16  # positions by which a cache grows
 
 def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """softmax(QKᵀ/√d_k): (batch, heads, queries, keys). Keys that are masked out get exactly zero."""
-    return masked_softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), mask)
-
-
-def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax over the keys for which `mask` is True."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     return scores.softmax(dim=-1)
 
 
 def attention_mask(
-    queries: int,
-    keys: int,
-    key_lengths: Tensor | None = None,
-    *,
-    causal: bool = False,
-    device: torch.device | None = None,
+    queries: int, keys: int, key_lengths: Tensor | None = None, *, causal: bool = False, device: Any = None
 ) -> Tensor:
     """Boolean mask (batch or 1, 1, queries, keys): True where a query may attend to a key.
 
@@ -60,26 +49,9 @@ def attention_mask(
 # ---- wrappers around attention ---------------------------------------------------------------------------------------
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]  # q, k, v, mask, causal -> heads
-
-
-class Attention(Protocol):
-    """The part of an attention that wrappers use: its name, such as `decoder.1.cross`, and its two forms."""
-
-    name: str
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Equation 1 by a fused kernel where there is one: (batch, heads, queries, d_v)."""
-        ...
-
-    def attend_written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The same as printed: (batch, heads, queries, d_v), and the weights (batch, heads, queries, keys)."""
-        ...
-
-
 Wrap = Callable[[Any, Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
-_wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
+# Of the innermost block last. While there are any, engines leave attention to the plain model.
+wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
 
 
 @contextmanager
@@ -89,37 +61,17 @@ def around_attention(wrap: Wrap) -> Iterator[None]:
     The wrapper calls the `attend` it is given, or computes the heads itself. Of nested blocks the outer one is called
     first, and its `attend` is the wrapper of the inner one.
     """
-    token = _wrappers.set((*_wrappers.get(), wrap))
+    token = wrappers.set((*wrappers.get(), wrap))
     try:
         yield
     finally:
-        _wrappers.reset(token)
+        wrappers.reset(token)
 
 
-def observe_weights(observe: Callable[[str, Tensor], None]) -> Wrap:
-    """A wrapper that computes attention as printed and passes `observe` each attention's name and weights."""
-
-    def wrap(
-        attention: Attention, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        heads, weights = attention.attend_written_out(q, k, v, mask, causal)
-        observe(attention.name, weights.detach())
-        return heads if attend == attention.attend else attend(q, k, v, mask, causal)  # another wrapper is inside
-
-    return wrap
-
-
-def is_wrapped() -> bool:
-    """Whether a wrapper is active, so that an engine must leave attention to the plain model."""
-    return bool(_wrappers.get())
-
-
-def attend(
-    attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
+def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """Run an attention inside the active wrappers: (batch, heads, queries, d_v)."""
     call: Attend = attention.attend
-    for wrap in reversed(_wrappers.get()):
+    for wrap in reversed(wrappers.get()):
         call = partial(wrap, attention, call)
     return call(q, k, v, mask, causal)
 
@@ -146,45 +98,34 @@ class MultiHeadAttention(nn.Module):
             nn.init.zeros_(self.output.bias)
 
     def project(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (batch, length, d_model), each (batch, heads, length, width).
-
-        `position` is that of the first token, as in `Embedding`; attention by content alone does not use it.
-        """
+        """Queries, keys and values of x (batch, length, d_model); only variants use the position of the first token."""
         widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
         q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
         return q, k, v
 
     def project_query(self, x: Tensor) -> Tensor:
         """The queries of x alone."""
-        rows = slice(0, self.heads * self.d_k)
-        return self._split_heads(F.linear(x, self.qkv.weight[rows], self._bias(rows)))
+        return self._split_heads(self._linear(x, slice(0, self.heads * self.d_k)))
 
     def project_memory(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of the encoder output alone."""
-        rows = slice(self.heads * self.d_k, None)
-        kv = F.linear(encoded, self.qkv.weight[rows], self._bias(rows))
+        kv = self._linear(encoded, slice(self.heads * self.d_k, None))
         k, v = kv.split([self.heads * self.d_k, self.heads * self.d_v], dim=-1)
         return self._split_heads(k), self._split_heads(v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Attend, and map the heads back to (batch, queries, d_model).
-
-        `causal` is the mask of a whole sequence attending to itself, for which the fused kernel needs no tensor.
-        """
+        """Attend and merge: (batch, queries, d_model); `causal` is the mask of a sequence attending to itself."""
         return self.merge(attend(self, q, k, v, mask, causal))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Equation 1 by PyTorch's fused kernel, which never holds the weights."""
-        if causal and mask is not None:
-            mask, causal = whole_mask(q, k, mask, causal), False
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
-    def attend_written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Equation 1 as printed: the heads, and the weights (batch, heads, queries, keys)."""
-        weights = attention_weights(q, k, whole_mask(q, k, mask, causal))
-        return weights @ v, weights
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """The weights of equation 1 as printed, which `attend` does not keep: (batch, heads, queries, keys)."""
+        if causal:
+            mask = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
+        return attention_weights(q, k, mask)
 
     def merge(self, heads: Tensor) -> Tensor:
         """Concatenate heads (batch, heads, queries, d_v) and multiply by W^O: (batch, queries, d_model)."""
@@ -199,16 +140,8 @@ class MultiHeadAttention(nn.Module):
         split: Tensor = x.unflatten(-1, (self.heads, -1))
         return split.transpose(1, 2)  # (batch, heads, length, width)
 
-    def _bias(self, rows: slice) -> Tensor | None:
-        return None if self.qkv.bias is None else self.qkv.bias[rows]
-
-
-def whole_mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """The mask of the keys combined with the causal one."""
-    if not causal:
-        return mask
-    allowed = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
-    return allowed if mask is None else allowed & mask
+    def _linear(self, x: Tensor, rows: slice) -> Tensor:
+        return F.linear(x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])
 
 
 class KVCache:
@@ -230,11 +163,8 @@ class KVCache:
         keys, values = self.kept
         keys[:, :, start:end], values[:, :, start:end] = k, v
         self.length = end
-        return keys[:, :, :end], values[:, :, :end], self.mask(k.shape[2], end, k.device)
-
-    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """The causal mask of the newest queries; a single one may attend to all keys."""
-        return attention_mask(queries, keys, causal=True, device=device) if queries > 1 else None
+        mask = attention_mask(end - start, end, causal=True, device=k.device) if end - start > 1 else None
+        return keys[:, :, :end], values[:, :, :end], mask
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may occur several times."""
@@ -249,25 +179,16 @@ class KVCache:
 # ---- contexts: which keys the attentions of a layer see --------------------------------------------------------------
 
 
-class EncoderContext(Protocol):
-    """How the attention of an encoder layer sees the source."""
+class Context(Protocol):
+    """The part of a context that layers use."""
 
-    @property
-    def position(self) -> int | Tensor:
-        """That of the first token, as in `Embedding`."""
-        ...
+    position: Any  # of the first token, as in `Embedding`
 
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        """Attend from x (rows, n, d_model) to the tokens that its rows may see: (rows, n, d_model)."""
 
-
-class DecoderContext(EncoderContext, Protocol):
-    """How the attentions of a decoder layer see the tokens before, and the source: x (rows, n, d_model) to the same."""
-
-    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
-
-    def advance(self, tokens: int) -> None:
-        """Move the position past the tokens that all layers have now seen."""
-        ...
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        """Attend from x to the source."""
 
 
 @dataclass
@@ -279,38 +200,28 @@ class EncoderOutput:
 
 
 @dataclass
-class WholeSource:
-    """Context of the encoder: every position attends to all real tokens of its sentence."""
+class WholeSequence:
+    """All positions at once: a source with the mask of its real tokens, or a target in training (teacher forcing).
 
-    mask: Tensor | None
+    Without a mask, each position attends to itself and those before it.
+    """
+
+    mask: Tensor | None = None
+    encoded: EncoderOutput | None = None
     position: int = 0
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        return attention(*attention.project(x), self.mask)
-
-
-@dataclass
-class TeacherForcing:
-    """Context of training: the whole target at once, each position attending to those before it and to the source."""
-
-    encoded: EncoderOutput | None = None  # None: a language model
-    position: int = 0
-
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        return attention(*attention.project(x), causal=True)
+        return attention(*attention.project(x), self.mask, causal=self.mask is None)
 
     def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         assert self.encoded is not None
         k, v = attention.project_memory(self.encoded.values)
         return attention(attention.project_query(x), k, v, self.encoded.mask)
 
-    def advance(self, tokens: int) -> None:
-        """Nothing to move: the target is whole."""
-
 
 @dataclass
 class CachedDecoding:
-    """Context and state of search: the tokens so far as cached keys and values, the source once for all its beams."""
+    """State of search: the tokens so far as cached keys and values, and the source once for all its beams."""
 
     caches: list[KVCache]
     sources: list[tuple[Tensor, Tensor]]  # for each layer: keys, values (sentences, heads, source, width)

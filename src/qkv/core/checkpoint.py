@@ -11,21 +11,19 @@ import dataclasses
 import json
 import shutil
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from qkv.core import files
-from qkv.core.batches import Position
+from qkv.core.batches import Position, Update
 from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError
-from qkv.core.run import Run, by_step, load_weights, step_of
+from qkv.core.run import Run, by_step, load_weights
 
 
 @dataclass
@@ -54,45 +52,36 @@ class Progress:
 
 
 class Clock:
-    """Seconds, tokens and the share of time without data since the last reading."""
+    """Counts the seconds of a training into its progress, and those of them that it waits for data."""
 
-    def __init__(self, tokens: int = 0) -> None:
-        self.since, self.tokens, self.stalled = time.perf_counter(), tokens, 0.0
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.since, self.tokens, self.stalled = progress, time.perf_counter(), progress.tokens, 0.0
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside the block as time without data."""
+    def wait_for(self, updates: Iterator[Update]) -> Update:
         before = time.perf_counter()
-        yield
+        update = next(updates)
         self.stalled += time.perf_counter() - before
+        return update
 
-    def read(self, progress: Progress) -> tuple[float, float]:
-        """Return tokens a second and the share of time without data, and begin again."""
-        tokens, stalled = self.tokens, self.stalled
-        seconds = max(1e-9, self.count_training(progress))
-        return (progress.tokens - tokens) / seconds, stalled / seconds
+    def read(self, training: bool = True) -> tuple[float, float]:
+        """Count the seconds since the last reading, and begin again: as training, or as validating and saving.
 
-    def count_training(self, progress: Progress) -> float:
-        """Count the seconds since the last reading as training, without validating and saving."""
-        seconds = self.count(progress)
-        progress.training_seconds += seconds
-        return seconds
-
-    def count(self, progress: Progress) -> float:
-        """Count the seconds since the last reading, and begin again."""
-        now = time.perf_counter()
-        seconds = now - self.since
+        Return tokens a second and the share of time without data.
+        """
+        progress, now = self.progress, time.perf_counter()
+        seconds, tokens, stalled = now - self.since, progress.tokens - self.tokens, self.stalled
         progress.seconds += seconds
+        progress.training_seconds += seconds if training else 0.0
         self.since, self.tokens, self.stalled = now, progress.tokens, 0.0
-        return seconds
+        return tokens / max(1e-9, seconds), stalled / max(1e-9, seconds)
 
 
 @runtime_checkable
 class WeightAverage(Protocol):
     """Weights that are validated and kept in place of the trained ones, e.g. their moving average."""
 
-    def tensors(self) -> dict[str, Tensor]: ...
-    def load(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the average itself, by parameter name: what is copied into these tensors changes it."""
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -107,59 +96,38 @@ def save_state(
     world: World = ALONE,
 ) -> None:
     """Write the state of this step, then remove older ones; when this returns, on any rank, it is on disk."""
+    own = dict(model.named_parameters())
+    slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in optimizer.state.get(p, {}).items()}
+    tensors = {"weights": own, "optimizer": slots} | ({} if average is None else {"ema": average.tensors()})
     folder = run.path / "state" / f"step-{progress.step:07d}"
+    unfinished = folder.with_name(f".{folder.name}.tmp")
+    record = json.dumps(dataclasses.asdict(progress), indent=2) + "\n"
     if world.broadcast("saved" if folder.exists() else ""):
         if world.first:  # an earlier stop at this step saved the same tensors; the progress may have changed
-            _write_progress(folder, progress)
+            files.write_text(folder / "progress.json", record)
+    elif not world.first:
+        for values in tensors.values():
+            world.gather(values)
     else:
-        tensors: dict[str, dict[str, Tensor]] = {
-            "weights": dict(model.named_parameters()),
-            "optimizer": _optimizer_tensors(model, optimizer),
-        }
-        if average is not None:
-            tensors["ema"] = average.tensors()
-        gathered = ((name, world.gather(values)) for name, values in tensors.items())  # one in memory at a time
-        if world.first:
-            _write_state(folder, progress, gathered)
-        else:
-            deque(gathered, maxlen=0)
-    world.broadcast()
-
-
-def _write_state(folder: Path, progress: Progress, tensors: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
-    unfinished = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        for name, values in tensors:
-            files.write_tensors(unfinished / f"{name}.safetensors", values)
-        _write_progress(unfinished, progress)
-        unfinished.rename(folder)
-        files.sync(folder.parent)
-    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    for older in folder.parent.iterdir():
-        if older != folder:
-            shutil.rmtree(older, ignore_errors=True)  # if it cannot be removed, the newest state still counts
-
-
-def _write_progress(folder: Path, progress: Progress) -> None:
-    files.write_text(folder / "progress.json", json.dumps(dataclasses.asdict(progress), indent=2) + "\n")
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors, named `parameter/slot`."""
-    return {
-        f"{name}/{slot}": value
-        for name, parameter in model.named_parameters()
-        for slot, value in optimizer.state.get(parameter, {}).items()
-    }
+        try:
+            for name, values in tensors.items():  # one in memory at a time
+                files.write_tensors(unfinished / f"{name}.safetensors", world.gather(values))
+            files.write_text(unfinished / "progress.json", record)
+            unfinished.rename(folder)
+            files.sync(folder.parent)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        for older in folder.parent.iterdir():
+            if older != folder:
+                shutil.rmtree(older, ignore_errors=True)  # if it cannot be removed, the newest state still counts
+    world.broadcast()
 
 
 def latest_state(run: Run) -> Path | None:
     """Return the newest complete state of a run."""
-    states = by_step((run.path / "state").glob("step-*"))
-    return states[-1] if states else None
+    return max(by_step(run.path / "state").items(), default=(0, None))[1]
 
 
 def restore_state(
@@ -170,21 +138,17 @@ def restore_state(
     world: World = ALONE,
 ) -> Progress:
     """Load a state into model, optimizer and average; return its progress."""
-    weights, kept = folder / "weights.safetensors", folder / "ema.safetensors"
-    load_weights(model, _parts(files.read_tensors(weights), model, world), weights)
-    parameters = dict(model.named_parameters())
-    slots: dict[str, dict[str, Any]] = {}
+    start_from(folder / "weights.safetensors", model, average, world)
+    kept = folder / "ema.safetensors"
+    if average is not None and kept.exists():  # an average that this resume adds begins at the weights
+        load_weights(average.tensors(), files.read_tensors(kept), kept, world)
+    own = dict(model.named_parameters())
+    optimizer.state.clear()
     for key, value in files.read_tensors(folder / "optimizer.safetensors").items():
         name, _, slot = key.rpartition("/")
-        if name not in parameters:
+        if name not in own:
             raise QkvError(f"{folder}: the optimizer state is of another model: it has {name}")
-        own = parameters[name]
-        # Tensors of the weight's shape are divided like the weight; all ranks have the same counts and scalars.
-        slots.setdefault(name, {})[slot] = world.part(value, own) if value.shape == own.shape else value.to(own.device)
-    for name, values in slots.items():
-        optimizer.state[parameters[name]] = values
-    if average is not None:  # an average that this resume adds begins at the weights
-        average.load(_parts(files.read_tensors(kept if kept.exists() else weights), model, world))
+        optimizer.state[own[name]][slot] = world.part(value, own[name])
     try:
         return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -193,25 +157,18 @@ def restore_state(
 
 def start_from(weights: Path, model: nn.Module, average: WeightAverage | None = None, world: World = ALONE) -> None:
     """Load the weights of another training, without its optimizer and progress."""
-    tensors = _parts(files.read_tensors(weights), model, world)
-    load_weights(model, tensors, weights)
+    tensors = files.read_tensors(weights)
+    load_weights(dict(model.named_parameters()), tensors, weights, world)
     if average is not None:
-        average.load(tensors)
-
-
-def _parts(tensors: dict[str, Tensor], model: nn.Module, world: World) -> dict[str, Tensor]:
-    """Return this rank's part of each tensor."""
-    own = dict(model.named_parameters())
-    return {name: world.part(value, own[name]) if name in own else value for name, value in tensors.items()}
+        load_weights(average.tensors(), tensors, weights, world)
 
 
 def clear_away(run: Run, progress: Progress) -> None:
     """Remove what a killed run left behind: unfinished files, and weights of steps that will come again."""
-    for folder in (run.path, run.path / "weights"):
-        for unfinished in folder.glob(".*.tmp"):
-            unfinished.unlink()
-    for path in run.checkpoints():
-        if step_of(path) > progress.validated:
+    for unfinished in [*run.path.glob(".*.tmp"), *(run.path / "weights").glob(".*.tmp")]:
+        unfinished.unlink()
+    for step, path in by_step(run.path / "weights").items():
+        if step > progress.validated:
             path.unlink()
 
 

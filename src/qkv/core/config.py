@@ -208,9 +208,8 @@ class Config:
                 _check_value(path, spec, value)
         self.model.check(self.longest())
         if getattr(self.model, "tie", "") == "all" and not self.tokenizer.shared:
-            raise UsageError(
-                'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
-            )
+            remedy = 'set model.tie = "output" for two vocabularies'
+            raise UsageError(f'model.tie = "all" needs tokenizer.shared = true: {remedy}')
         train = self.train
         if train.micro_tokens > train.tokens_per_step:
             raise UsageError(
@@ -238,13 +237,6 @@ class Config:
             for spec in dataclasses.fields(values):
                 yield f"{section.name}.{spec.name}", spec, getattr(values, spec.name)
 
-    def replace(self, **sections: Mapping[str, Any]) -> Self:
-        """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
-        tree: dict[str, dict[str, Any]] = {s.name: dict(vars(getattr(self, s.name))) for s in dataclasses.fields(self)}
-        for name, values in sections.items():
-            tree.setdefault(name, {}).update(values)
-        return self.from_dict(tree)
-
     # ---- TOML --------------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -252,12 +244,11 @@ class Config:
         """Read a config file; an unknown key, a wrong type or a bad value is an error that names it."""
         try:
             text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+            return cls.from_dict(tomllib.loads(text))
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}: give a config file, a preset or a run folder") from None
         except UnicodeDecodeError:
             raise UsageError(f"{path}: not a text file: a config file is TOML in UTF-8") from None
-        try:
-            return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
         except UsageError as error:
@@ -268,27 +259,17 @@ class Config:
         """Build a config from nested tables; missing options get their defaults."""
         return cls._build(cls, values, "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain tables, lists and values."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
-
     def dumps(self) -> str:
         """Write the config as TOML, every option included; `load` returns an equal config."""
         lines: list[str] = []
-        for section in dataclasses.fields(self):
-            values = getattr(self, section.name)
-            tables: list[str] = []
-            lines.append(f"[{section.name}]")
-            for spec in dataclasses.fields(values):
-                value = getattr(values, spec.name)
-                if isinstance(value, tuple):
-                    for item in value:
-                        tables.append(f"\n[[{section.name}.{spec.name}]]")
-                        tables += [f"{f.name} = {_toml(getattr(item, f.name))}" for f in dataclasses.fields(item)]
-                else:
-                    lines.append(f"{spec.name} = {_toml(value)}")
-            lines += [*tables, ""]
+        for section, values in vars(self).items():
+            tables = {name: value for name, value in vars(values).items() if isinstance(value, tuple)}
+            lines.append(f"[{section}]")
+            lines += [f"{name} = {_toml(value)}" for name, value in vars(values).items() if name not in tables]
+            for name, item in ((name, item) for name, items in tables.items() for item in items):
+                lines.append(f"\n[[{section}.{name}]]")
+                lines += [f"{key} = {_toml(value)}" for key, value in vars(item).items()]
+            lines.append("")
         return "\n".join(lines)
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -41,10 +41,13 @@ def serial_map(function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -
 
 @dataclass(frozen=True)
 class LineFormat:
-    """Layout of text in lines: `parse` turns a line into the texts of a pair, or raises ValueError."""
+    """Layout of text in lines: every file holds one side. `data.formats` adds files that hold both."""
 
     key: str  # part of the key of a prepared text
-    parse: Callable[[str], Texts] | None = None  # None: every file holds one side
+
+    def texts(self, block: TextBlock, columns: list[list[str | None]], on_bad: str) -> list[Texts | None]:
+        """Return the texts of each pair from the lines of each file; None for a pair that is left out."""
+        return [None if None in texts else cast(Texts, texts) for texts in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -106,25 +109,19 @@ class TextBlock:
 
 def find_file(name: str, root: str) -> Path:
     """Return the path of a text file, relative to a folder."""
-    path = Path(root, name)
-    if not path.is_file():
+    if not (path := Path(root, name)).is_file():
         raise UsageError(f"{path}: no such file")
     return path
 
 
-def find_corpus(
-    corpus: CorpusConfig,
-    data: DataConfig,
-    line_format: LineFormat = LINES,
-    find: Callable[[str, str], Path] = find_file,
-) -> Corpus:
-    """Check the config of a corpus of two parallel files, or one file with both sides, and find them."""
+def find_corpus(corpus: CorpusConfig, data: DataConfig, find: Callable[[str, str], Path] = find_file) -> Corpus:
+    """Check the config of a corpus of two parallel files and find them."""
     names = tuple(name for name in (corpus.src, corpus.tgt) if name)
     if not corpus.src:
         raise UsageError(f"corpus {corpus.tgt}: give src too" if names else "a corpus names no file: give src and tgt")
-    if not corpus.tgt and line_format.parse is None:
+    if not corpus.tgt:
         raise UsageError(f"corpus {corpus.src}: give tgt too, or one .tsv or .jsonl file that holds both sides")
-    return Corpus(names, tuple(find(name, data.root) for name in names), 2, corpus.weight, corpus.tag, line_format)
+    return Corpus(names, tuple(find(name, data.root) for name in names), 2, corpus.weight, corpus.tag)
 
 
 def is_stream(path: Path) -> bool:
@@ -147,8 +144,7 @@ def decompress(path: Path, reader: Reader, copy: Path) -> tuple[Path, str]:
     """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
     digest = hashlib.blake2b(digest_size=16)
     plain = path.suffix not in COMPRESSED and not is_stream(path)
-    with ExitStack() as stack:
-        out = None if plain else stack.enter_context(open(copy, "wb"))
+    with nullcontext() if plain else open(copy, "wb") as out:
         for part in reader(path):
             digest.update(part)
             if out:
@@ -178,9 +174,7 @@ def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock
     blocks: list[TextBlock] = []
     with ExitStack() as stack:
         streams = [stack.enter_context(open(file, "rb")) for file in files]
-        starts = [len(BOM) if stream.read(len(BOM)) == BOM else 0 for stream in streams]
-        for stream, start in zip(streams, starts, strict=True):
-            stream.seek(start)
+        starts = [stream.seek(len(BOM) if stream.read(len(BOM)) == BOM else 0) for stream in streams]
         ends, first, count = list(starts), 0, 0
 
         def close_block() -> None:
@@ -189,12 +183,14 @@ def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock
 
         for lines in zip_longest(*streams):
             if None in lines:
-                rest = [
-                    (line is not None) + sum(1 for _ in stream) for stream, line in zip(streams, lines, strict=True)
-                ]
-                raise _uneven(corpus, [first + count + more for more in rest])
-            for side, line in enumerate(lines):
-                ends[side] += len(line)
+                read = first + count
+                counts = [read + (line is not None) + sum(1 for _ in s) for s, line in zip(streams, lines, strict=True)]
+                if 0 in counts:
+                    raise QkvError(f"{corpus.names[counts.index(0)]}: the file is empty")
+                sizes = " but ".join(f"{name} has {n} lines" for name, n in zip(corpus.names, counts, strict=True))
+                together = "each must belong together" if corpus.column else "one must translate line N of the other"
+                raise QkvError(f"{sizes}: line N of {together}")
+            ends = [end + len(line) for end, line in zip(ends, lines, strict=True)]
             count += 1
             if sum(ends) - sum(starts) >= BLOCK_BYTES:
                 close_block()
@@ -206,38 +202,10 @@ def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock
     return blocks
 
 
-def _uneven(corpus: Corpus, counts: list[int]) -> QkvError:
-    for name, count in zip(corpus.names, counts, strict=True):
-        if not count:
-            return QkvError(f"{name}: the file is empty")
-    sizes = " but ".join(f"{name} has {count} lines" for name, count in zip(corpus.names, counts, strict=True))
-    rule = (
-        "line N of each must belong together" if corpus.column else "line N of one must translate line N of the other"
-    )
-    return QkvError(f"{sizes}: {rule}")
-
-
 def read_block(block: TextBlock, on_bad: str = "error") -> list[Texts | None]:
     """Return the texts of each pair of a block; with on_bad = "skip", None for a line that is not UTF-8."""
-    parse = block.corpus.format.parse
-    columns = [read_column(block, side, on_bad) for side in range(len(block.files) - (block.corpus.column is not None))]
-    if parse is None:
-        return [None if None in texts else cast(Texts, texts) for texts in zip(*columns, strict=True)]
-    pairs: list[Texts | None] = []
-    for row, line in enumerate(columns[0]):
-        try:
-            texts = None if line is None else parse(line)
-            "".join(texts or ()).encode()  # JSON can spell half of a character ("\ud800"), which UTF-8 cannot hold
-        except UnicodeEncodeError as error:
-            if on_bad != "skip":
-                half = f"U+{ord(error.object[error.start]):04X}"
-                remedy = 'repair it, or set data.on_bad = "skip"'
-                raise QkvError(f"{block.where(row)}: {half} is half of a character: {remedy}") from None
-            texts = None
-        except ValueError as error:
-            raise QkvError(f"{block.where(row)}: {error}") from None
-        pairs.append(texts)
-    return pairs
+    count = len(block.files) - (block.corpus.column is not None)
+    return block.corpus.format.texts(block, [read_column(block, file, on_bad) for file in range(count)], on_bad)
 
 
 def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | None]:
@@ -256,17 +224,12 @@ def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | Non
 
 
 def decode_line(line: bytes, where: str, on_bad: str) -> str | None:
-    """Return a line as text; if it is not UTF-8, raise an error, or return None with on_bad = "skip".
-
-    With on_bad = "" the error message does not offer the choice to skip.
-    """
+    """Return a line as text, or None if it is not UTF-8 and on_bad = "skip"; with "", no such choice is offered."""
     try:
         return line.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
         if on_bad == "skip":
             return None
         choice = ', or leave such lines out with --on-bad skip (data.on_bad = "skip")' if on_bad else ""
-        raise QkvError(
-            f"{where}: not UTF-8 (byte 0x{line[error.start]:02X} at position {error.start + 1}): "
-            f"convert the file{choice}"
-        ) from None
+        place = f"byte 0x{line[error.start]:02X} at position {error.start + 1}"
+        raise QkvError(f"{where}: not UTF-8 ({place}): convert the file{choice}") from None

@@ -65,7 +65,7 @@ class World:
         return {name: tensor.detach() for name, tensor in tensors.items()} if self.first else {}
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, divided and placed like another tensor."""
+        """Return this rank's part of a tensor: divided like a parameter if it has its shape, and on its device."""
         return tensor.to(like.device)
 
 

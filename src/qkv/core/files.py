@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all: written beside their place, flushed to disk, then renamed."""
+"""Atomic file writes: under a temporary name in the same folder, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv.core.errors import QkvError, UsageError
+from qkv.core.errors import QkvError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def check_place(path: Path) -> None:
-    """Refuse a place where no file could be written, before the work whose end it would be."""
-    if os.path.isdir(path):
-        raise UsageError(f"{path}: is a folder: give a file")
-    folder = next(each for each in path.absolute().parents if os.path.exists(each))  # those below it would be made
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise UsageError(f"{path}: cannot be written: nothing can be made in {folder}: choose another place")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -70,7 +61,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # safetensors would make it readable for nobody else
+        temporary.chmod(mode)  # safetensors makes files that only their owner can read
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
@@ -82,6 +73,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def reason(error: Exception) -> str:
-    # safetensors tells the system's error only in its text: "… (os error 28) …".
+    # safetensors has the system's error only in its text: "… (os error 28) …".
     number = re.search(r"os error (\d+)", str(error))
     return os.strerror(int(number[1])) if number else str(getattr(error, "strerror", None) or error)

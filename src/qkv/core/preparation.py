@@ -7,7 +7,6 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -43,6 +42,7 @@ from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, lea
 Hashes = NDArray[np.uint64]
 Dispositions = NDArray[np.uint8]
 
+ROW = np.dtype([("source", "<u8"), ("pair", "<u8"), ("disposition", "u1")])  # of a pair: two hashes, and its fate
 HASHES_AT_ONCE = 1 << 24  # 128 MB
 SHORT = 4  # for the length ratio, a shorter side counts as this many tokens
 VALIDATION_OPTIONS = "--valid-src and --valid-tgt, or --valid-text (data.valid)"
@@ -116,26 +116,21 @@ class Sentences:
                 return Disposition.FILTERED + number
         return Disposition.TRAIN
 
-    def scan(self, block: TextBlock, given: bool) -> tuple[bytes, bytes, bytes]:
-        """Return for every pair the hash of its source, the hash of the pair, and its disposition so far, as bytes.
+    def scan(self, block: TextBlock, given: bool) -> bytes:
+        """Return a ROW for every pair, as bytes: the hashes of its source and of the pair, and its disposition so far.
 
         Spaces around a text and its Unicode form do not change the hashes.
         """
-        sources, pairs, dispositions = bytearray(), bytearray(), bytearray()
-        tag = block.corpus.tag.encode()
+        rows, tag = bytearray(), block.corpus.tag.encode()
         for pair in read_block(block, self.data.on_bad):
             texts = [unicodedata.normalize("NFC", text).strip().encode() for text in pair or ()]
             source = hashlib.blake2b(texts[0] if texts else b"", digest_size=8).digest()
-            whole = hashlib.blake2b(source + tag, digest_size=8)
-            for text in texts[1:]:
-                whole.update(b"\n" + text)
-            sources += source
-            pairs += whole.digest()
-            if pair is None or not all(texts):
-                dispositions.append(Disposition.ENCODING if pair is None else Disposition.EMPTY)
+            rows += source + hashlib.blake2b(b"\n".join([source + tag, *texts[1:]]), digest_size=8).digest()
+            if pair is None:
+                rows.append(Disposition.ENCODING)
             else:
-                dispositions.append(self.first_filter("text", pair, given))
-        return bytes(sources), bytes(pairs), bytes(dispositions)
+                rows.append(self.first_filter("text", pair, given) if all(texts) else Disposition.EMPTY)
+        return bytes(rows)
 
     def sample(
         self, block: TextBlock, given: bool, dispositions: bytes, side: int, share: float, seed: tuple[int, ...]
@@ -174,10 +169,7 @@ class Sentences:
                             raise QkvError(f"{block.where(row, -1)}: {error}") from None
                     kept[disposition].append(([tag + packed[0], *packed[1:], *extra], pair))
             counts[disposition] += 1
-        train, valid = (
-            dataset.join_rows(part, dtypes, rows) for part, rows in zip(("train", "valid"), kept, strict=True)
-        )
-        return train | valid, counts
+        return dataset.join_rows("train", dtypes, kept[0]) | dataset.join_rows("valid", dtypes, kept[1]), counts
 
     def _pack(self, text: str, side: Tokenizer) -> bytes:
         # A text with more characters than max_length tokens can hold is too long, whatever its tokens are.
@@ -188,15 +180,13 @@ class Sentences:
 
     def choose(self, scan: Scan) -> None:
         """Mark duplicates, and choose the pairs for validation; this needs all blocks and runs in one process."""
-        train, valid = slice(0, scan.trained), slice(scan.trained, None)
+        train, given = scan.rows[: scan.trained], scan.dispositions[scan.trained :]
         if self.data.dedupe:
-            mark_duplicates(scan.pairs[train], scan.dispositions[train])
+            mark_duplicates(train["pair"], train["disposition"])
         if scan.given:
-            part = scan.dispositions[valid]
-            part[part == Disposition.TRAIN] = Disposition.VALID
-            scan.in_training = count_repeated(scan)
+            given[given == Disposition.TRAIN] = Disposition.VALID
         else:
-            hold_out(scan.sources[train], scan.dispositions[train], self.data.valid_size, self.data.seed)
+            hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -254,8 +244,23 @@ def prepare(
     return PreparedText.open(place)
 
 
+def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
+    """Return everything but the text itself that decides the result, as plain values."""
+    described = [[c.format.key, c.sides, c.weight, c.tag, c.column and [c.column.name, c.column.key]] for c in corpora]
+    settings = {
+        "text": text.name,
+        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
+        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
+        "tokenizer": vocabulary,
+        "train": described[:train],
+        "valid": described[train:],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
 class Scan:
-    """All pairs of the text: their blocks, and in files their hashes and dispositions."""
+    """All pairs of the text: their blocks, and in a file their hashes and dispositions."""
 
     def __init__(
         self,
@@ -270,32 +275,26 @@ class Scan:
         self.text, self.corpora, self.train = text, corpora, train
         self.parallel_map, self.progress = parallel_map, progress
         self.given = len(corpora) > train  # whether there is a validation set
-        self.in_training = [0] * len(corpora)  # pairs of each validation corpus that occur in the training text
+        self.notes: list[dict[str, Any]] = [{} for _ in corpora]  # more numbers for the report, set by `choose`
         divided = text.blocks(corpora, plain, scratch, parallel_map)
         self.counts = [sum(block.count for block in blocks) for blocks in divided]  # pairs of each corpus
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
         self.starts = np.cumsum([0, *(block.count for _, block in self.blocks)]).tolist()
         self.trained, total = sum(self.counts[:train]), self.starts[-1]
-        self.sources = np.memmap(scratch / "sources", "<u8", "w+", shape=(total,))
-        self.pairs = np.memmap(scratch / "pairs", "<u8", "w+", shape=(total,))
-        self.dispositions = np.memmap(scratch / "dispositions", np.uint8, "w+", shape=(total,))
+        self.rows = np.memmap(scratch / "rows", ROW, "w+", shape=(total,))
+        self.dispositions = self.rows["disposition"]
         tasks = ((block, number >= train) for number, block in self.blocks)
-        for start, (sources, pairs, dispositions) in zip(self.starts, parallel_map(text.scan, tasks), strict=False):
-            stop = start + len(dispositions)
-            self.sources[start:stop] = np.frombuffer(sources, "<u8")
-            self.pairs[start:stop] = np.frombuffer(pairs, "<u8")
-            self.dispositions[start:stop] = np.frombuffer(dispositions, np.uint8)
+        for start, stop, rows in zip(self.starts, self.starts[1:], parallel_map(text.scan, tasks), strict=False):
+            self.rows[start:stop] = np.frombuffer(rows, ROW)
             progress("scan", stop, total)
 
     def map(self, function: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]]) -> Iterator[Any]:
         """Apply a function to all blocks, with their dispositions and arguments that depend on the block's number."""
-        return self.parallel_map(
-            function,
-            (
-                (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(n))
-                for n, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
-            ),
+        tasks = (
+            (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(number))
+            for number, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
         )
+        return self.parallel_map(function, tasks)
 
     def learn_tokenizers(self, options: TokenizerConfig, learner: Learner) -> TokenizerPair:
         """Learn the vocabulary from a uniform sample of the training pairs."""
@@ -309,10 +308,8 @@ class Scan:
         def lines(side: int) -> Iterator[str]:
             return chain.from_iterable(self.map(self.text.sample, lambda block: (side, share, (seed, block))))
 
-        if self.corpora[0].sides == 1:
-            options = dataclasses.replace(options, shared=True)
-            return learn_tokenizers((), lines(0), options, tags, pairs=kept, learner=learner)
-        return learn_tokenizers(lines(0), lines(1), options, tags, pairs=kept, learner=learner)
+        sides = [lines(side) for side in range(self.corpora[0].sides)]
+        return learn_tokenizers(sides, options, tags, pairs=kept, learner=learner)
 
     def tokenise(self, draft: Path, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Write ids, lengths and validation text of all kept pairs; return the manifest."""
@@ -331,7 +328,7 @@ class Scan:
         report = [
             {"name": str(corpus), "part": "train" if number < self.train else "valid", "read": sum(found)}
             | dict(zip(reasons, found, strict=True))
-            | {"in_training": self.in_training[number]}
+            | self.notes[number]
             for number, (corpus, found) in enumerate(zip(self.corpora, counts.tolist(), strict=True))
         ]
         manifest: dict[str, Any] = {
@@ -344,8 +341,8 @@ class Scan:
         for part, corpora in ((Disposition.TRAIN, slice(self.train)), (Disposition.VALID, held_out)):
             name, pairs = part.name.lower(), counts[corpora, part].tolist()
             if not sum(pairs):
-                totals = zip(["read", *reasons[2:]], [counts.sum(), *counts.sum(axis=0)[2:]], strict=True)
-                listed = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in totals if count)
+                totals = {"read": counts.sum()} | dict(zip(reasons[2:], counts.sum(axis=0)[2:], strict=True))
+                listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in totals.items() if n)
                 raise QkvError(f"nothing is left for {name} after filtering: {listed}")
             manifest[name] = {"pairs": pairs, "weights": [corpus.weight for corpus in self.corpora[corpora]]}
         return manifest
@@ -358,26 +355,14 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
     """Keep the first of equal pairs."""
     parts = np.uint64(len(pairs) // HASHES_AT_ONCE + 1)
     for part in range(int(parts)):
-        usable = (
-            start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0))
-            for start, stop in _slices(len(pairs))
-        )
-        rows = np.concatenate(list(usable))
+        found = [np.empty(0, np.int64)]
+        for start, stop in slices(len(pairs)):
+            found.append(start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0)))
+        rows = np.concatenate(found)
         values = pairs[rows]
         order = np.argsort(values, kind="stable")
         repeated = values[order][1:] == values[order][:-1]
         dispositions[rows[order[1:][repeated]]] = Disposition.DUPLICATE
-
-
-def count_repeated(scan: Scan) -> list[int]:
-    """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
-    usable = scan.dispositions[scan.trained :] == Disposition.VALID
-    valid = scan.pairs[scan.trained :]
-    wanted = np.unique(valid[usable])
-    common = [wanted[np.isin(wanted, scan.pairs[start:stop])] for start, stop in _slices(scan.trained)]
-    repeated = usable & np.isin(valid, np.concatenate(common))
-    by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
-    return [0] * scan.train + [int(part.sum()) for part in by_corpus]
 
 
 def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int) -> None:
@@ -385,7 +370,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
 
     Sources are taken in the order of a seeded hash; never more than a tenth of the pairs.
     """
-    usable = sum(int(np.count_nonzero(dispositions[start:stop] == 0)) for start, stop in _slices(len(dispositions)))
+    usable = int(np.count_nonzero(dispositions == Disposition.TRAIN))
     most = usable // 10
     if wanted > most > 0:
         raise UsageError(
@@ -397,7 +382,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
     while total < goal and share < 1:  # among a share of the sources, and a larger share if their pairs are not enough
         share, total, chosen = min(1.0, 8 * share), 0, []
         parts = []
-        for start, stop in _slices(len(sources)):
+        for start, stop in slices(len(sources)):
             part = sources[start:stop][dispositions[start:stop] == Disposition.TRAIN]
             parts.append(part[_mix(part, seed) <= share * (2.0**64 - 1)])
         candidates, counts = np.unique(np.concatenate(parts), return_counts=True)
@@ -411,7 +396,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
             f"sources: give a validation set: {VALIDATION_OPTIONS}"
         )
-    for start, stop in _slices(len(dispositions)):
+    for start, stop in slices(len(dispositions)):
         part = dispositions[start:stop]
         held_out = np.isin(sources[start:stop], np.array(chosen, np.uint64))
         part[held_out & (part == Disposition.TRAIN)] = Disposition.VALID
@@ -423,26 +408,6 @@ def _mix(values: Hashes, seed: int) -> Hashes:
     return (values ^ (values >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
 
 
-def _slices(length: int) -> Iterator[tuple[int, int]]:
+def slices(length: int) -> Iterator[tuple[int, int]]:
+    """Divide so many rows, which may not fit into memory together."""
     return ((start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))
-
-
-# ---- the key ---------------------------------------------------------------------------------------------------------
-
-
-def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
-    """Return everything but the text itself that decides the result, as plain values."""
-    described = [
-        [each.format.key, each.sides, each.weight, each.tag, each.column and [each.column.name, each.column.key]]
-        for each in corpora
-    ]
-    settings = {
-        "text": text.name,
-        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
-        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
-        "tokenizer": vocabulary,
-        "train": described[:train],
-        "valid": described[train:],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain

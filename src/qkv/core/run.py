@@ -27,29 +27,27 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
 
 from qkv.core import files
 from qkv.core.config import Config, TransformerConfig
+from qkv.core.device import ALONE, World
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from qkv.core.transformer import Model
+from qkv.core.transformer import Model, Transformer
 
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
-SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 
 
 @dataclass(frozen=True)
@@ -60,22 +58,12 @@ class Run:
 
     @classmethod
     def create(
-        cls,
-        path: Path,
-        config: Config,
-        tokenizers: TokenizerPair,
-        store: Path | None = None,
-        command: str = "",
-        start: Run | None = None,
-        several_sentences: float = 0.0,
+        cls, path: Path, config: Config, tokenizers: TokenizerPair, start: Run | None = None, **more: Any
     ) -> Self:
         """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
 
-        `several_sentences` is the share of source lines with several sentences. `store` is the folder of the tokenised
-        text, if it is outside the run folder. training begins with a copy of the weights of `start`.
+        Training begins with a copy of the weights of `start`. `more` are further entries of run.json.
         """
-        import torch
-
         from qkv import __version__
 
         run = cls(path)
@@ -85,9 +73,8 @@ class Run:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": command,
-            "store": "store" if store is None or store == path / "store" else str(store.resolve()),
-            "several_sentences": several_sentences,
+            "command": "",
+            **more,
         }
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
@@ -127,19 +114,6 @@ class Run:
         """The content of run.json: format, versions, date and command of the creation."""
         return _read_json(self.marker)
 
-    @property
-    def by_sentence(self) -> bool:
-        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
-
-        An older run folder has no record of that, and its texts are translated sentence by sentence.
-        """
-        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
-
-    @property
-    def store(self) -> Path:
-        """Folder of the tokenised text: in the run folder, or outside it where several runs share it."""
-        return self.path / (self.about.get("store", "store") if self.exists() else "store")
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the folder, so that a second process that trains in it is refused.
@@ -159,17 +133,6 @@ class Run:
             yield
         finally:
             os.close(folder)
-
-    def in_training(self) -> bool:
-        """Return whether a process is training in this folder now; False where the file system cannot lock."""
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in LOCKED
-        finally:
-            os.close(folder)
-        return False
 
     @property
     def log(self) -> Path:
@@ -206,7 +169,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Return the weights kept at the last validations, oldest first."""
-        return by_step((self.path / "weights").glob("step-*.safetensors"))
+        return list(by_step(self.path / "weights").values())
 
     def weights(self, name: str = "") -> Path:
         """Return the file of the named weights: best, average, last or a step number; by default the chosen ones."""
@@ -219,22 +182,16 @@ class Run:
         path = self.path / "weights" / f"{name}.safetensors"
         if not path.exists():
             names = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))
-            raise UsageError(f"{self.path}: {f'no weights named {name}: there are {names}' if names else self._none()}")
+            problem = f"no weights named {name}: there are {names}" if names else self.no_weights()
+            raise UsageError(f"{self.path}: {problem}")
         return path
 
-    def _none(self) -> str:
+    def no_weights(self) -> str:
         """Explain why there are no weights at all, and what to do."""
-        if self.scores:  # they were there once
-            return "no weights: restore them from a copy, or train again"
-        spec = self.config.train
-        first = min(spec.validate_every, spec.steps)
-        remedy = "wait for it" if self.in_training() else f"go on with `qkv train --resume --run {self.path}`"
-        return f"no weights yet: the first come with the first validation, at step {first:,}: {remedy}"
+        return "no weights: the first come with the first validation of a training"
 
     def build_model(self) -> Model:
         """Return a model of the run's config, not yet trained."""
-        from qkv.core.transformer import Transformer
-
         assert isinstance(self.config.model, TransformerConfig)
         return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
@@ -245,7 +202,7 @@ class Run:
     def load_model(self, device: torch.device, weights: str = "") -> tuple[Model, str]:
         """Return the trained model, ready for use, and the name and step of its weights."""
         model, path, about = self.build_model(), self.weights(weights), dict[str, str]()
-        load_weights(model, files.read_tensors(path, about), path)
+        load_weights(dict(model.named_parameters()), files.read_tensors(path, about), path)
         return model.to(device).eval(), f"{path.stem} weights of step {int(about.get('step', 0)):,}"
 
 
@@ -259,30 +216,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def step_of(path: Path) -> int:
-    """Return N for a path named step-N…, else -1."""
-    match = STEP.match(path.name)
-    return int(match[1]) if match else -1
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return the paths in a folder that are named step-N…, by N in ascending order."""
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := STEP.match(path.name))}
+    return dict(sorted(found.items()))
 
 
-def by_step(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths that are named step-N…, in order of N."""
-    return sorted((path for path in paths if step_of(path) >= 0), key=step_of)
-
-
-def load_weights(model: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    """Copy tensors into a model; refuse other names or shapes, naming the first tensor that differs."""
-    import torch
-
-    parameters = dict(model.named_parameters())
-    for name in [*parameters, *tensors]:
-        ours = tuple(parameters[name].shape) if name in parameters else "nothing"
+def load_weights(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, world: World = ALONE) -> None:
+    """Copy tensors into parameters; refuse other names or shapes, naming the first tensor that differs."""
+    for name in [*into, *tensors]:
+        ours = tuple(into[name].shape) if name in into else "nothing"
         theirs = tuple(tensors[name].shape) if name in tensors else "nothing"
         if ours != theirs:
             raise QkvError(f"{path}: weights of another model: {name} is {theirs} in the file and {ours} in the config")
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+        for name, parameter in into.items():
+            parameter.copy_(world.part(tensors[name], parameter))
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
@@ -307,35 +256,24 @@ class JsonlLog:
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append an event; at the start of a resumed run, drop the lines of steps that will come again."""
         if kind == "start":
-            self._drop_after(step, int(values["validated"]))
+            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            kept = "".join(f"{line}\n" for line in text.split("\n") if _is_past(line, step, values["validated"]))
+            if kept != text:
+                files.write_text(self.path, kept)
+            self.path.touch()
         elif kind in ("train", "valid"):
             entry = {"event": kind, "step": step} | {name: _json_value(value) for name, value in values.items()}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def _drop_after(self, step: int, validated: int) -> None:
-        def is_past(line: str) -> bool:
-            try:
-                entry = json.loads(line)
-                return bool(entry["step"] <= (validated if entry["event"] == "valid" else step))
-            except (ValueError, KeyError, TypeError):  # a killed run may have cut its last line
-                return False
 
-        if self.path.exists():
-            text = self.path.read_text(encoding="utf-8")
-            kept = "".join(line + "\n" for line in text.split("\n") if is_past(line))
-            if kept != text:
-                files.write_text(self.path, kept)
-        else:
-            self.path.touch()
-
-
-class MessageLog:
-    """Log sink that prints the messages of a training to standard error."""
-
-    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        if kind == "message":
-            print(values["text"], file=sys.stderr, flush=True)
+def _is_past(line: str, step: int, validated: int) -> bool:
+    """Return whether a line of the log is kept; a killed run may have cut its last line."""
+    try:
+        entry = json.loads(line)
+        return bool(entry["step"] <= (validated if entry["event"] == "valid" else step))
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _json_value(value: Any) -> Any:

@@ -8,13 +8,12 @@ encoding a known chunk is a dictionary lookup.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import re
 import struct
 import unicodedata
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -78,8 +77,7 @@ class BoundedCache(dict[Key, Value]):
         self.older: dict[Key, Value] = {}
 
     def __missing__(self, key: Key) -> Value:
-        older = self.older
-        value = older[key] if key in older else self.compute(key)
+        value = self.older[key] if key in self.older else self.compute(key)
         if self.keep(key):
             if len(self) >= self.size:
                 self.older = dict(self)
@@ -119,12 +117,9 @@ class Tokenizer:
         self.size = len(self._bytes)
         self.max_token_bytes = max(map(len, self._bytes))
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
-        model: tokenizers.models.Model
-        if kind == "unigram":
-            model = tokenizers.models.Unigram(list(zip(self.index, self.scores, strict=True)))
-        else:
-            model = tokenizers.models.BPE(self.index, list(self.merges))
-        self.library = tokenizers.Tokenizer(model)
+        scored = kind == "unigram" and list(zip(self.index, self.scores, strict=True))
+        models = tokenizers.models
+        self.library = tokenizers.Tokenizer(models.Unigram(scored) if scored else models.BPE(self.index, list(merges)))
         self.library.pre_tokenizer = pre_tokenizer()
         self._packed = BoundedCache(self._pack_chunk, lambda chunk: len(chunk) <= CACHED_LENGTH, CACHE_SIZE)
 
@@ -147,23 +142,12 @@ class Tokenizer:
         """Return the bytes of one token; special tokens have none."""
         return self._bytes[token]
 
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return each token for display: "▁" for a space before it, <0xE2> for part of a character."""
-        names = self.special_names
-        return [names[i] if i < len(names) else _readable(self._bytes[i]) for i in ids]
-
     def tag(self, name: str) -> int:
         """Return the id of a language tag."""
         if name not in self.tags:
             known = ", ".join(self.tags) or "none"
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
         return len(SPECIALS) + self.tags.index(name)
-
-    @property
-    def names(self) -> list[str]:
-        """A unique name for each token: that of the special token, or its bytes as printable characters."""
-        pieces = (f"{piece} " if piece in self.special_names else piece for piece in self.index)  # text may contain <s>
-        return [*self.special_names, *pieces]
 
     def pre_tokenize(self, text: str) -> list[str]:
         """Split a text into the parts that no token crosses, written in printable bytes."""
@@ -193,12 +177,12 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             half = f"U+{ord(chunk[error.start]):04X}"
             raise UsageError(f"the text holds {half}, half of a character: repair or remove it") from None
-        if self.kind in ("word", "char"):
+        if self.kind in ("bpe", "unigram"):
+            numbers = self.library.encode(" " + chunk).ids
+        else:
             parts = self.pre_tokenize(" " + chunk) if self.kind == "word" else map(to_printable, " " + chunk)
             index = self.index
             numbers = [n for part in parts for n in ([index[part]] if part in index else [BYTE[c] for c in part])]
-        else:
-            numbers = self.library.encode(" " + chunk).ids
         return struct.pack(f"<{len(numbers)}{self.dtype.char}", *[number + self.offset for number in numbers])
 
 
@@ -234,10 +218,9 @@ class TokenizerPair:
             raise QkvError(f"{path}: not JSON, so not a tokenizer, or cut off: copy it anew or train again") from None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise QkvError(f"{path}: not a qkv tokenizer: expected a JSON file with format {FORMAT}")
-        if plain.get("version") != VERSION:
-            version = plain.get("version")
+        if (version := plain.get("version")) != VERSION:
             raise QkvError(
-                f"{path}: tokenizer format version {version!r}, this qkv reads {VERSION}: use the qkv that wrote it"
+                f"{path}: tokenizer version {version!r}, this qkv reads {VERSION}: use the qkv that wrote it"
             )
         try:
             sides = [Tokenizer.from_dict(side) for side in plain["sides"]]
@@ -247,9 +230,8 @@ class TokenizerPair:
         return cls(src, tgt)
 
     def _to_json(self) -> str:
-        sides = [self.src] if self.shared else [self.src, self.tgt]
-        plain = {"format": FORMAT, "version": VERSION, "sides": [side.to_dict() for side in sides]}
-        return json.dumps(plain, ensure_ascii=False, indent=0)
+        sides = [side.to_dict() for side in ([self.src] if self.shared else [self.src, self.tgt])]
+        return json.dumps({"format": FORMAT, "version": VERSION, "sides": sides}, ensure_ascii=False, indent=0)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
@@ -270,15 +252,14 @@ def learn_bpe(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer
 
 
 def learn_tokenizers(
-    src_lines: Iterable[str],
-    tgt_lines: Iterable[str],
+    sides: Sequence[Iterable[str]],
     options: TokenizerConfig,
     tags: Sequence[str] = (),
     *,
     pairs: int,
     learner: Learner = learn_bpe,
 ) -> TokenizerPair:
-    """Learn one vocabulary for both sides, or one for each, from a sample of a corpus of so many pairs."""
+    """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
 
     def learn(lines: Iterable[str]) -> Tokenizer:
         base = len(SPECIALS) + len(tags) + len(PRINTABLE)
@@ -287,7 +268,8 @@ def learn_tokenizers(
                 f"tokenizer.vocab = {options.vocab}: the special tokens, tags and bytes alone are {base}: "
                 f"set tokenizer.vocab to at least {base}, or to 0"
             )
-        tokenizer = learner(_learnable(lines), (options.vocab or default_size(pairs)) - base, tags)
+        cleaned = (LONG_CHUNK.sub(r"\1", " " + unicodedata.normalize("NFC", line)) for line in lines if line)
+        tokenizer = learner(cleaned, (options.vocab or default_size(pairs)) - base, tags)
         if tokenizer.size < options.vocab:
             raise UsageError(
                 f"tokenizer.vocab = {options.vocab}: the text supports only {tokenizer.size} tokens: "
@@ -295,34 +277,11 @@ def learn_tokenizers(
             )
         return tokenizer
 
-    if options.shared:
-        one = learn(chain(src_lines, tgt_lines))
-        return TokenizerPair(one, one)
-    return TokenizerPair(learn(src_lines), learn(tgt_lines))
+    src, *others = [chain(*sides)] if options.shared else sides
+    learned = [learn(src), *map(learn, others)]
+    return TokenizerPair(learned[0], learned[-1])
 
 
 def default_size(pairs: int) -> int:
     """Return the vocabulary size for a corpus of so many pairs when tokenizer.vocab is 0."""
     return next(size for least, size in VOCABULARY_SIZES if pairs >= least)
-
-
-def _learnable(lines: Iterable[str]) -> Iterator[str]:
-    """Normalise lines for learning, with a space before each, and cut very long chunks."""
-    return (LONG_CHUNK.sub(r"\1", " " + unicodedata.normalize("NFC", line)) for line in lines if line)
-
-
-def _readable(piece: bytes) -> str:
-    text = piece.decode("utf-8", "qkv.hex")
-    return "".join("▁" if c == " " else c if c.isprintable() else _hex(c.encode()) for c in text)
-
-
-def _hex(piece: bytes) -> str:
-    return "".join(f"<0x{byte:02X}>" for byte in piece)
-
-
-def _hex_errors(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError)
-    return _hex(error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("qkv.hex", _hex_errors)

@@ -186,12 +186,13 @@ class PlainTrainStep:
         if self.average is None or not self.world.first:
             yield self.model
             return
-        kept = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
-        load_weights(self.model, self.average.tensors(), Path("ema"))
+        own = dict(self.model.named_parameters())
+        kept = {name: weight.detach().clone() for name, weight in own.items()}
+        load_weights(own, self.average.tensors(), Path("ema"))
         try:
             yield self.model
         finally:
-            load_weights(self.model, kept, Path("weights"))
+            load_weights(own, kept, Path("weights"))
 
     def spare_model(self) -> Model:
         return self.model
@@ -213,7 +214,6 @@ class Trainer:
     ) -> None:
         self.config, self.text, self.train_step, self.task, self.updates = config, text, step, task, updates
         self.schedule, self.world, self.model, self.device = schedule, world, step.model, step.device
-        self.clock = Clock()
         self.go_on_from(Progress(micro_tokens=updates.micro_tokens))
 
     def go_on_from(self, progress: Progress) -> None:
@@ -316,12 +316,12 @@ class Loop:
     def run_to_the_end(self, received: list[int]) -> None:
         """Update, log, validate and save; all ranks stop at the same step if one of them receives a signal."""
         trainer, progress, options = self.trainer, self.trainer.progress, self.trainer.config.train
-        trainer.clock = clock = Clock(progress.tokens)
+        self.clock = clock = Clock(progress)
         with closing(trainer.updates.starting(progress.position)) as updates:
             while True:
                 if number := trainer.world.largest(received[0] if received else 0):
                     self.settle()
-                    clock.count_training(progress)
+                    clock.read()
                     trainer.save(self.run)
                     command = f"qkv train --resume --run {self.run.path}"
                     message = f"stopped at step {progress.step} and saved: go on with `{command}`"
@@ -329,18 +329,17 @@ class Loop:
                 due = progress.step % options.validate_every == 0 or trainer.done()
                 if due and progress.validated < progress.step:
                     self.settle()
-                    clock.count_training(progress)
+                    clock.read()
                     self.validate()
                 if trainer.done():
                     return
-                with clock.waiting():
-                    update = next(updates)
+                update = clock.wait_for(updates)
                 self.in_flight.append((progress.step + 1, update, trainer.start(update)))
                 logged = self.sinks and progress.step % options.log_every == 0
                 outcome = self.settle(but=0 if logged else trainer.train_step.max_in_flight)
                 self.log("progress")
                 if logged and outcome is not None:
-                    speed, stalled = clock.read(progress)
+                    speed, stalled = clock.read()
                     self.log(
                         "train",
                         epoch=progress.epoch,
@@ -411,7 +410,7 @@ class Loop:
                     progress.worse += 1
         progress.validated = progress.step
         progress.worse = int(trainer.world.broadcast(str(progress.worse)))  # decides whether training goes on
-        trainer.clock.count(progress)
+        self.clock.read(training=False)
         if result is not None:
             minutes, seconds = divmod(int(progress.seconds), 60)
             better = "  best" if progress.best_step == progress.step else ""
@@ -426,7 +425,7 @@ class Loop:
                 training_seconds=progress.training_seconds,
             )
         trainer.save(self.run)
-        trainer.clock.count(progress)  # saving does not count as training either
+        self.clock.read(training=False)  # saving does not count as training either
 
     def keep_weights(self, name: str, model: nn.Module) -> None:
         path, step = self.run.path / "weights" / f"{name}.safetensors", str(self.trainer.progress.step)
@@ -439,7 +438,7 @@ class Loop:
         kept = self.run.checkpoints()[-options.average :] if options.average else []
         if len(kept) > 1:
             model = trainer.train_step.spare_model()
-            load_weights(model, average_checkpoints(kept), kept[-1])
+            load_weights(dict(model.named_parameters()), average_checkpoints(kept), kept[-1])
             self.keep_weights("average", model)
             result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
             scores["average"] = {"of": [path.stem for path in kept], **result.to_dict()}

@@ -15,16 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import (
-    CachedDecoding,
-    DecoderContext,
-    EncoderContext,
-    EncoderOutput,
-    MultiHeadAttention,
-    TeacherForcing,
-    WholeSource,
-    attention_mask,
-)
+from qkv.core.attention import CachedDecoding, Context, EncoderOutput, MultiHeadAttention, WholeSequence, attention_mask
 from qkv.core.config import AttentionModelConfig, ModelConfig, TransformerConfig
 from qkv.core.errors import UsageError
 
@@ -39,56 +30,45 @@ def sinusoids(length: int, d_model: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).float()
 
 
-class SinusoidalPositions(nn.Module):
-    """Table of sinusoids that grows when a longer sequence comes."""
+class Positions(nn.Module):
+    """A table with a vector for each position."""
 
     table: Tensor
+    reach: Callable[[int], None]  # make sure that the table has so many positions
+
+    def forward(self, position: int | Tensor, length: int) -> Tensor:
+        """The rows of the table for `length` tokens; for `position` see `Embedding.forward`."""
+        if isinstance(position, int):
+            self.reach(position + length)
+            return self.table[position : position + length]
+        # Positions in a tensor must be inside the table: a check would wait for the device.
+        if position.dim() == 2:
+            return self.table.index_select(0, position[0])
+        return self.table[position[:, None] + torch.arange(length, device=position.device)]
+
+
+class SinusoidalPositions(Positions):
+    """Sinusoids, whose table grows when a longer sequence comes."""
 
     def __init__(self, d_model: int, length: int = 512) -> None:
         super().__init__()
         self.register_buffer("table", sinusoids(length, d_model), persistent=False)
 
-    def forward(self, position: int | Tensor, length: int) -> Tensor:
-        """The rows of the table for `length` tokens; see `Embedding.forward` for `position`."""
-        if isinstance(position, Tensor):
-            return rows_of_table(self.table, position, length)
-        self.reach(position + length)
-        return self.table[position : position + length]
-
     def reach(self, length: int) -> None:
-        """Grow the table to at least this many positions."""
         if length > len(self.table):
             with torch.inference_mode(False):  # a table that grew during inference must also work in training
                 larger = sinusoids(2 * length, self.table.shape[1]).to(self.table.device, self.table.dtype)
             self.table = larger
 
 
-def rows_of_table(table: Tensor, position: Tensor, length: int) -> Tensor:
-    """Rows of a position table for starts (rows,) as (rows, length, width), or for positions (1, tokens) as they are.
-
-    The positions must be inside the table: a check would wait for the device.
-    """
-    if position.dim() == 2:
-        return table.index_select(0, position[0])
-    return table[position[:, None] + torch.arange(length, device=position.device)]
-
-
-class LearnedPositions(nn.Module):
+class LearnedPositions(Positions):
     """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
 
     def __init__(self, d_model: int, length: int) -> None:
         super().__init__()
-        # As large as an embedding before its factor √d_model: small beside the word at first.
         self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
 
-    def forward(self, position: int | Tensor, length: int) -> Tensor:
-        if isinstance(position, Tensor):
-            return rows_of_table(self.table, position, length)
-        self.reach(position + length)
-        return self.table[position : position + length]
-
     def reach(self, length: int) -> None:
-        """Refuse a sequence of more positions than were learned."""
         if length > len(self.table):
             raise UsageError(
                 f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
@@ -96,40 +76,17 @@ class LearnedPositions(nn.Module):
             )
 
 
-def make_positions(kind: str, d_model: int, length: int) -> nn.Module:
-    """The table of positions that is added to embeddings: sinusoids, or vectors learned for `length` positions."""
-    match kind:
-        case "sinusoidal":
-            return SinusoidalPositions(d_model)
-        case "learned":
-            return LearnedPositions(d_model, length)
-    raise UsageError(f'model.positions = "{kind}": not added to embeddings; choose sinusoidal or learned')
-
-
-class Dropout(nn.Dropout):
-    """Dropout whose mask on a CPU takes 16 random bits per number, which is drawn four times as fast as PyTorch's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out_of = 2**16
-        dropped = round(self.p * out_of)
-        if not self.training or not x.is_cpu or not 0 < dropped < out_of:
-            return super().forward(x)
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-        kept = torch.ge(bits[: x.numel()].view(x.shape), dropped - out_of // 2, out=torch.empty_like(x))
-        return x * kept.mul_(out_of / (out_of - dropped))
-
-
 class Embedding(nn.Module):
     """Token embedding × √d_model, plus positions, then dropout (sections 3.4, 3.5 and 5.4)."""
 
-    def __init__(self, vocab: int, d_model: int, positions: Any, dropout: float) -> None:
+    def __init__(self, vocab: int, d_model: int, positions: Positions | None, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, d_model)
         # After the factor √d_model an embedding has unit variance; as output weights they give unit-sized logits.
         nn.init.normal_(self.tokens.weight, std=d_model**-0.5)
         self.positions = positions
         self.scale = math.sqrt(d_model)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
         """Vectors of ids (batch, length): (batch, length, d_model).
@@ -137,16 +94,11 @@ class Embedding(nn.Module):
         `position` is that of the first token: of all rows, or a tensor (batch,) with one for each row. A tensor of the
         shape of the ids is the position of each token.
         """
-        x = self.look_up(ids)
+        x = self.tokens(ids) * self.scale
         if self.positions is not None:
             x = x + self.positions(position, ids.shape[1]).to(x.dtype)
         dropped: Tensor = self.dropout(x)
         return dropped
-
-    def look_up(self, ids: Tensor) -> Tensor:
-        """The scaled embeddings, without positions."""
-        scaled: Tensor = self.tokens(ids) * self.scale
-        return scaled
 
 
 class FeedForward(nn.Module):
@@ -171,7 +123,7 @@ class Residual(nn.Module):
     def __init__(self, norm: nn.Module, dropout: float) -> None:
         super().__init__()
         self.norm = norm
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         normed: Tensor = self.norm(x + self.dropout(sublayer(x)))
@@ -193,8 +145,13 @@ class Layers:
     def embedding(self, vocab: int) -> Embedding:
         return Embedding(vocab, self.config.d_model, self.positions(), self.config.dropout)
 
-    def positions(self) -> nn.Module | None:
-        return make_positions(self.config.positions, self.config.d_model, self.config.max_positions)
+    def positions(self) -> Positions | None:
+        match self.config.positions:
+            case "sinusoidal":
+                return SinusoidalPositions(self.config.d_model)
+            case "learned":
+                return LearnedPositions(self.config.d_model, self.config.max_positions)
+        raise UsageError(f"model.positions = {self.config.positions}: not an option of the paper's layers")
 
     def self_attention(self, name: str) -> MultiHeadAttention:
         c = self.config
@@ -227,17 +184,14 @@ class EncoderLayer(nn.Module):
         self.feed_forward: Any = layers.feed_forward()
         self.residuals = nn.ModuleList(layers.residual() for _ in range(2))
 
-    def forward(self, x: Tensor, context: EncoderContext) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
         x = self.residuals[1](x, self.feed_forward)
         return x  # (batch, source, d_model)
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, encoder-decoder attention and feed-forward, each inside a residual connection.
-
-    A language model has no encoder, and its layers no attention to one.
-    """
+    """Masked self-attention, cross-attention (not in a language model) and feed-forward, each inside a residual."""
 
     def __init__(self, layers: Layers, number: int, *, cross: bool = True) -> None:
         super().__init__()
@@ -247,7 +201,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward: Any = layers.feed_forward()
         self.residuals = nn.ModuleList(layers.residual() for _ in range(3 if cross else 2))
 
-    def forward(self, x: Tensor, context: DecoderContext) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         cross = self.cross_attention
         x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
         if cross is not None:
@@ -267,32 +221,24 @@ def run_stack(embedding: nn.Module, layers: Sequence[nn.Module], norm: nn.Module
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-State = TypeVar("State", bound="SelectableState")
+State = TypeVar("State")  # what a decoder remembers between steps
 Encoded = TypeVar("Encoded")
 
 
-class SelectableState(Protocol):
-    """What a decoder remembers between steps."""
-
-    def select(self: State, rows: Tensor) -> State:
-        """The state of the given rows, in that order; rows of one sentence stay together, `beam` at a time."""
-        ...
-
-
 class StepModel(Protocol[Encoded, State]):
-    """What search needs of a model, an ensemble or an engine. A state that was passed on must not be used again."""
+    """What search needs of a model, an ensemble or an engine. A state that was passed on must not be used again.
+
+    `state.select(rows)` is the state of these rows, in that order; rows of a sentence stay together, `beam` at a time.
+    """
 
     def encode(self, source: Tensor, lengths: Tensor) -> Encoded:
-        """Run the encoder once: ids (batch, source), of which row i has `lengths[i]` and then padding."""
-        ...
+        """Run the encoder: ids (batch, source), row i with `lengths[i]` tokens and then padding."""
 
     def start(self, encoded: Encoded, beam: int = 1) -> State:
         """The state before the first token, with `beam` rows for each sentence."""
-        ...
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), free to be overwritten, and the new state."""
-        ...
 
 
 class Model(nn.Module):
@@ -315,9 +261,8 @@ class Model(nn.Module):
 
     def add_output(self, vocab: int, tied: Embedding | None) -> None:
         """The output matrix: its own, or that of an embedding (section 3.4)."""
-        d_model = self.config.d_model
-        self.output = nn.Linear(d_model, vocab, bias=False)
-        nn.init.normal_(self.output.weight, std=d_model**-0.5)
+        self.output = nn.Linear(self.config.d_model, vocab, bias=False)
+        nn.init.normal_(self.output.weight, std=self.config.d_model**-0.5)
         if tied is not None:
             self.output.weight = tied.tokens.weight
 
@@ -364,32 +309,22 @@ class Transformer(TranslationModel):
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """The decoder's last layer (batch, target, d_model), each position from the source and the target before it."""
-        return self.run_decoder(target, TeacherForcing(self.encode(source, lengths)))
+        return self.run_decoder(target, WholeSequence(encoded=self.encode(source, lengths)))
 
     def encode(self, source: Tensor, lengths: Tensor) -> EncoderOutput:
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
-        return EncoderOutput(self.run_encoder(source, WholeSource(mask)), mask)
+        x = run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))
+        return EncoderOutput(x, mask)
 
     def start(self, encoded: EncoderOutput, beam: int = 1) -> CachedDecoding:
         crosses = [layer.cross_attention for layer in self.decoder if layer.cross_attention is not None]
         sources = [cross.project_memory(encoded.values) for cross in crosses]
         return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], sources, encoded.mask, beam)
 
-    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         logits = self.project(self.run_decoder(tokens, state))
         state.advance(tokens.shape[1])
         return logits, state
 
-    def run_encoder(self, source: Tensor, context: EncoderContext) -> Tensor:
-        return run_stack(self.source, self.encoder, self.encoder_norm, source, context)
-
-    def run_decoder(self, target: Tensor, context: DecoderContext) -> Tensor:
+    def run_decoder(self, target: Tensor, context: Context) -> Tensor:
         return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
-
-
-StateT = TypeVar("StateT", bound=DecoderContext)
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Trainable parameters, tied ones counted once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,6 +1,6 @@
 """More input for preparation: .tsv, .jsonl and .zst files, standard input, and the built-in demo corpus.
 
-`find_text` turns the corpora of a config into core's `Corpus`; a new layout is a `LineFormat` with a function from a
+`find_text` turns the corpora of a config into core's `Corpus`; a new layout is a `ParsedLines` with a function from a
 line to the texts of a pair. `LineReader` reads any of these files one line after another.
 """
 
@@ -18,8 +18,9 @@ import select
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -31,6 +32,7 @@ from qkv.core.corpus import (
     READ_BYTES,
     Corpus,
     LineFormat,
+    TextBlock,
     Texts,
     decode_line,
     find_corpus,
@@ -43,6 +45,30 @@ SOON = 0.01  # seconds
 
 
 # ---- layouts of a line -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParsedLines(LineFormat):
+    """Layout with all sides in one file: `parse` returns the texts of a line, or raises ValueError."""
+
+    parse: Callable[[str], Texts]
+
+    def texts(self, block: TextBlock, columns: list[list[str | None]], on_bad: str) -> list[Texts | None]:
+        pairs: list[Texts | None] = []
+        for row, line in enumerate(columns[0]):
+            try:
+                texts = None if line is None else self.parse(line)
+                "".join(texts or ()).encode()  # JSON can spell half of a character ("\ud800"), which UTF-8 cannot hold
+            except UnicodeEncodeError as error:
+                if on_bad != "skip":
+                    half = f"U+{ord(error.object[error.start]):04X}"
+                    remedy = 'repair it, or set data.on_bad = "skip"'
+                    raise QkvError(f"{block.where(row)}: {half} is half of a character: {remedy}") from None
+                texts = None
+            except ValueError as error:
+                raise QkvError(f"{block.where(row)}: {error}") from None
+            pairs.append(texts)
+        return pairs
 
 
 def parse_tsv(line: str) -> Texts:
@@ -113,13 +139,14 @@ def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
     parse_json = partial(parse_jsonl, sides=1 if corpus.text else 2, langs=langs)
     line_format = {
         "lines": LINES,
-        "tsv": LineFormat("tsv", parse_tsv),
-        "jsonl": LineFormat(f"jsonl {langs[0]} {langs[1]}", parse_json),
+        "tsv": ParsedLines("tsv", parse_tsv),
+        "jsonl": ParsedLines(f"jsonl {langs[0]} {langs[1]}", parse_json),
     }[layout]
-    if corpus.text:
-        found = Corpus(names, (open_text(corpus.text, data.root),), 1, corpus.weight, "", line_format)
+    if corpus.text or (corpus.src and layout != "lines"):
+        (name,), sides = names, 1 if corpus.text else 2
+        found = Corpus(names, (open_text(name, data.root),), sides, corpus.weight, corpus.tag, line_format)
     else:
-        found = find_corpus(corpus, data, line_format, open_text)
+        found = find_corpus(corpus, data, open_text)
     if corpus.align:
         from qkv.data.alignments import alignment_column
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.attention import around_attention, observe_weights
+from qkv.core.attention import around_attention
 from qkv.core.errors import UsageError
 from qkv.core.search import (
     BeamSearch,
@@ -31,6 +31,7 @@ from qkv.core.search import (
 )
 from qkv.core.transformer import StepModel
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling, uniform_numbers
+from qkv.models.variants import observe_weights
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ class MustInclude:
         return decoder.decode(joined).replace("\n", " ").removeprefix(" ")
 
     def room(self, missing: Sequence[int]) -> int:
-        """How many tokens write these phrases from the beginning."""
+        """Return how many tokens all these phrases have in full."""
         return sum(len(self.spelt[i]) for i in missing)
 
     def need(self, tokens: Sequence[int]) -> int:

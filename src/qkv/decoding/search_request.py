@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.attention import is_wrapped
+from qkv.core.attention import wrappers
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty
@@ -299,7 +299,7 @@ class SearchRunner:
         each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
         # Attention is recorded, and heads are muted, in the plain model alone.
-        watched = bool(options.coverage) or is_wrapped()
+        watched = bool(options.coverage) or bool(wrappers.get())
         if request.shortlist and self.narrow is not None and self.shortlist is not None:
             each |= {"device": self.device, "start": self.start}
             return search_short(self.narrow, self.shortlist, work.sources, options, self.tokenizers, **each)

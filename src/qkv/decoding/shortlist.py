@@ -1,8 +1,7 @@
-"""The vocabulary that a source can need: for each of its tokens the likeliest target tokens, and the most frequent.
+"""Shortlists: the target tokens that a source can need, the likeliest for each of its tokens and frequent ones.
 
-The output matrix is the largest of a small model, and most of its rows are never in question. With a shortlist only the
-rows that the sentences of a batch can need are multiplied. Each sentence chooses among its own, and what it finds
-likely is normalised over these, so its output does not depend on the others.
+The output matrix is the largest of a small model. With a shortlist only the rows are multiplied that the sentences of a
+batch can need. Each sentence's softmax covers only its own shortlist, so its output does not depend on the batch.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
-from qkv.core.transformer import Transformer
+from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
 from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.models.variants import rotary_of
 from qkv.options import ModelConfig, TransformerConfig
@@ -38,6 +38,26 @@ def supports(config: ModelConfig) -> str | None:
     return MODEL.refusal(config)
 
 
+class ShortDropout(nn.Dropout):
+    """Dropout whose mask on a CPU takes 16 random bits per number, drawn four times as fast as PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_of = 2**16
+        dropped = round(self.p * out_of)
+        if not self.training or not x.is_cpu or not 0 < dropped < out_of:
+            return super().forward(x)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        kept = torch.ge(bits[: x.numel()].view(x.shape), dropped - out_of // 2, out=torch.empty_like(x))
+        return x * kept.mul_(out_of / (out_of - dropped))
+
+
+def use_short_dropout(model: nn.Module) -> None:
+    """Replace the dropout of embeddings and residual connections, in place."""
+    for module in model.modules():
+        if isinstance(module, Embedding | Residual):
+            module.dropout.__class__ = ShortDropout
+
+
 class UnpaddedTransformer(Transformer):
     """The Transformer, trained without padding."""
 
@@ -52,7 +72,9 @@ class UnpaddedTransformer(Transformer):
             for layer in layers:
                 if (rotary := rotary_of(layer.attention)) is not None:
                     rotary.reach(unpadded.length)
-        encoded = EncoderOutput(self.run_encoder(read.pack_ids(source), UnpaddedContext(read, mask)), mask)
+        reading = UnpaddedContext(read, mask)
+        values = run_stack(self.source, self.encoder, self.encoder_norm, read.pack_ids(source), reading)
+        encoded = EncoderOutput(values, mask)
         return self.run_decoder(written.pack_ids(target), UnpaddedContext(written, None, read, encoded))[0]
 
 
@@ -123,9 +145,8 @@ class UnpaddedContext:
     source: Unpadded | None = None
     encoded: EncoderOutput | None = None  # its values are unpadded too
 
-    @property
-    def position(self) -> Tensor:
-        return self.own.positions
+    def __post_init__(self) -> None:
+        self.position = self.own.positions
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q, k, v = map(self.own.pad, attention.project(x, self.position))
@@ -138,6 +159,3 @@ class UnpaddedContext:
         k, v = map(self.source.pad, attention.project_memory(self.encoded.values))
         heads = attend(attention, self.own.pad(attention.project_query(x)), k, v, self.encoded.mask)
         return attention.merge(self.own.pack(heads))
-
-    def advance(self, tokens: int) -> None:
-        """Nothing to move: the target is whole."""

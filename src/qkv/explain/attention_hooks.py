@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.attention import Attend, Attention, around_attention, observe_weights
+from qkv.core.attention import Attend, around_attention
 from qkv.core.errors import UsageError
+from qkv.models.variants import observe_weights
 
 HeadName = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)
 
@@ -55,7 +56,7 @@ def mute_heads(heads: Iterable[HeadName], known: Mapping[str, int]) -> Iterator[
             muted.setdefault(name, set()).update(numbers)
 
     def wrap(
-        attention: Attention, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+        attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
         mixed = attend(q, k, v, mask, causal)  # (batch, heads, queries, d_v)
         if attention.name not in muted:

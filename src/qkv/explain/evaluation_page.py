@@ -19,6 +19,7 @@ from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.evaluation.diagnosis import Diagnosis, Sentence, percent, word_spans
 from qkv.evaluation.metrics import Comparison, Scores
+from qkv.explain import figure_files
 from qkv.explain.training_report import PAGE, heading, table
 
 LISTED = 50  # largest number of sentences in a list
@@ -52,7 +53,7 @@ def check(path: str | Path) -> None:
     """Refuse a path that cannot be written, before minutes are spent on translating."""
     if Path(path).suffix != ".html":
         raise UsageError(f"{path}: a report is written as .html: choose a name that ends in .html")
-    files.check_place(Path(path))
+    figure_files.check_place(Path(path))
 
 
 def write_evaluation_page(systems: Sequence[System], path: str | Path, comparison: Comparison | None = None) -> None:

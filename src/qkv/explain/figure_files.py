@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkv.console import say
-from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,16 @@ def check_picture(path: str | Path) -> None:
         raise UsageError(f"{path}: a picture is written as {' or '.join(PICTURE_FORMATS)}: choose such a name")
     if find_spec("matplotlib") is None:
         raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
-    files.check_place(Path(path))
+    check_place(Path(path))
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no file could be written, before the work whose end it would be."""
+    if os.path.isdir(path):
+        raise UsageError(f"{path}: is a folder: give a file")
+    folder = next(each for each in path.absolute().parents if os.path.exists(each))  # those below it would be made
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise UsageError(f"{path}: cannot be written: nothing can be made in {folder}: choose another place")
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from qkv.assembly import Run, build_model
 from qkv.core.dataset import PreparedText
 from qkv.core.tokenizer import TokenizerPair
-from qkv.core.transformer import parameter_count
 from qkv.data.text_preparation import filter_table
 from qkv.options import AttentionModelConfig, Config, DecoderOnlyConfig, ModelConfig, TranslationConfig
 
@@ -75,3 +75,8 @@ def _row(name: str, score: dict[str, Any], chosen: bool) -> str:
     if "bits_per_byte" in score:
         figure = f"{score['bits_per_byte']:.4f}"
     return f"| {name}{' (used by default)' if chosen else ''} | {loss} | {figure} |"
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

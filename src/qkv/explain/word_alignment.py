@@ -126,7 +126,7 @@ class AlignmentHead:
         return f"{self.layer or 'all layers'}, {head}, {self.reading}, {rule}"
 
     def choose(self, weights: Mapping[str, Weights]) -> Weights:
-        """Select this head's weights (target, source) from all layers, each (heads, target, source)."""
+        """Return one head's weights (target, source), or the mean over heads; a layer has (heads, target, source)."""
         if self.layer and self.layer not in weights:
             raise UsageError(f'the model has no attention "{self.layer}": choose one of {", ".join(weights)}')
         layer = weights[self.layer] if self.layer else np.concatenate(list(weights.values()))

@@ -93,7 +93,7 @@ def recurrence(shape: LayerShape) -> Operation:
 
 
 def recurrent_step(shape: LayerShape) -> Callable[[Tensor, Tensor], Tensor]:
-    """One time step at every position: h_t from x_t and from h_{t−1} of the previous application."""
+    """Return one GRU step at all positions at once; h_{t−1} comes from the previous call."""
     weights = _gru(shape).cell.all_weights[0]
 
     def step(x: Tensor, h: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.core.transformer import Transformer, parameter_count
+from qkv.core.transformer import Transformer
+from qkv.explain.model_card import parameter_count
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
 from qkv.options import TrainConfig, TransformerConfig

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.api import Translator
 from qkv.api.run_training import fit
-from qkv.assembly import Run, build_model, updates_for
+from qkv.assembly import Run, build_model, stored_at, updates_for
 from qkv.console import bars, describe_device, say
 from qkv.core import files
 from qkv.core.batches import Position
@@ -265,7 +265,8 @@ def _open(trial: Trial, key: str, folder: Path) -> OpenTrial:
     slug = re.sub(r"[^\w.]+", "_", trial.name)
     run = Run(folder / "runs" / f"{slug}-{trial.config.train.seed}-{key}")
     if not run.exists():
-        Run.create(run.path, trial.config, trial.text.tokenizers, trial.text.folder)
+        store = stored_at(run.path, trial.text.folder)
+        Run.create(run.path, trial.config, trial.text.tokenizers, store=store)
     return trial.name, key, run
 
 

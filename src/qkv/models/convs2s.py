@@ -1,8 +1,8 @@
 """ConvS2S (Gehring et al., 2017): gated convolutions in both stacks, and an attention in every layer of the decoder.
 
-A convolution gathers the neighbours of each position and maps them by one matrix. On a CPU, and in bf16 on a GPU, that
-is as fast as torch's own for whole sentences, on a CPU twice as fast for single steps; and it needs no padding, however
-wide the dilation. Only the depth-wise part of separable ones, which is no product of matrices, is left to torch.
+A convolution gathers the inputs of each position and multiplies them by one matrix. On a CPU, and in bf16 on a GPU,
+this is as fast as PyTorch's convolution for full sentences, and on a CPU twice as fast for single steps; it needs no
+padding for any dilation. Only the depthwise part of separable convolutions uses PyTorch's convolution.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import attend, attention_mask, kept_sentences
-from qkv.core.transformer import Embedding, TranslationModel, make_positions
+from qkv.core.transformer import Embedding, LearnedPositions, Positions, SinusoidalPositions, TranslationModel
 from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
 
-REACH = 1024  # positions that the dilations of a deep stack span before they begin anew
-SIZE = 0.1  # standard deviation of embeddings at first, the authors'; with larger ones, deep wide stacks diverged
-ROOT_HALF = math.sqrt(0.5)  # times this, the sum of two terms varies as one of them does
+REACH = 1024  # largest span of the dilations of a deep stack; then they start at 1 again
+EMBEDDING_STD = 0.1  # initial standard deviation of embeddings, as published; larger ones made deep stacks diverge
+ROOT_HALF = math.sqrt(0.5)  # factor on a sum of two terms that keeps the variance of one
 
-Weights = tuple[Tensor, ...]  # the matrices of a layer, normalised
+Weights = tuple[Tensor, ...]  # normalised matrices of a layer
 
 
 class WeightNorm(nn.Module):
     """A matrix kept as the length and the direction of each row: w = g · v / ‖v‖ (Salimans & Kingma, 2016)."""
 
     def __init__(self, inputs: int, outputs: int, *, variance: float = 1.0, bias: bool = True) -> None:
-        """At first, independent inputs give outputs of `variance` times their variance."""
+        """Initialise so that independent inputs give outputs of `variance` times their variance."""
         super().__init__()
         self.direction = nn.Parameter(torch.empty(outputs, inputs).normal_(std=math.sqrt(variance / inputs)))
         self.gain = nn.Parameter(self.direction.detach().norm(dim=1))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def weight(self) -> Tensor:
+        """Return the normalised matrix (outputs, inputs)."""
         scale: Tensor = self.gain / self.direction.norm(dim=1)
         return self.direction * scale[:, None]  # (outputs, inputs)
 
@@ -48,27 +49,28 @@ class WeightNorm(nn.Module):
 class GatedConvolution(nn.Module):
     """A ⊗ σ(B), where A and B are two convolutions of the same inputs (GLU; Dauphin et al., 2017).
 
-    The `kernel` inputs of a position are `dilation` apart. They end with the position itself if `causal`, and are
-    centred on it otherwise. If separable, each channel is convolved alone before a matrix mixes them: k·n·d + n·d².
+    The `kernel` inputs of a position are `dilation` apart; the position itself is the last of them if `causal`,
+    otherwise the middle one. Separable: a depthwise convolution, then a matrix over the channels, k·n·d + n·d².
     """
 
     def __init__(self, config: ConvS2SConfig, dilation: int, *, causal: bool) -> None:
         super().__init__()
         d, k = config.d_model, config.kernel
         last = 0 if causal else -(k // 2)
-        self.offsets = [dilation * (last + k - 1 - j) for j in range(k)]  # of each input, counted backwards
-        kept = 1 - config.dropout  # dropout divides by it, so inputs vary more
+        self.offsets = [dilation * (last + k - 1 - j) for j in range(k)]  # distance of each input to the left
+        kept = 1 - config.dropout  # dropout divides by it, which increases the variance of the inputs
         separable = config.convolution == "separable"
         self.depthwise = WeightNorm(k, d, variance=kept, bias=False) if separable else None
-        # The gate is about a half at first, and leaves a quarter of the variance.
+        # Initially the gate is about 0.5, which reduces the variance to a quarter.
         self.mixture = WeightNorm(d, 2 * d, variance=4) if separable else WeightNorm(k * d, 2 * d, variance=4 * kept)
 
     def weights(self) -> Weights:
-        own = (self.mixture.weight(),)
-        return own if self.depthwise is None else (self.depthwise.weight(), *own)
+        """Return the normalised matrices, for all steps of a search."""
+        mixture = (self.mixture.weight(),)
+        return mixture if self.depthwise is None else (self.depthwise.weight(), *mixture)
 
     def forward(self, x: Tensor, n: int, weights: Weights) -> Tensor:
-        """Of x (batch, length, d_model) the last n positions: (batch, n, d_model)."""
+        """Convolve the last n positions of x (batch, length, d_model): (batch, n, d_model)."""
         if self.depthwise is None:
             inputs = torch.cat([neighbours(x, offset, n) for offset in self.offsets], dim=-1)  # (…, kernel × d_model)
         else:
@@ -78,7 +80,7 @@ class GatedConvolution(nn.Module):
 
 
 def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
-    """What stands `offset` positions before each of the last n, zeros where nothing does: (batch, n, d_model)."""
+    """Return the inputs `offset` positions before the last n of x, zeros outside x: (batch, n, d_model)."""
     length = x.shape[1]
     first = min(max(length - n - offset, -n), length)
     start, end = max(first, 0), min(max(first + n, 0), length)
@@ -86,7 +88,7 @@ def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
 
 
 def dilations(config: ConvS2SConfig, layers: int) -> Iterator[int]:
-    """1, kernel, kernel² … so that what a stack sees grows exponentially; from 1 again where it would pass `REACH`."""
+    """Yield the dilation of each layer: 1, kernel, kernel² … up to a span of `REACH`, then from 1 again."""
     dilation = 1
     for _ in range(layers):
         yield dilation
@@ -96,7 +98,7 @@ def dilations(config: ConvS2SConfig, layers: int) -> Iterator[int]:
 
 @dataclass
 class ConvEncoderOutput:
-    """What the attentions read of each sentence: keys z, and values z + e, scaled (sentences, 1, source, d_model)."""
+    """Encoder output: attention keys z and scaled values z + e, (sentences, 1, source, d_model) each."""
 
     keys: Tensor
     values: Tensor
@@ -108,11 +110,11 @@ class ConvEncoderOutput:
 
 @dataclass
 class ConvState:
-    """What a decoder remembers: the past as far as each layer sees, and the source once for all beams of a sentence."""
+    """Decoder state: the previous inputs of each convolution, and the encoder output shared by a sentence's beams."""
 
     encoded: ConvEncoderOutput
-    weights: list[Weights]  # of each layer, normalised once for all steps
-    past: list[Tensor | None]  # of each layer, its last inputs (rows, positions, d_model)
+    weights: list[Weights]  # of each layer, normalised once
+    past: list[Tensor | None]  # last inputs of each layer (rows, positions, d_model)
     beam: int
     length: int = 0
 
@@ -124,7 +126,7 @@ class ConvState:
 
 
 class EncoderLayer(nn.Module):
-    """A gated convolution, centred, inside a residual connection."""
+    """Encoder layer: a centred gated convolution with a residual connection."""
 
     def __init__(self, config: ConvS2SConfig, dilation: int) -> None:
         super().__init__()
@@ -132,13 +134,13 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        inputs = self.dropout(x).masked_fill(padding, 0)  # as beyond the ends, whatever the batch
+        inputs = self.dropout(x).masked_fill(padding, 0)  # padding is zero, like positions outside the sentence
         h: Tensor = self.convolution(inputs, x.shape[1], self.convolution.weights())
         return (x + h) * ROOT_HALF
 
 
 class DecoderLayer(nn.Module):
-    """A gated convolution of the past and an attention to the source, inside a residual connection."""
+    """Decoder layer: a causal gated convolution and attention to the source, with a residual connection."""
 
     def __init__(self, config: ConvS2SConfig, dilation: int, name: str) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, target: Tensor, past: Tensor | None, weights: Weights, encoded: ConvEncoderOutput
     ) -> tuple[Tensor, Tensor]:
-        """The newest n positions x (rows, n, d_model), whose tokens `target` embeds; and the past of the next ones."""
+        """Compute n new positions x (rows, n, d_model) with token embeddings `target`; return them and the new past."""
         n = x.shape[1]
         inputs = self.dropout(x)
         if past is not None:
@@ -161,11 +163,11 @@ class DecoderLayer(nn.Module):
         h = self.convolution(inputs, n, weights[1:])
         query = (self.query(h, weights[0]) + target) * ROOT_HALF
         h = (h + self._attend(query, encoded)) * ROOT_HALF
-        seen = self.convolution.offsets[0]
-        return (x + h) * ROOT_HALF, inputs[:, max(0, inputs.shape[1] - seen) :]
+        reach = self.convolution.offsets[0]
+        return (x + h) * ROOT_HALF, inputs[:, max(0, inputs.shape[1] - reach) :]
 
     def _attend(self, query: Tensor, encoded: ConvEncoderOutput) -> Tensor:
-        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
+        # The beams of a sentence share its keys: they are queries of one attention, and the source is not copied.
         q = query.reshape(len(encoded.mask), 1, -1, query.shape[-1])  # (sentences, 1, beam × n, d_model)
         context = attend(ScoredAttention("dot", None, self.name), q, encoded.keys, encoded.values, encoded.mask)
         return context.reshape(query.shape)
@@ -179,8 +181,11 @@ class ConvS2S(TranslationModel):
         self.config = config
 
         def embedding(vocab: int) -> Embedding:
-            added = config.positions != "none"
-            positions = make_positions(config.positions, config.d_model, config.max_positions) if added else None
+            positions: Positions | None = None
+            if config.positions == "learned":
+                positions = LearnedPositions(config.d_model, config.max_positions)
+            elif config.positions == "sinusoidal":
+                positions = SinusoidalPositions(config.d_model)
             return Embedding(vocab, config.d_model, positions, config.dropout)
 
         self.add_embeddings(embedding, src_vocab, tgt_vocab)
@@ -196,31 +201,31 @@ class ConvS2S(TranslationModel):
         self.tie(tgt_vocab)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """What makes the logits (batch, target, d_model), each position from the source and the target before it."""
+        """Return the last hidden states (batch, target, d_model), given the source and the target up to each."""
         return self._decode(target, self.start(self.encode(source, lengths)))
 
     def encode(self, source: Tensor, lengths: Tensor) -> ConvEncoderOutput:
-        """Run the encoder once: source ids (batch, source), each row `lengths[i]` tokens and then padding."""
+        """Encode source ids (batch, source), each row `lengths[i]` tokens and then padding."""
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
-        x = embedded = self.source(source) * SIZE  # (batch, source, d_model)
+        x = embedded = self.source(source) * EMBEDDING_STD  # (batch, source, d_model)
         for layer in self.encoder:
             x = layer(x, ~mask[:, 0, 0, :, None])
-        # Every decoder layer sends a gradient back, so the authors divide it: x is unchanged.
+        # Scale the gradient, which is a sum over all decoder layers, as in the paper; x is unchanged.
         x = torch.lerp(x.detach(), x, 0.5 / len(self.decoder))
-        # A mean of m vectors varies 1/m as much as one: the factor √m, the authors' too, counters it.
+        # The mean of m vectors has 1/m of their variance: the factor √m, as in the paper, restores it.
         scale = (0.5 * lengths.to(x.dtype)).sqrt()[:, None, None]
         return ConvEncoderOutput(x[:, None], ((x + embedded) * scale)[:, None], mask)
 
     def start(self, encoded: ConvEncoderOutput, beam: int = 1) -> ConvState:
-        """The state before the first token, with `beam` rows for each sentence."""
+        """Return the decoder state before the first token, with `beam` rows for each sentence."""
         return ConvState(encoded, [layer.weights() for layer in self.decoder], [None for _ in self.decoder], beam)
 
     def step(self, tokens: Tensor, state: ConvState) -> tuple[Tensor, ConvState]:
-        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        """Decode n tokens of each row (rows, n); return logits (rows, n, vocab) and the new state."""
         return self.project(self._decode(tokens, state)), state
 
     def _decode(self, tokens: Tensor, state: ConvState) -> Tensor:
-        x = embedded = self.target(tokens, state.length) * SIZE  # (rows, n, d_model)
+        x = embedded = self.target(tokens, state.length) * EMBEDDING_STD  # (rows, n, d_model)
         for i, layer in enumerate(self.decoder):
             x, state.past[i] = layer(x, embedded, state.past[i], state.weights[i], state.encoded)
         state.length += tokens.shape[1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from qkv.core.attention import CachedDecoding, DecoderContext, TeacherForcing, WholeSource, attention_mask
-from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, StateT, run_stack
+from qkv.core.attention import CachedDecoding, Context, WholeSequence, attention_mask
+from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, run_stack
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 
 
@@ -26,19 +27,19 @@ class DecoderOnly(Model):
         self.add_output(vocab, self.target if config.tie == "output" else None)
 
     def hidden(self, target: Tensor) -> Tensor:
-        return self.run_decoder(target, TeacherForcing())
+        return self.run_decoder(target, WholeSequence())
 
     def start(self, encoded: None = None, beam: int = 1) -> CachedDecoding:
         """The state before the first token: without a source, it takes any number of rows."""
         return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], [], None, beam)
 
-    def step(self, tokens: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
         logits = self.project(self.run_decoder(tokens, state))
         state.advance(tokens.shape[1])
         return logits, state
 
-    def run_decoder(self, target: Tensor, context: DecoderContext) -> Tensor:
+    def run_decoder(self, target: Tensor, context: Context) -> Tensor:
         return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
 
 
@@ -58,4 +59,4 @@ class EncoderOnly(Model):
 
     def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
-        return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSource(mask))
+        return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))

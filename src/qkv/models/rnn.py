@@ -1,7 +1,7 @@
-"""What the Transformer replaced: a recurrent encoder-decoder with attention (Bahdanau et al., Luong et al., both 2015).
+"""RNN: a recurrent encoder-decoder with attention (Bahdanau et al., Luong et al., both 2015), GRU or LSTM.
 
-Two paths compute the same recurrence from the same weights. The written-out one, `gru` and `lstm`, is the equations as
-printed; the fused one is PyTorch's kernels and runs unless a layer's `written_out` says otherwise.
+Two implementations compute the same recurrence from the same weights. `gru` and `lstm` are the equations as printed;
+`fused_gru` and `fused_lstm` call the kernels of PyTorch, and run unless `Layer.written_out` is set.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from qkv.core.transformer import Embedding, TranslationModel
 from qkv.models.variants import ScoredAttention
 from qkv.options import RnnConfig
 
-Cell = tuple[Tensor, ...]  # what a layer remembers, each (rows, width): h of a GRU, h and c of an LSTM
+Cell = tuple[Tensor, ...]  # state of a layer, each (rows, width): h of a GRU, h and c of an LSTM
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------------
 
 
 def gru(x: Tensor, state: Cell, W_ih: Tensor, W_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Cell:
-    """h' = (1 − z) ⊙ n + z ⊙ h (Cho et al., 2014): z is what to keep, r what the proposal n may know of the past."""
+    """h' = (1 − z) ⊙ n + z ⊙ h (Cho et al., 2014), with update gate z, reset gate r and candidate state n."""
     (h,) = state
     r_x, z_x, n_x = F.linear(x, W_ih, b_ih).chunk(3, dim=-1)  # (rows, width) each
     r_h, z_h, n_h = F.linear(h, W_hh, b_hh).chunk(3, dim=-1)
@@ -43,6 +43,7 @@ def lstm(x: Tensor, state: Cell, W_ih: Tensor, W_hh: Tensor, b_ih: Tensor, b_hh:
 
 
 def fused_gru(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
+    """GRU over x (rows, n, inputs) by the kernels of PyTorch: outputs (rows, n, width) and the last state."""
     (h,) = state
     if x.shape[1] == 1:
         h = torch.gru_cell(x[:, 0], h, *weights)
@@ -52,6 +53,7 @@ def fused_gru(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tens
 
 
 def fused_lstm(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
+    """LSTM over x (rows, n, inputs) by the kernels of PyTorch: outputs (rows, n, width) and the last state."""
     if x.shape[1] == 1:
         h, c = torch.lstm_cell(x[:, 0], state, *weights)
         return h[:, None], (h, c)
@@ -60,21 +62,21 @@ def fused_lstm(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _options() -> tuple[bool, int, float, bool, bool, bool]:
-    """What the kernels of nn.GRU and nn.LSTM are told; `train` makes cuDNN keep what a gradient needs."""
+    """Return the options of torch.gru and torch.lstm; with `train`, cuDNN saves values for the backward pass."""
     biases, layers, dropout, train, bidirectional, rows_first = True, 1, 0.0, torch.is_grad_enabled(), False, True
     return biases, layers, dropout, train, bidirectional, rows_first
 
 
 class Layer(nn.Module):
-    """A recurrence over x (rows, n, inputs): its outputs (rows, n, width), and its state after the last."""
+    """One recurrent layer over x (rows, n, inputs): outputs (rows, n, width) and the last state."""
 
-    written_out = False  # True: by the equations
+    written_out = False  # True: run `gru` or `lstm`, the equations as printed
 
     def __init__(self, cell: str, inputs: int, width: int) -> None:
         super().__init__()
         self.width = width
         self.is_lstm = cell == "lstm"
-        # Only its weights are used, which it keeps in one piece of memory, as cuDNN wants them.
+        # Only the weights of this module are used; it stores them in one block of memory, as cuDNN needs.
         self.cell = (nn.LSTM if self.is_lstm else nn.GRU)(inputs, width, batch_first=True)
         W_ih, W_hh, b_ih, b_hh = self.cell.all_weights[0]
         with torch.no_grad():
@@ -84,7 +86,7 @@ class Layer(nn.Module):
             nn.init.zeros_(b_ih)
             nn.init.zeros_(b_hh)
             if self.is_lstm:
-                b_ih[width : 2 * width] = 1.0  # a cell remembers until it has learned to forget
+                b_ih[width : 2 * width] = 1.0  # bias of the forget gate: remember at first
 
     def forward(self, x: Tensor, state: Cell) -> tuple[Tensor, Cell]:
         weights = tuple(self.cell.all_weights[0])
@@ -97,7 +99,7 @@ class Layer(nn.Module):
         return torch.stack(outputs, dim=1), state
 
     def zeros(self, x: Tensor) -> Cell:
-        """The state of one who has read nothing."""
+        """Return the initial state, zeros."""
         h = x.new_zeros(len(x), self.width)
         return (h, h) if self.is_lstm else (h,)
 
@@ -106,7 +108,7 @@ class Layer(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Reads x (batch, source, d_model) from the left or, with half of the width for each, from both ends."""
+    """Recurrent encoder layer over x (batch, source, d_model), optionally bidirectional with half the width each."""
 
     def __init__(self, config: RnnConfig) -> None:
         super().__init__()
@@ -114,18 +116,18 @@ class EncoderLayer(nn.Module):
         self.ahead = Layer(config.cell, config.d_model, width)
         self.back = Layer(config.cell, config.d_model, width) if config.bidirectional else None
 
-    def forward(self, x: Tensor, backwards: Tensor) -> Tensor:
+    def forward(self, x: Tensor, reversed_positions: Tensor) -> Tensor:
         output: Tensor = self.ahead(x, self.ahead.zeros(x))[0]
         if self.back is None:
             return output
-        reverse = self.back(_reorder(x, backwards), self.back.zeros(x))[0]
-        return torch.cat([output, _reorder(reverse, backwards)], dim=-1)
+        reverse = self.back(_reorder(x, reversed_positions), self.back.zeros(x))[0]
+        return torch.cat([output, _reorder(reverse, reversed_positions)], dim=-1)
 
 
-def _backwards(lengths: Tensor, width: int) -> Tensor:
-    """For each row the positions of its words from last to first, then those of its padding: (batch, width).
+def _reversed_positions(lengths: Tensor, width: int) -> Tensor:
+    """Return the positions of each row in reverse order, the padding still at the end: (batch, width).
 
-    So words are read before padding in both directions, and padding cannot change what is known of them.
+    Both directions read the tokens before the padding, so the padding does not affect the annotations.
     """
     position = torch.arange(width, device=lengths.device)
     mirrored = lengths[:, None] - 1 - position
@@ -133,6 +135,7 @@ def _backwards(lengths: Tensor, width: int) -> Tensor:
 
 
 def _reorder(x: Tensor, positions: Tensor) -> Tensor:
+    """Gather the positions of each row of x (batch, source, width)."""
     return x.gather(1, positions[:, :, None].expand_as(x))
 
 
@@ -141,19 +144,19 @@ def _reorder(x: Tensor, positions: Tensor) -> Tensor:
 
 @dataclass
 class RnnState:
-    """What the decoder remembers: a fixed size however much was written, and the source, held once for all beams."""
+    """Decoder state: recurrent states of each row, and the encoder output of each sentence, shared by its beams."""
 
     cells: list[Cell]  # for each layer (rows, d_model)
     fed: Tensor  # the last attentional state (rows, 1, d_model)
     keys: Tensor  # (sentences, 1, source, d_model)
-    annotations: Tensor  # likewise
+    annotations: Tensor  # encoder outputs (sentences, 1, source, d_model)
     mask: Tensor  # (sentences, 1, 1, source)
     beam: int
 
     def select(self, rows: Tensor) -> RnnState:
         if (kept := kept_sentences(rows, self.beam, len(self.mask))) is not None:
             self.keys, self.annotations, self.mask = (
-                held.index_select(0, kept) for held in (self.keys, self.annotations, self.mask)
+                tensor.index_select(0, kept) for tensor in (self.keys, self.annotations, self.mask)
             )
         self.cells = [tuple(part.index_select(0, rows) for part in cell) for cell in self.cells]
         self.fed = self.fed.index_select(0, rows)
@@ -163,12 +166,12 @@ class RnnState:
 class Rnn(TranslationModel):
     """Source ids (batch, source) and target ids (batch, target) to logits (batch, target, vocab).
 
-    Luong's order whatever the score: the decoder's recurrence makes a state s, attention to the encoder's outputs (the
-    annotations) a context c, and both the attentional state s̃ = tanh(W_c [c; s]), from which the next token is
-    predicted and which, with input feeding, is part of the next input.
+    All attention scores use Luong's order: the recurrence computes a state s, attention to the encoder outputs (the
+    annotations) a context c, and the attentional state is s̃ = tanh(W_c [c; s]). It predicts the next token and, with
+    input feeding, is part of the next input.
 
-    The decoder begins at tanh(W_s h), where h is what the encoder's last layer has made of the whole source: its output
-    at the last word and, of the half that reads backwards, at the first. An LSTM's cells begin so too.
+    The initial decoder state is tanh(W_s h), where h is the last layer's output at the last token, and for the backward
+    half at the first token. The cells of an LSTM are initialised in the same way.
     """
 
     def __init__(self, config: RnnConfig, src_vocab: int, tgt_vocab: int) -> None:
@@ -183,9 +186,9 @@ class Rnn(TranslationModel):
             Layer(config.cell, 2 * d_model if config.input_feeding and i == 0 else d_model, d_model)
             for i in range(config.decoder_layers)
         )
-        self.parts = 2 if config.cell == "lstm" else 1  # of a layer's state
+        self.parts = 2 if config.cell == "lstm" else 1  # tensors in the state of a layer
         self.first = _linear(d_model, config.decoder_layers * self.parts * d_model)  # W_s
-        # Additive: wᵀtanh(W_a s + U_a h). General: sᵀ(W_a h), so that like U_a it is applied once to a source.
+        # Additive: wᵀtanh(W_a s + U_a h). General: sᵀ(W_a h); W_a, like U_a, is applied once per source.
         self.query = _linear(d_model, d_model) if additive else nn.Identity()
         self.key = nn.Identity() if config.attention == "dot" else _linear(d_model, d_model)
         self.score_weight = nn.Parameter(torch.empty(1, d_model).normal_(std=d_model**-0.5)) if additive else None
@@ -194,26 +197,26 @@ class Rnn(TranslationModel):
         self.tie(tgt_vocab)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
-        """Attentional states (batch, target, d_model), each from the source and the target up to it."""
+        """Return the attentional states (batch, target, d_model), given the source and the target up to each."""
         return self._decode(target, self.start(self.encode(source, lengths)))
 
     def encode(self, source: Tensor, lengths: Tensor) -> EncoderOutput:
-        """Annotations of the source ids (batch, source), each row `lengths[i]` tokens and then padding."""
-        backwards = _backwards(lengths, source.shape[1])
+        """Encode source ids (batch, source), each row `lengths[i]` tokens and then padding, to annotations."""
+        reversed_positions = _reversed_positions(lengths, source.shape[1])
         x = self.source(source)
         for i, layer in enumerate(self.encoder):
-            x = layer(self.dropout(x) if i else x, backwards)
+            x = layer(self.dropout(x) if i else x, reversed_positions)
         return EncoderOutput(x, attention_mask(1, source.shape[1], lengths))
 
     def start(self, encoded: EncoderOutput, beam: int = 1) -> RnnState:
-        """The state before the first token, with `beam` rows for each sentence."""
+        """Return the decoder state before the first token, with `beam` rows for each sentence."""
         annotations = encoded.values  # (sentences, source, d_model)
         last = encoded.mask.sum(dim=(1, 2, 3)) - 1
-        read = annotations[torch.arange(len(last), device=last.device), last]  # (sentences, d_model)
+        summary = annotations[torch.arange(len(last), device=last.device), last]  # (sentences, d_model)
         if self.config.bidirectional:
             half = self.config.d_model // 2
-            read = torch.cat([read[:, :half], annotations[:, 0, half:]], dim=-1)
-        first = self.first(read).tanh().repeat_interleave(beam, dim=0)
+            summary = torch.cat([summary[:, :half], annotations[:, 0, half:]], dim=-1)
+        first = self.first(summary).tanh().repeat_interleave(beam, dim=0)
         first = first.unflatten(-1, (self.config.decoder_layers, self.parts, -1))
         cells = first.permute(1, 2, 0, 3).contiguous()  # (layers, parts, rows, d_model)
         return RnnState(
@@ -226,32 +229,32 @@ class Rnn(TranslationModel):
         )
 
     def step(self, tokens: Tensor, state: RnnState) -> tuple[Tensor, RnnState]:
-        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        """Decode n tokens of each row (rows, n); return logits (rows, n, vocab) and the new state."""
         return self.project(self._decode(tokens, state)), state
 
     def _decode(self, tokens: Tensor, state: RnnState) -> Tensor:
-        """Attentional states of the next n positions (rows, n, d_model); the state moves behind them."""
-        x = self.target(tokens).to(state.fed.dtype)  # once here rather than at every position
-        if self.config.input_feeding:  # a position waits for the attention of the one before it
-            made = []
+        """Return the attentional states of the next n positions (rows, n, d_model), and update the state."""
+        x = self.target(tokens).to(state.fed.dtype)  # cast once, not at every position
+        if self.config.input_feeding:  # each position needs the attention of the previous one
+            attentional = []
             for now in x.split(1, dim=1):
                 state.fed = self._attend(self._recur(torch.cat([now, state.fed], dim=-1), state), state)
-                made.append(state.fed)
-            x = torch.cat(made, dim=1)
+                attentional.append(state.fed)
+            x = torch.cat(attentional, dim=1)
         else:
             x = self._attend(self._recur(x, state), state)
         dropped: Tensor = self.dropout(x)
         return dropped
 
     def _recur(self, x: Tensor, state: RnnState) -> Tensor:
-        """All layers of the decoder over n inputs (rows, n, …): states (rows, n, d_model)."""
+        """Run the decoder layers over n inputs (rows, n, …); return states (rows, n, d_model)."""
         for i, layer in enumerate(self.decoder):
             x, state.cells[i] = layer(self.dropout(x) if i else x, state.cells[i])
         return x
 
     def _attend(self, s: Tensor, state: RnnState) -> Tensor:
-        """tanh(W_c [c; s]) for states s (rows, n, d_model) and their contexts c."""
-        # All beams of a sentence read the same source, so they are queries of one attention: nothing is copied.
+        """Return tanh(W_c [c; s]) for states s (rows, n, d_model) and their contexts c."""
+        # The beams of a sentence share its keys: they are queries of one attention, and the source is not copied.
         score = "dot" if self.score_weight is None else "additive"
         attention = ScoredAttention(score, self.score_weight, f"decoder.{len(self.decoder) - 1}.cross")
         query = self.query(s).reshape(len(state.mask), 1, -1, s.shape[-1])  # (sentences, 1, beam · n, d_model)
@@ -261,6 +264,7 @@ class Rnn(TranslationModel):
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    made = nn.Linear(inputs, outputs, bias=False)
-    nn.init.xavier_uniform_(made.weight)
-    return made
+    """Return a linear layer without bias, Xavier initialised."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.xavier_uniform_(linear.weight)
+    return linear

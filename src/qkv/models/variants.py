@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import KVCache, MultiHeadAttention, masked_softmax, whole_mask
-from qkv.core.transformer import Embedding, Layers, Residual, SinusoidalPositions
+from qkv.core.attention import Attend, KVCache, MultiHeadAttention, Wrap, attention_mask
+from qkv.core.transformer import Embedding, Layers, Positions, Residual, SinusoidalPositions
 from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 
@@ -36,7 +36,7 @@ class VariantLayers(Layers):
             return TokenDropoutEmbedding(vocab, c.d_model, self.positions(), c.dropout, c.token_dropout)
         return super().embedding(vocab)
 
-    def positions(self) -> nn.Module | None:
+    def positions(self) -> Positions | None:
         return None if self.config.positions in ("rotary", "none") else super().positions()
 
     def self_attention(self, name: str) -> MultiHeadAttention:
@@ -114,7 +114,7 @@ def attention_scores(q: Tensor, k: Tensor, score: str = "scaled", weight: Tensor
 
 
 class ScoredAttention:
-    """Attention with any score function, by heads that are projected elsewhere: see `Attention` in core/attention."""
+    """Attention with any score function, by heads that are projected elsewhere: see `MultiHeadAttention`."""
 
     def __init__(self, score: str, weight: Tensor | None, name: str, dropout: float = 0.0, window: int = 0) -> None:
         self.score, self.weight, self.name, self.dropout, self.window = score, weight, name, dropout, window
@@ -122,7 +122,7 @@ class ScoredAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """By PyTorch's fused kernel, but for additive scores, which are no product of matrices."""
         if self.score == "additive":
-            return self.attend_written_out(q, k, v, mask, causal)[0]
+            return F.dropout(self.weights(q, k, mask, causal), self.dropout) @ v
         if self.weight is not None:  # general: qᵀW takes the place of the query
             q = q @ self.weight
         scale, window = None if self.score == "scaled" else 1.0, self._window(q, mask)
@@ -132,16 +132,18 @@ class ScoredAttention:
             mask, causal = self.whole_mask(q, k, mask, causal), False
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout, is_causal=causal, scale=scale)
 
-    def attend_written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         scores = attention_scores(q, k, self.score, self.weight)
-        weights = masked_softmax(scores, self.whole_mask(q, k, mask, causal))
-        return F.dropout(weights, self.dropout) @ v, weights
+        mask = self.whole_mask(q, k, mask, causal)
+        return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(dim=-1)
 
     def whole_mask(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+        """The mask of the keys, the causal one and the window in one."""
         if not (window := self._window(q, mask)):
-            return whole_mask(q, k, mask, causal)
+            if not causal:
+                return mask
+            allowed = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
+            return allowed if mask is None else allowed & mask
         allowed = window_mask(q.shape[-2], k.shape[-2], window, causal=causal, device=q.device)
         return allowed if mask is None else with_padding(allowed, mask)
 
@@ -187,10 +189,8 @@ class VariantAttention(MultiHeadAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         return self._scored().attend(q, k, v, mask, causal)
 
-    def attend_written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return self._scored().attend_written_out(q, k, v, mask, causal)
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        return self._scored().weights(q, k, mask, causal)
 
     def new_cache(self) -> KVCache:
         return WindowCache(self.window) if self.window else KVCache()
@@ -198,6 +198,21 @@ class VariantAttention(MultiHeadAttention):
     def _scored(self) -> ScoredAttention:
         dropout = self.dropout if self.training else 0.0
         return ScoredAttention(self.score, self.score_weight, self.name, dropout, self.window)
+
+
+def observe_weights(observe: Callable[[str, Tensor], None]) -> Wrap:
+    """A wrapper that computes attention as printed and passes `observe` each attention's name and weights."""
+
+    def wrap(
+        attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        weights = attention.weights(q, k, mask, causal)
+        observe(attention.name, weights.detach())
+        if attend != attention.attend:  # another wrapper is inside
+            return attend(q, k, v, mask, causal)
+        return F.dropout(weights, getattr(attention, "dropout", 0.0), getattr(attention, "training", True)) @ v
+
+    return wrap
 
 
 def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
@@ -281,9 +296,6 @@ class WindowCache(KVCache):
         keys, values = keys[:, :, -(self.window + n) :], values[:, :, -(self.window + n) :]
         return keys, values, window_mask(n, keys.shape[2], self.window, causal=True, device=k.device)
 
-    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        return None
-
 
 # ---- embedding, feed-forward, residual -------------------------------------------------------------------------------
 
@@ -291,22 +303,25 @@ class WindowCache(KVCache):
 class TokenDropoutEmbedding(Embedding):
     """Token cutoff (Shen et al., 2020): in training some tokens are nothing but their position."""
 
-    def __init__(self, vocab: int, d_model: int, positions: Any, dropout: float, rate: float) -> None:
+    def __init__(self, vocab: int, d_model: int, positions: Positions | None, dropout: float, rate: float) -> None:
         super().__init__(vocab, d_model, positions, dropout)
         self.rate = rate
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        x = super().look_up(ids)
+    def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
+        x = self.tokens(ids) * self.scale  # (batch, length, d_model)
         if self.training:
             x = x * (torch.rand(ids.shape, device=x.device) >= self.rate)[..., None]
-        return x
+        if self.positions is not None:
+            x = x + self.positions(position, ids.shape[1]).to(x.dtype)
+        dropped: Tensor = self.dropout(x)
+        return dropped
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
 class VariantFeedForward(nn.Module):
-    """Feed-forward with another activation, or dropout behind it.
+    """Feed-forward with another activation, or with dropout after it.
 
     SwiGLU (Shazeer, 2020) is (SiLU(xW₁) ⊙ xV)W₂: a third matrix, and no biases.
     """

@@ -91,9 +91,9 @@ class TorchrunWorld(World):
         return gathered
 
     def part(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, divided and placed like another tensor."""
+        """Return this rank's part of a tensor; counts and scalars of an optimizer are the same on all ranks."""
         tensor = tensor.to(like.device)
-        if not is_sharded(like):
+        if not is_sharded(like) or tensor.shape != like.shape:
             return tensor
         from torch.distributed.tensor import distribute_tensor
 
@@ -254,7 +254,7 @@ class ShardedTrainStep(PlainTrainStep):
             yield self.model
             return
         model = self.build()
-        load_weights(model, weights, Path("weights"))
+        load_weights(dict(model.named_parameters()), weights, Path("weights"))
         yield model
 
     def spare_model(self) -> Model:

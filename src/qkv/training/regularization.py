@@ -12,7 +12,7 @@ the queries and keys of the fused path, so that the extra cost is one head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,10 +163,5 @@ class Ema:
         torch._foreach_lerp_(self.weights, [p.detach() for p in model.parameters()], 1 - self.decay_at(step))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the average by parameter name."""
+        """Return the average itself, by parameter name."""
         return dict(zip(self.names, self.weights, strict=True))
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors into the average."""
-        for name, weight in self.tensors().items():
-            weight.copy_(tensors[name])

@@ -1,9 +1,9 @@
-"""The CPU engines: a copy of a trained model for search, in the fastest form that this processor supports.
+"""CPU engines: `pack` returns a copy of a trained model for search, in the fastest form that this processor supports.
 
 An ordinary Transformer runs in C (`native_transformer`), or without a C compiler as the plain model. All other models
-use packed matrices and the kernels that PyTorch ships (`packed_linear`). fp32 is exact; bf16 and int8 round. int8 keeps
-a scale for each output of a matrix, and one for its inputs, computed at every call. A kernel that is missing or
-computes wrongly here is not used, and the engine gives the reason.
+use packed weights and the kernels of PyTorch (`packed_linear`). fp32 is exact; bf16 and int8 round. int8 has a
+quantisation scale for each output of a matrix, and one for its inputs, computed at every call. A kernel that is missing
+or fails its self-test is not used, and the engine gives the reason.
 """
 
 from __future__ import annotations
@@ -18,33 +18,25 @@ from torch import nn
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import Transformer
 from qkv.engines import FLAG, SIZES, AllowList
-from qkv.engines.cpu.native_library import NativeBytes, NativeProduct, library
+from qkv.engines.cpu.native_library import NativeInt8Product, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
-from qkv.engines.cpu.packed_linear import (
-    INSTRUCTIONS,
-    KERNELS,
-    Plain,
-    Product,
-    fault,
-    processor,
-    replace_matrices,
-)
+from qkv.engines.cpu.packed_linear import INSTRUCTIONS, KERNELS, Plain, Product, fault, processor, replace_matrices
 from qkv.models.language_models import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
-NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeBytes}
+NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeInt8Product}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes: `int8 on avx512_vnni, native`."""
+    """Choice of dtype, kernel and instruction set; printed as `int8 on avx512_vnni, native`."""
 
     dtype: str
     kernel: type[Product]
     instructions: str
-    reason: str = ""  # why it is not what was asked for
-    native: bool = False  # in C rather than in torch
+    reason: str = ""  # for a dtype or implementation other than the requested one
+    native: bool = False  # computed by the C library
 
     def __str__(self) -> str:
         native, reason = ", native" if self.native else "", f" ({self.reason})" if self.reason else ""
@@ -52,32 +44,37 @@ class Engine:
 
 
 def choose(dtype: str = "auto", flags: frozenset[str] | None = None) -> Engine:
-    """The engine for a processor of these flags, by default this one's; fp32 where another dtype is not to be had.
+    """Return the engine for a dtype, or fp32 with a reason if the processor or PyTorch does not support that dtype.
 
-    `auto` is fp32: it computes what was trained. bf16 needs instructions of its own, without which it is slow.
+    `flags` are the processor's features, by default read from this machine. `auto` is fp32, the precision of training.
+    bf16 needs bf16 instructions: emulated, it is slower than fp32.
     """
     if dtype not in DTYPES:
         raise UsageError(f'dtype = "{dtype}": must be one of {", ".join(DTYPES)}')
     flags = processor() if flags is None else flags
-    wanted, reason = "fp32" if dtype == "auto" else dtype, ""
-    best = next((name for name in INSTRUCTIONS[wanted] if name in flags), "")
-    if best or wanted == "fp32":
-        for kernel in KERNELS[wanted]:
-            reason = fault(kernel, wanted)
+    requested, reason = "fp32" if dtype == "auto" else dtype, ""
+    best = next((name for name in INSTRUCTIONS[requested] if name in flags), "")
+    if best or requested == "fp32":
+        for kernel in KERNELS[requested]:
+            reason = fault(kernel, requested)
             if not reason:
-                return Engine(wanted, kernel, best or "any processor")
+                return Engine(requested, kernel, best or "any processor")
     else:
         reason = "the processor has no instructions for it"
-    return Engine("fp32", Plain, "any processor", reason) if wanted == "fp32" else _instead(wanted, reason, flags)
+    return (
+        Engine("fp32", Plain, "any processor", reason)
+        if requested == "fp32"
+        else _fp32_instead(requested, reason, flags)
+    )
 
 
-def _instead(wanted: str, reason: str, flags: frozenset[str]) -> Engine:
-    exact = choose("fp32", flags)
-    return Engine(exact.dtype, exact.kernel, exact.instructions, f"not {wanted}: {reason}")
+def _fp32_instead(requested: str, reason: str, flags: frozenset[str]) -> Engine:
+    fp32 = choose("fp32", flags)
+    return Engine(fp32.dtype, fp32.kernel, fp32.instructions, f"not {requested}: {reason}")
 
 
-def compiled(engine: Engine) -> Engine:
-    """The engine in C; without a compiler, or where C computes wrongly, the plain model in fp32, with the reason."""
+def native_or_plain(engine: Engine) -> Engine:
+    """Return the C engine; without a compiler, or if C fails its self-test, the plain model in fp32 with a reason."""
     available = library()
     reason = available if isinstance(available, str) else fault(NATIVE[engine.dtype], engine.dtype)
     if not reason:
@@ -105,7 +102,7 @@ MODEL = AllowList(
 
 
 def runs_in_c(model: nn.Module) -> TypeGuard[Transformer | DecoderOnly]:
-    """Return whether the C engine supports this model: its options, and heads of one width."""
+    """Return whether the C engine supports this model: the options of `MODEL`, and d_k equal to d_v."""
     return (
         isinstance(model, Transformer | DecoderOnly)
         and MODEL.refusal(model.config) is None
@@ -114,22 +111,22 @@ def runs_in_c(model: nn.Module) -> TypeGuard[Transformer | DecoderOnly]:
 
 
 def pack(model: nn.Module, dtype: str = "auto") -> nn.Module:
-    """A copy of a model for search on a CPU, with the same methods; its `engine` is what was chosen.
+    """Return a copy of a model for search on a CPU, with the same methods; its `engine` describes the choice.
 
-    A Transformer with ordinary attention becomes a `NativeTransformer`; without a C compiler it stays the plain model
-    in fp32, and int8 is refused. bf16 and all other models use packed matrices in place of their own, except the
-    recurrences of an RNN, for which PyTorch has kernels.
+    A Transformer with dot-product attention becomes a `NativeTransformer`; without a C compiler it stays the plain
+    model in fp32, and int8 is refused. bf16 and all other models use packed weights, except the recurrences of an RNN,
+    which use the kernels of PyTorch.
     """
     engine = choose(dtype)
-    if engine.dtype == "int8":  # its kernels cannot report NaN
+    if engine.dtype == "int8":  # int8 kernels hide NaN
         broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         if broken:
             raise QkvError(f"the weights of {broken[0]} are not numbers: use those of another step")
     with torch.no_grad():
         if runs_in_c(model) and engine.dtype != "bf16":
-            engine, found = compiled(engine), library()
-            if engine.native and not isinstance(found, str):
-                packed: nn.Module = NativeTransformer(model, found, rounded=engine.dtype == "int8")
+            engine, native = native_or_plain(engine), library()
+            if engine.native and not isinstance(native, str):
+                packed: nn.Module = NativeTransformer(model, native, int8=engine.dtype == "int8")
             else:
                 packed = copy.deepcopy(model)
         else:

@@ -1,7 +1,7 @@
-/* What Python hands over (qkv.engines.cpu.native_library mirrors every struct) and what the files here call of each other.
+/* Structs shared with Python (qkv.engines.cpu.native_library mirrors every one), and functions shared by the .c files.
  *
- * All widths are padded with zeros to a multiple of PANEL, and a head's to a multiple of LANES, so that no loop has a
- * rest. Rows are independent of one another: what is computed of one never depends on what else is in the batch.
+ * All widths are padded with zeros to a multiple of PANEL, and the head width to a multiple of LANES, so that no loop
+ * has a remainder. Rows are computed independently: the result of a row does not depend on the rest of the batch.
  */
 
 #ifndef QKV_NATIVE_H
@@ -9,25 +9,25 @@
 
 #include "vector.h"
 
-/* A weight in panels: [outputs / PANEL][inputs][PANEL] floats or, if it has scales, bytes from 1 to 255 around 128,
- * [outputs / PANEL][inputs / 4][PANEL][4]. */
+/* Packed weight: panels of fp32 numbers [outputs / PANEL][inputs][PANEL] or, with scales, of int8 weights stored as
+ * bytes from 1 to 255 with zero point 128, [outputs / PANEL][inputs / 4][PANEL][4]. */
 typedef struct {
     const void *weight;
-    const float *scale; /* for each output what its bytes count; none if they are floats */
-    const float *bias;  /* or none */
+    const float *scale; /* quantisation scale of each output column; NULL: fp32 weights */
+    const float *bias;  /* or NULL */
     int64_t inputs, outputs;
 } Matrix;
 
 typedef struct {
-    const float *weight, *bias; /* no weight: nothing is done; no bias: RMSNorm */
+    const float *weight, *bias; /* weight NULL: identity; bias NULL: RMSNorm */
     double eps;
 } Norm;
 
 typedef struct {
-    Matrix project, output;             /* self-attention: W^Q, W^K and W^V side by side, and W^O */
-    Matrix ask, read, found;            /* encoder-decoder attention: W^Q; W^K and W^V; W^O */
-    Matrix inner, gate, outer;          /* feed-forward */
-    Norm attention, cross, feed_forward; /* norms */
+    Matrix qkv, output;                                 /* self-attention: W^Q, W^K and W^V as one matrix, and W^O */
+    Matrix cross_query, cross_key_value, cross_output;  /* encoder-decoder attention: W^Q; W^K and W^V; W^O */
+    Matrix inner, gate, outer;                          /* feed-forward */
+    Norm attention_norm, cross_norm, feed_forward_norm; /* norms */
 } Layer;
 
 typedef struct {
@@ -35,51 +35,51 @@ typedef struct {
     int64_t encoder_layers, decoder_layers;
     Norm encoder_norm, decoder_norm;
     Matrix output;
-    const float *source, *target; /* embeddings, times √d_model: (vocabulary, width) */
+    const float *source, *target; /* embedding tables scaled by √d_model: (vocabulary, width) */
     int64_t source_vocabulary, target_vocabulary;
-    const float *real; /* (width): 1 where a number is one, 0 where it is padding */
-    int64_t d_model, width, heads, head, inner;
-    int64_t pre, activation, half; /* half: keys and values are kept as bf16 */
+    const float *mask; /* (width): 1 in the first d_model columns, 0 in the padding */
+    int64_t d_model, width, heads, head_width, inner;
+    int64_t norm_first, activation, bf16_cache; /* bf16_cache: keys and values are stored as bf16 */
 } Model;
 
 enum { RELU, GELU, SWIGLU };
 
-enum { PAGE = 16 }; /* positions of a sentence's own past in one piece of memory */
+enum { PAGE = 16 }; /* positions of a sentence in one page of the paged KV cache */
 
-/* Sentences of `beam` rows each, which all get `n` tokens more; only `count` of the rows are computed. */
+/* Decoder step: `n` new tokens for each of `beam` rows of every sentence; only `row_count` rows are computed. */
 typedef struct {
-    int64_t sentences, beam, n, count;
-    const int64_t *rows;    /* (count): which, in their order */
-    const int64_t *tokens;  /* (sentences · beam, n) */
-    int64_t *length;        /* (sentences): tokens before these */
-    int32_t *origin;        /* (sentences · beam, capacity): in which beam's entry each position of a row lies */
+    int64_t sentences, beam, n, row_count;
+    const int64_t *rows;   /* (row_count): ascending indices of the rows to compute */
+    const int64_t *tokens; /* (sentences · beam, n) */
+    int64_t *length;       /* (sentences): tokens in the cache before this step */
+    int32_t *origin;       /* (sentences · beam, capacity): cache indirection: beam that stores each position */
     int64_t capacity;
-    void *const *pages;     /* (sentences, pages each): [layers][beam][PAGE][2][heads · head] */
-    int64_t pages_each;
-    void *const *source;    /* (sentences): what `qkv_encode` wrote */
+    void *const *pages; /* (sentences, pages per sentence): [layers][beam][PAGE][2][heads · head width] */
+    int64_t pages_per_sentence;
+    void *const *source; /* (sentences): keys and values written by `qkv_encode` */
     const int64_t *source_length;
-    const float *positions, *rotary; /* (…, width) and (…, head), or none */
-    float *hidden;          /* (rows · n, d_model) if it is wanted, else */
-    float *logits;          /* (rows · n, vocabulary); zeros of rows that are not computed */
+    const float *positions, *rotary; /* (…, width) and (…, head width), or NULL */
+    float *hidden;                   /* output (rows · n, d_model) of the last layer, or NULL to compute */
+    float *logits;                   /* (rows · n, vocabulary); zeros in rows that are not computed */
     int64_t threads;
     void *scratch;
-} Step;
+} DecoderStep;
 
 typedef struct {
     int64_t sentences;
-    const int64_t *tokens; /* of all sentences, end to end */
-    const int64_t *start;  /* (sentences + 1): where each begins */
-    void *const *source;   /* (sentences): room for keys and values, `qkv_source_size` bytes each */
+    const int64_t *tokens; /* of all sentences, packed without padding */
+    const int64_t *starts; /* (sentences + 1): offset of the first token of each */
+    void *const *source;   /* (sentences): output buffers of `qkv_source_size` bytes for keys and values */
     const float *positions, *rotary;
     int64_t threads;
     void *scratch;
-} Encode;
+} EncoderBatch;
 
-/* The SearchState of qkv.core.search, and the options of its steps. */
+/* SearchState of qkv.core.search, and the options of a search step. */
 typedef struct {
     float *logits; /* (sentences · rows, vocabulary) */
     int64_t vocabulary, sentences, rows, n, capacity;
-    const float *penalties; /* by length, </s> not counted */
+    const float *penalties; /* length penalty for each length without </s> */
     int64_t *tokens, *newest, *length;
     float *logprob;
     const int64_t *longest, *forced;
@@ -87,62 +87,63 @@ typedef struct {
     int64_t *finished_tokens;
     float *finished_scores;
     int64_t pad, bos, eos, shortest;
-    int64_t *chosen; /* (sentences · rows): which row each goes on from; none if each goes its own way */
-} Search;
+    int64_t *parents; /* (sentences · rows): row that each row continues; NULL in greedy search */
+} SearchStep;
 
-int64_t qkv_step(const Model *model, const Step *step);
+int64_t qkv_step(const Model *model, const DecoderStep *step);
 
 /* ---- threads ---- */
 
-typedef void Work(void *data, int64_t first, int64_t end, int thread);
+typedef void Task(void *data, int64_t first, int64_t end, int thread);
 
-/* The work on 0 to `size`, in parts on up to so many threads; `thread` is below that. */
-void in_parallel(int64_t threads, int64_t size, Work *work, void *data);
+/* Run `task` on the range 0 to `size`, split among at most `threads` threads; `thread` is the number of the thread. */
+void in_parallel(int64_t threads, int64_t size, Task *task, void *data);
 
 /* ---- products ---- */
 
-/* Rows that are multiplied: as they are or, for weights that are bytes, rounded to bytes. */
+/* Left operand of a product: fp32 rows and, for int8 weights, their quantised copy. */
 typedef struct {
     const float *x;
     int64_t rows, width;
-    int8_t *bytes;  /* (rows, width) */
-    float *scale;   /* (rows): what a byte counts */
-    int32_t *shift; /* (rows): what the weights' being 128 too large adds, negative */
+    int8_t *quantised; /* (rows, width) */
+    float *scale;      /* (rows): quantisation scale */
+    int32_t *offset;   /* (rows): correction for the zero point of the weights, -128 · Σ quantised */
 } Input;
 
-/* Where a product goes, and what is done on the way. */
+/* Destination of a product, and operations fused into the store. */
 typedef struct {
     float *y;
-    int64_t row, outputs; /* numbers from one row to the next; outputs that are wanted */
-    int relu, add;        /* add: to what is there */
-    const int64_t *rows;  /* which row each is there, if another */
-} Into;
+    int64_t row_stride, outputs; /* distance between rows in y; number of output columns to store */
+    int relu, accumulate;        /* accumulate: add to y */
+    const int64_t *rows;         /* row of y for each row of the product; NULL: the same row */
+} Destination;
 
-/* The input, rounded into memory for it if it must be; `size` bytes of it are needed. */
-Input input(const Matrix *for_matrix, const float *x, int64_t rows, void *memory);
-size_t input_size(int64_t rows, int64_t width);
-void product(const Input *x, const Matrix *matrix, Into into, int64_t threads);
+/* Prepare rows for a product with `matrix`; for int8 weights `memory` receives their quantised copy. */
+Input quantise_input(const Matrix *matrix, const float *x, int64_t rows, void *memory);
+size_t quantised_input_bytes(int64_t rows, int64_t width);
+void product(const Input *x, const Matrix *matrix, Destination into, int64_t threads);
 
 /* ---- attention ---- */
 
-/* Keys of a source, blocks of LANES positions side by side, [blocks][heads · head][LANES], and values in panels. */
+/* Keys and values of one sentence in one layer. Keys are interleaved in blocks of LANES positions,
+ * [blocks][heads · head width][LANES]; values are stored in panels. */
 typedef struct {
     const void *keys, *values;
-    int64_t length;     /* positions */
-    int64_t row, panel; /* numbers from one position's values to the next's, and from one panel of them to the next */
-    int half;
-} Source;
+    int64_t length;                   /* positions */
+    int64_t row_stride, panel_stride; /* distance between positions in a panel of values, and between panels */
+    int bf16;
+} SourceCache;
 
-/* `count` queries q to one source; `scores` is memory for 4 · heads · (length + LANES) numbers. */
-void attend_to_source(const Model *model, const Source *source, int64_t count, const float *q, int64_t q_row,
-                      float *found, float *scores);
-/* One query to `length` positions that lie where `past` says: keys there, and values behind them. `next` are the first
- * that will be asked for next: they are on their way meanwhile. */
-void attend_to_past(const Model *model, const void *const *past, int64_t length, const void *const *next,
-                    int64_t next_length, const float *q, float *found, float *scores);
-/* Keys (length, row apart) as a source has them. */
-void lay_keys(const float *keys, int64_t row, int64_t length, int64_t width, void *to, int half);
+/* Attention of `count` queries to one sentence; `scores` is scratch memory for 4 · heads · (length + LANES) numbers. */
+void attend_to_source(const Model *model, const SourceCache *source, int64_t count, const float *q, int64_t q_stride,
+                      float *output, float *scores);
+/* Attention of one query to `length` cached positions: an entry holds the keys of a position, then its values.
+ * `next_entries` are the entries of the next call; they are prefetched meanwhile. */
+void attend_to_cache(const Model *model, const void *const *entries, int64_t length, const void *const *next_entries,
+                     int64_t next_length, const float *q, float *output, float *scores);
+/* Interleave keys (length, width), `stride` numbers apart, as SourceCache stores them. */
+void pack_keys(const float *keys, int64_t stride, int64_t length, int64_t width, void *packed, int bf16);
 
-INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 #endif

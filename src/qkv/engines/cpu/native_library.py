@@ -1,13 +1,11 @@
-"""The C of this package as a library: compiled for this processor on first use, and kept in the user's cache.
+"""The C library of this package: compilation on first use, weight packing, and a single product for the self-test.
 
-Whatever goes wrong is a reason and no error: torch's kernels serve instead. QKV_NATIVE=0 turns it off.
+`library` compiles the C files for this processor and keeps the result in the user's cache. If that fails it returns the
+reason, and PyTorch computes instead. QKV_NATIVE=0 disables the library.
 
-Weights as the C of this package reads them: the structs of native.h, filled from a model.
-
-Widths are padded with zeros to a multiple of `panel`, a head's to a multiple of `lanes`; padding stays zero through
-every layer. The factor √d_model is in the embeddings and 1/√d_k in W^Q.
-
-A product by the C of this package alone: what shows whether it computes rightly here.
+`WeightPacking` fills the structs of native.h from a model. Widths are padded with zeros to a multiple of `panel`, the
+head width to a multiple of `lanes`; the padding stays zero in every layer. The factor √d_model is part of the
+embeddings, and 1/√d_k part of W^Q.
 """
 
 from __future__ import annotations
@@ -39,17 +37,17 @@ from qkv.models.variants import score_of
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread", "-fno-math-errno")
-OWN = "-march=native"  # all that this processor can do
+NATIVE_FLAG = "-march=native"  # all instructions of this processor
 COMPILERS = ("cc", "gcc", "clang")
-PATIENCE = 120  # seconds for the compiler
+COMPILER_TIMEOUT = 120  # seconds
 
 
 class Unavailable(Exception):
-    """Why there is no library."""
+    """The library cannot be built or loaded; the message is the reason."""
 
 
 def library() -> ctypes.CDLL | str:
-    """The library, or in a few words why there is none."""
+    """Return the library, or the reason why there is none."""
     if os.environ.get("QKV_NATIVE", "1") == "0":
         return "QKV_NATIVE=0"
     return _library(os.environ.get("PATH", ""))
@@ -57,7 +55,7 @@ def library() -> ctypes.CDLL | str:
 
 @cache
 def _library(path: str) -> ctypes.CDLL | str:
-    """Once for every path to compilers there is."""
+    """Build the library once for each value of PATH."""
     try:
         return build(path)
     except Unavailable as reason:
@@ -65,40 +63,41 @@ def _library(path: str) -> ctypes.CDLL | str:
 
 
 def build(path: str) -> ctypes.CDLL:
-    """Load the library from the cache; compile it first if it is not there."""
+    """Load the library from the user's cache; compile it first if the cache has none."""
     compiler = next(filter(None, (shutil.which(name, path=path) for name in COMPILERS)), None)
     if compiler is None:
         raise Unavailable("no C compiler")
     name = f"native-{fingerprint(compiler)}.so"
     if (folder := cache_folder()) is not None:
-        with suppress(OSError):  # not there yet, or damaged
+        with suppress(OSError):  # missing or damaged file
             return ctypes.CDLL(str(folder / name))
-        with suppress(OSError):  # a cache that cannot be written, or that nothing may be loaded from
+        with suppress(OSError):  # cache not writable, or mounted noexec
             folder.mkdir(parents=True, exist_ok=True)
-            return compiled(compiler, folder / name)
+            return compile_library(compiler, folder / name)
     try:
-        with tempfile.TemporaryDirectory(prefix="qkv-") as passing:  # what is loaded may be deleted
-            return compiled(compiler, Path(passing, name))
+        with tempfile.TemporaryDirectory(prefix="qkv-") as folder_name:  # a loaded library may be deleted
+            return compile_library(compiler, Path(folder_name, name))
     except OSError as error:
-        said = error.strerror or str(error).split(": ", 1)[-1]  # without the name of the file
-        raise Unavailable(f"the library cannot be loaded ({said:.80})") from None
+        message = error.strerror or str(error).split(": ", 1)[-1]  # without the file name
+        raise Unavailable(f"the library cannot be loaded ({message:.80})") from None
 
 
 def cache_folder() -> Path | None:
-    with suppress(RuntimeError):  # a user without a home
+    """Return the folder of the compiled library, or None for a user without a home directory."""
+    with suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qkv")
     return None
 
 
 def sources() -> list[Path]:
-    """The files of C, headers first."""
+    """Return the C files of this package, headers first."""
     here = Path(str(resources.files(__package__)))
     return sorted([*here.glob("*.h"), *here.glob("*.c")], key=lambda file: (file.suffix != ".h", file.name))
 
 
 def fingerprint(compiler: str) -> str:
-    """Of all that the library is made of: sources, compiler, flags and what the processor can do."""
-    digest = hashlib.sha256("\0".join([*FLAGS, OWN]).encode())
+    """Hash the inputs of the build: sources, compiler, flags and the features of the processor."""
+    digest = hashlib.sha256("\0".join([*FLAGS, NATIVE_FLAG]).encode())
     digest.update(_run([compiler, "--version"]).encode())
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -108,8 +107,8 @@ def fingerprint(compiler: str) -> str:
     return digest.hexdigest()[:20]
 
 
-def compiled(compiler: str, target: Path) -> ctypes.CDLL:
-    """Under another name until it is loaded: several processes may do the same at once, and what fails is not kept."""
+def compile_library(compiler: str, target: Path) -> ctypes.CDLL:
+    """Compile and load the library, then rename it to `target`: other processes may compile it at the same time."""
     if sys.stderr.isatty():
         say("compiling the CPU engine for this processor, once")
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=target.parent)
@@ -118,8 +117,8 @@ def compiled(compiler: str, target: Path) -> ctypes.CDLL:
         files = [str(file) for file in sources() if file.suffix == ".c"]
         command = [compiler, *FLAGS, "-o", temporary, *files, "-lm"]
         try:
-            _run([*command, OWN])
-        except Unavailable:  # some compilers for ARM do not know it; NEON, like SSE2, is there without it
+            _run([*command, NATIVE_FLAG])
+        except Unavailable:  # some ARM compilers lack the flag; NEON and SSE2 are on by default
             _run(command)
         loaded = ctypes.CDLL(temporary)
         os.replace(temporary, target)
@@ -131,38 +130,53 @@ def compiled(compiler: str, target: Path) -> ctypes.CDLL:
 def _run(command: list[str]) -> str:
     english = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            command, env=english, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE, check=False
+        process = subprocess.run(
+            command,
+            env=english,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=COMPILER_TIMEOUT,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler cannot be run ({type(error).__name__})") from None
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), "no reason given")
-        raise Unavailable(f"the C compiler failed ({said.strip():.80})")
-    return done.stdout
+    if process.returncode:
+        message = next((line for line in process.stderr.splitlines() if "error" in line), "no reason given")
+        raise Unavailable(f"the C compiler failed ({message.strip():.80})")
+    return process.stdout
 
 
 # ---- structs of native.h ---------------------------------------------------------------------------------------------
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
-KINDS = ("relu", "gelu", "swiglu")  # as native.h counts them
+ACTIVATIONS = ("relu", "gelu", "swiglu")  # in the order of the enum in native.h
 
 
 class Matrix(ctypes.Structure):
+    """`Matrix` of native.h: a packed weight."""
+
     _fields_ = [("weight", POINTER), ("scale", POINTER), ("bias", POINTER), ("inputs", INTEGER), ("outputs", INTEGER)]
 
 
 class Norm(ctypes.Structure):
+    """`Norm` of native.h: LayerNorm, RMSNorm or the identity."""
+
     _fields_ = [("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double)]
 
 
 class Layer(ctypes.Structure):
-    _fields_ = [(name, Matrix) for name in "project output ask read found inner gate outer".split()] + [
-        (name, Norm) for name in "attention cross feed_forward".split()
+    """`Layer` of native.h: the weights of an encoder or decoder layer."""
+
+    _fields_ = [
+        *((name, Matrix) for name in "qkv output cross_query cross_key_value cross_output inner gate outer".split()),
+        *((name, Norm) for name in "attention_norm cross_norm feed_forward_norm".split()),
     ]
 
 
 class Model(ctypes.Structure):
+    """`Model` of native.h: all weights and widths."""
+
     _fields_ = [
         ("encoder", ctypes.POINTER(Layer)),
         ("decoder", ctypes.POINTER(Layer)),
@@ -172,165 +186,173 @@ class Model(ctypes.Structure):
         ("output", Matrix),
         *((name, POINTER) for name in "source target".split()),
         *((name, INTEGER) for name in "source_vocabulary target_vocabulary".split()),
-        ("real", POINTER),
-        *((name, INTEGER) for name in "d_model width heads head inner pre activation half".split()),
+        ("mask", POINTER),
+        *((name, INTEGER) for name in "d_model width heads head_width inner norm_first activation bf16_cache".split()),
     ]
 
 
-class Step(ctypes.Structure):
+class DecoderStep(ctypes.Structure):
+    """`DecoderStep` of native.h: arguments of a decoder step."""
+
     _fields_ = [
-        *((name, INTEGER) for name in "sentences beam n count".split()),
+        *((name, INTEGER) for name in "sentences beam n row_count".split()),
         *((name, POINTER) for name in "rows tokens length origin".split()),
         ("capacity", INTEGER),
         ("pages", POINTER),
-        ("pages_each", INTEGER),
+        ("pages_per_sentence", INTEGER),
         *((name, POINTER) for name in "source source_length positions rotary hidden logits".split()),
         ("threads", INTEGER),
         ("scratch", POINTER),
     ]
 
 
-class Encode(ctypes.Structure):
+class EncoderBatch(ctypes.Structure):
+    """`EncoderBatch` of native.h: arguments of an encoder call."""
+
     _fields_ = [
         ("sentences", INTEGER),
-        *((name, POINTER) for name in "tokens start source positions rotary".split()),
+        *((name, POINTER) for name in "tokens starts source positions rotary".split()),
         ("threads", INTEGER),
         ("scratch", POINTER),
     ]
 
 
-def up(n: int, to: int) -> int:
+def round_up(n: int, to: int) -> int:
+    """Round n up to a multiple of `to`."""
     return -(-n // to) * to
 
 
 @dataclass
-class Layout:
-    """How wide things are, and the tensors that the structs point into."""
+class WeightPacking:
+    """Packs the weights of a model into the structs of native.h, and owns the packed tensors."""
 
     lanes: int
     panel: int
-    bytes: bool  # weights are rounded to bytes
+    int8: bool  # weights are quantised to int8
     held: list[Tensor] = field(default_factory=list)
 
     def hold(self, x: Tensor) -> int:
-        """Where a copy of it lies, as long as this is held."""
+        """Copy a tensor and return its address; this object keeps the copy alive."""
         self.held.append(x.detach().contiguous().clone())
         return self.held[-1].data_ptr()
 
-    def padded(self, x: Tensor, *sizes: int) -> Tensor:
-        """Zeros behind x in every dimension."""
+    def pad(self, x: Tensor, *sizes: int) -> Tensor:
+        """Pad x with zeros at the end of every dimension."""
         wide = x.new_zeros(sizes)
         wide[tuple(slice(0, size) for size in x.shape)] = x.detach()
         return wide
 
     def matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
-        """A weight (outputs, inputs) in panels."""
-        outputs, inputs = (up(size, self.panel) for size in weight.shape)
-        whole = self.padded(weight.float(), outputs, inputs)
-        made = Matrix(inputs=inputs, outputs=outputs)
+        """Pack a weight (outputs, inputs) into panels, quantised with a scale for each output if `int8`."""
+        outputs, inputs = (round_up(size, self.panel) for size in weight.shape)
+        padded_weight = self.pad(weight.float(), outputs, inputs)
+        matrix = Matrix(inputs=inputs, outputs=outputs)
         if bias is not None:
-            made.bias = self.hold(self.padded(bias.float(), outputs))
-        panels = whole.view(-1, self.panel, inputs)
-        if self.bytes:
-            scale = whole.abs().amax(1).clamp_min(1e-12) / 127
-            rounded = (whole / scale[:, None]).round().add_(128).to(torch.uint8)
-            made.scale = self.hold(scale)
-            made.weight = self.hold(rounded.view(-1, self.panel, inputs // 4, 4).transpose(1, 2))
+            matrix.bias = self.hold(self.pad(bias.float(), outputs))
+        panels = padded_weight.view(-1, self.panel, inputs)
+        if self.int8:
+            scale = padded_weight.abs().amax(1).clamp_min(1e-12) / 127
+            quantised = (padded_weight / scale[:, None]).round().add_(128).to(torch.uint8)
+            matrix.scale = self.hold(scale)
+            matrix.weight = self.hold(quantised.view(-1, self.panel, inputs // 4, 4).transpose(1, 2))
         else:
-            made.weight = self.hold(panels.transpose(1, 2))
-        return made
+            matrix.weight = self.hold(panels.transpose(1, 2))
+        return matrix
 
     def norm(self, norm: nn.Module, width: int) -> Norm:
+        """Pack the weights of a norm; an identity has none."""
         if isinstance(norm, nn.Identity):
             return Norm()
         weight, bias = norm.weight, getattr(norm, "bias", None)
         assert isinstance(weight, Tensor)
-        made = Norm(weight=self.hold(self.padded(weight, width)), eps=norm.eps)
+        struct = Norm(weight=self.hold(self.pad(weight, width)), eps=norm.eps)
         if isinstance(bias, Tensor):
-            made.bias = self.hold(self.padded(bias, width))
-        return made
+            struct.bias = self.hold(self.pad(bias, width))
+        return struct
 
     def heads(self, attention: MultiHeadAttention) -> tuple[int, int]:
-        """How many heads of which width, padding among them, lie side by side."""
-        width, count = up(attention.d_k, self.lanes), attention.heads
+        """Return the padded number of heads and the padded head width."""
+        width, count = round_up(attention.d_k, self.lanes), attention.heads
         while count * width % self.panel:
             count += 1
         return count, width
 
     def attention(self, attention: MultiHeadAttention) -> tuple[list[tuple[Tensor, Tensor | None]], Matrix]:
-        """W^Q, W^K and W^V with their biases, their outputs padded head by head, and W^O with its inputs."""
+        """Pad W^Q, W^K and W^V and their biases head by head, and pack W^O."""
         count, width = self.heads(attention)
         shape = (attention.heads, attention.d_k)
         weight, bias = scaled(attention)
 
-        def spread(part: Tensor) -> Tensor:  # (heads · d_k, …) to (padded heads · padded width, …)
+        def pad_heads(part: Tensor) -> Tensor:  # (heads · d_k, …) to (padded heads · padded width, …)
             rest = part.shape[1:]
-            return self.padded(part.view(*shape, *rest), count, width, *rest).flatten(0, 1)
+            return self.pad(part.view(*shape, *rest), count, width, *rest).flatten(0, 1)
 
-        weights = [spread(part) for part in weight.chunk(3)]
-        biases = [None] * 3 if bias is None else [spread(part) for part in bias.chunk(3)]
-        output = spread(attention.output.weight.t().contiguous()).t()
+        weights = [pad_heads(part) for part in weight.chunk(3)]
+        biases = [None] * 3 if bias is None else [pad_heads(part) for part in bias.chunk(3)]
+        output = pad_heads(attention.output.weight.t().contiguous()).t()
         return list(zip(weights, biases, strict=True)), self.matrix(output, attention.output.bias)
 
-    def together(self, parts: list[tuple[Tensor, Tensor | None]]) -> Matrix:
-        """Several projections of the same as one matrix."""
+    def pack_joined(self, parts: list[tuple[Tensor, Tensor | None]]) -> Matrix:
+        """Pack several projections of the same input as one matrix."""
         weights, biases = zip(*parts, strict=True)
         return self.matrix(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
     def layer(self, layer: Any, width: int) -> Layer:
-        made = Layer()
-        parts, made.output = self.attention(layer.attention)
-        made.project = self.together(parts)
+        """Pack the weights of an encoder or decoder layer."""
+        packed = Layer()
+        parts, packed.output = self.attention(layer.attention)
+        packed.qkv = self.pack_joined(parts)
         cross = getattr(layer, "cross_attention", None)
         if cross is not None:
-            (query, *read), made.found = self.attention(cross)
-            made.ask, made.read = self.matrix(*query), self.together(read)
-            made.cross = self.norm(layer.residuals[1].norm, width)
-        forward = layer.feed_forward
-        made.inner = self.matrix(forward.inner.weight, forward.inner.bias)
-        made.outer = self.matrix(forward.outer.weight, forward.outer.bias)
-        if (gate := getattr(forward, "gate", None)) is not None:
-            made.gate = self.matrix(gate.weight, None)
-        made.attention = self.norm(layer.residuals[0].norm, width)
-        made.feed_forward = self.norm(layer.residuals[-1].norm, width)
-        return made
+            (query, *key_value), packed.cross_output = self.attention(cross)
+            packed.cross_query, packed.cross_key_value = self.matrix(*query), self.pack_joined(key_value)
+            packed.cross_norm = self.norm(layer.residuals[1].norm, width)
+        feed_forward = layer.feed_forward
+        packed.inner = self.matrix(feed_forward.inner.weight, feed_forward.inner.bias)
+        packed.outer = self.matrix(feed_forward.outer.weight, feed_forward.outer.bias)
+        if (gate := getattr(feed_forward, "gate", None)) is not None:
+            packed.gate = self.matrix(gate.weight, None)
+        packed.attention_norm = self.norm(layer.residuals[0].norm, width)
+        packed.feed_forward_norm = self.norm(layer.residuals[-1].norm, width)
+        return packed
 
     def embedding(self, embedding: Embedding, width: int) -> int:
+        """Pack an embedding table, scaled, and return its address."""
         return self.hold(
-            self.padded(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width)
+            self.pad(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width)
         )
 
-    def model(self, model: Transformer | DecoderOnly, *, half: bool) -> Model:
-        """All of it; `half` keeps keys and values as bf16."""
-        spec = model.config
-        width = up(spec.d_model, self.panel)
+    def model(self, model: Transformer | DecoderOnly, *, bf16_cache: bool) -> Model:
+        """Pack a whole model; with `bf16_cache` the KV cache is stored as bf16."""
+        config = model.config
+        width = round_up(config.d_model, self.panel)
         decoder = [self.layer(layer, width) for layer in model.decoder]
-        heads, head = self.heads(model.decoder[0].attention)
-        made = Model(
+        heads, head_width = self.heads(model.decoder[0].attention)
+        packed = Model(
             decoder=(Layer * len(decoder))(*decoder),
             decoder_layers=len(decoder),
             decoder_norm=self.norm(model.decoder_norm, width),
             output=self.matrix(model.output.weight, None),
             target=self.embedding(model.target, width),
             target_vocabulary=len(model.target.tokens.weight),
-            real=self.hold(self.padded(torch.ones(spec.d_model), width)),
-            d_model=spec.d_model,
+            mask=self.hold(self.pad(torch.ones(config.d_model), width)),
+            d_model=config.d_model,
             width=width,
             heads=heads,
-            head=head,
+            head_width=head_width,
             inner=decoder[0].inner.outputs,
-            pre=spec.norm == "pre",
-            activation=KINDS.index(spec.activation),
-            half=half,
+            norm_first=config.norm == "pre",
+            activation=ACTIVATIONS.index(config.activation),
+            bf16_cache=bf16_cache,
         )
         if isinstance(model, Transformer):
             encoder = [self.layer(layer, width) for layer in model.encoder]
-            made.encoder, made.encoder_layers = (Layer * len(encoder))(*encoder), len(encoder)
-            made.encoder_norm = self.norm(model.encoder_norm, width)
+            packed.encoder, packed.encoder_layers = (Layer * len(encoder))(*encoder), len(encoder)
+            packed.encoder_norm = self.norm(model.encoder_norm, width)
             shared = model.source.tokens.weight is model.target.tokens.weight
-            made.source = made.target if shared else self.embedding(model.source, width)
-            made.source_vocabulary = len(model.source.tokens.weight)
-        return made
+            packed.source = packed.target if shared else self.embedding(model.source, width)
+            packed.source_vocabulary = len(model.source.tokens.weight)
+        return packed
 
 
 # ---- a single product ------------------------------------------------------------------------------------------------
@@ -346,19 +368,19 @@ def scaled(attention: MultiHeadAttention) -> tuple[Tensor, Tensor | None]:
 
 
 class NativeProduct:
-    """Product x (…, inputs) to xWᵀ + b (…, outputs) in C."""
+    """Product in C: x (…, inputs) to xWᵀ + b (…, outputs), in fp32."""
 
-    rounded = False
+    int8 = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        found = library()
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        if self.rounded and not found.qkv_has_bytes():
+        native = library()
+        if isinstance(native, str):
+            raise RuntimeError(native)
+        if self.int8 and not native.qkv_has_int8():
             raise RuntimeError("needs avx512_vnni")
-        self.library, self.outputs = found, len(weight)
-        self.layout = Layout(found.qkv_lanes(), found.qkv_panel(), self.rounded)
-        self.matrix = self.layout.matrix(weight, bias)
+        self.library, self.outputs = native, len(weight)
+        self.packing = WeightPacking(native.qkv_lanes(), native.qkv_panel(), self.int8)
+        self.matrix = self.packing.matrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         inputs = self.matrix.inputs
@@ -372,7 +394,7 @@ class NativeProduct:
         return y.view(*x.shape[:-1], self.outputs)
 
 
-class NativeBytes(NativeProduct):
-    """The same with weights and inputs rounded to bytes."""
+class NativeInt8Product(NativeProduct):
+    """Product in C with weights and inputs quantised to int8."""
 
-    rounded = True
+    int8 = True

@@ -1,12 +1,12 @@
 """Search steps in C, and decoding by several processes.
 
-`NativeGreedySearch` and `NativeBeamSearch` do the plain steps of `qkv.core.search` in C, on the same search state. If
-the model is native too, its steps and those of the search alternate in C until all sentences are done or memory is
-needed. C skips sentences that are done, so they stay in the batch.
+`NativeGreedySearch` and `NativeBeamSearch` run the plain steps of `qkv.core.search` in C, on the same search state.
+With a `NativeTransformer`, decoder and search steps alternate in C until all sentences are done or the KV cache needs
+another page. C skips finished sentences, so they stay in the batch.
 
-In decoding by processes each has a model on one thread: two of them are faster than one with two threads. Each opens
-the run itself: it maps the weights and packs them. Batches wait in one queue, the longest sentences first; a free
-process takes the next one, and results are returned in the order of the sentences.
+`ProcessDecoding` decodes in several processes with one thread each: two processes are faster than one with two threads.
+Each process loads the run and packs its weights. Batches are queued with the longest sentences first, and results are
+returned in the order of the sentences.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
-ROWS = 64  # of a sentence: with more, sorting is faster than inserting one by one
-
+MAX_ROWS = 64  # rows of a sentence; above this, sorting is faster than insertion
 
 SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 
 
-class Step(ctypes.Structure):
-    """`Search` of search.c."""
+class SearchStep(ctypes.Structure):
+    """`SearchStep` of native.h: search state and options."""
 
     _fields_ = [
         ("logits", POINTER),
@@ -46,19 +45,19 @@ class Step(ctypes.Structure):
         *((name, POINTER) for name in "penalties tokens newest length logprob longest forced done".split()),
         *((name, POINTER) for name in "finished_tokens finished_scores".split()),
         *((name, INTEGER) for name in "pad bos eos shortest".split()),
-        ("chosen", POINTER),
+        ("parents", POINTER),
     ]
 
 
 def refused(search: Search) -> str | None:
-    """Return the reason why C does not do the steps of a search; None if it does."""
+    """Return None if C supports the steps of a search, else the reason why not."""
     if isinstance(missing := library(), str):
         return missing
     if search.processors or search.on_step:
         return "processors and on_step need all log-probabilities"
     rows = search.rows
-    if rows > ROWS or (rows > 1 and isinstance(search, GreedySearch)):
-        return f"{rows} rows: greedy search has 1, a beam at most {ROWS}"
+    if rows > MAX_ROWS or (rows > 1 and isinstance(search, GreedySearch)):
+        return f"{rows} rows: greedy search has 1, a beam at most {MAX_ROWS}"
     return None if search.state.done.device.type == "cpu" else "not on a CPU"
 
 
@@ -72,7 +71,7 @@ class NativeGreedySearch(GreedySearch):
     def extend(self, logits: Tensor) -> None:
         if refused(self) or not _fits(logits):
             return super().extend(logits)
-        return _call("qkv_extend_greedy", _step(self, logits, None))
+        return _call("qkv_extend_greedy", _search_step(self, logits, None))
 
 
 class NativeBeamSearch(BeamSearch):
@@ -85,9 +84,9 @@ class NativeBeamSearch(BeamSearch):
     def extend(self, logits: Tensor) -> Tensor:
         if refused(self) or not _fits(logits):
             return super().extend(logits)
-        chosen = self.state.length.new_empty(len(logits))
-        _call("qkv_extend_beams", _step(self, logits, chosen))
-        return chosen
+        parents = self.state.length.new_empty(len(logits))
+        _call("qkv_extend_beams", _search_step(self, logits, parents))
+        return parents
 
 
 def start_native(
@@ -98,14 +97,14 @@ def start_native(
     reason = SEARCH.refusal(options)
     search = start_variant(model, options, special, **arguments, **({} if reason else steps))
     if isinstance(model, NativeTransformer) and (reason or refused(search)):
-        living: Any = LivingRows(model, search)
-        search.model = living
+        masked: Any = UnfinishedRows(model, search)
+        search.model = masked
     return search
 
 
 @dataclass
-class LivingRows:
-    """A native model that skips rows without a hypothesis; their logits are zeros."""
+class UnfinishedRows:
+    """Native model that computes only unfinished rows; the logits of the others are zeros."""
 
     model: NativeTransformer
     search: Search
@@ -116,7 +115,7 @@ class LivingRows:
 
 
 def _advance(search: Search) -> bool:
-    """Write one more token, or as many as the decoder has room for, until all sentences are done; False: C cannot."""
+    """Run as many steps as fit into the KV cache, at least one, in C; return False if C does not support them."""
     model, decoder, state = search.model, search.decoder, search.state
     if not isinstance(model, NativeTransformer) or model.output is not None or refused(search):
         return False
@@ -125,21 +124,21 @@ def _advance(search: Search) -> bool:
     rows = state.newest.numel()
     model.prepare(decoder, rows, 1)
     steps = 1 + int(min(decoder.spare, max(0, model.target.limit - decoder.position - 1)))
-    decoder.spare -= steps - 1  # before the call: if it is interrupted, the positions it wrote are counted
+    decoder.spare -= steps - 1  # before the call: after an interrupt the written positions count as used
     logits = torch.empty(rows, model.vocabulary)
-    chosen = state.length.new_empty(rows) if search.rows > 1 else None
-    call = model.call(decoder, state.newest, 1, steps)
-    call.logits = logits.data_ptr()
-    step = _step(search, logits, chosen)
-    made = model.library.qkv_advance(
+    parents = state.length.new_empty(rows) if search.rows > 1 else None
+    arguments = model.step_arguments(decoder, state.newest, 1, steps)
+    arguments.logits = logits.data_ptr()
+    step = _search_step(search, logits, parents)
+    steps_done = model.library.qkv_advance(
         ctypes.byref(model.native),
-        ctypes.byref(call),
+        ctypes.byref(arguments),
         ctypes.byref(step),
         ctypes.c_int64(steps),
         ctypes.c_int64(len(state.done)),
     )
-    _check(-made)
-    decoder.spare += steps - made
+    _check(-steps_done)
+    decoder.spare += steps - steps_done
     return True
 
 
@@ -147,48 +146,48 @@ def _fits(logits: Tensor) -> bool:
     return logits.is_cpu and logits.dtype == torch.float and logits.is_contiguous()
 
 
-def _step(search: Search, logits: Tensor, chosen: Tensor | None) -> Step:
+def _search_step(search: Search, logits: Tensor, parents: Tensor | None) -> SearchStep:
     state, special = search.state, search.special
     sentences, rows, capacity = state.tokens.shape
-    parts = (
+    tensors = (
         *(search.penalties, state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced),
         *(state.done, state.finished_tokens, state.finished_scores),
     )
-    return Step(
+    return SearchStep(
         *(logits.data_ptr(), logits.shape[1], sentences, rows, state.finished_scores.shape[1], capacity),
-        *(part.data_ptr() for part in parts),
+        *(tensor.data_ptr() for tensor in tensors),
         *(special.pad, special.bos, special.eos, search.options.min_length),
-        None if chosen is None else chosen.data_ptr(),
+        None if parents is None else parents.data_ptr(),
     )
 
 
-def _call(name: str, step: Step) -> None:
-    found = library()
-    assert not isinstance(found, str)
-    _check(getattr(found, name)(ctypes.byref(step)))
+def _call(name: str, step: SearchStep) -> None:
+    native = library()
+    assert not isinstance(native, str)
+    _check(getattr(native, name)(ctypes.byref(step)))
 
 
-def _check(failed: int) -> None:
-    if failed == 1:
-        raise IndexError("a token or a length that the search state or the vocabulary does not have")
-    if failed == 2:
-        raise MemoryError("no memory for a step of the search")
+def _check(code: int) -> None:
+    if code == 1:
+        raise IndexError("a token or a length of the search state is out of range")
+    if code == 2:
+        raise MemoryError("out of memory in a search step")
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 OpenedRun = tuple[StepModel[Any, Any], TokenizerPair]
 CPU = torch.device("cpu")
-WORTHWHILE = 8192  # source tokens for each process; with fewer, starting it takes longer than it saves
+MIN_TOKENS = 8192  # source tokens for each process; below this, its start takes longer than it saves
 
 
 def worker_count(tokens: int | None = None, threads: int | None = None) -> int:
     """Return how many processes to start: one for each core, or fewer for little text.
 
-    `tokens` is how much there is to translate, if that is known; `threads` limits the number of cores.
+    `tokens` is the number of source tokens, if known; `threads` limits the number of cores.
     """
-    most = threads or cpu_count()
-    return max(1, most if tokens is None else min(most, tokens // WORTHWHILE))
+    cores = threads or cpu_count()
+    return max(1, cores if tokens is None else min(cores, tokens // MIN_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class ProcessDecoding:
 
     def supports(self, options: SearchOptions) -> str | None:
         if any(isinstance(processor, Avoid) for processor in options.processors):
-            return "forbidden phrases take longer to send to another process than to search for"
+            return "sending forbidden phrases to another process takes longer than the search"
         return None
 
     def search_all(
@@ -212,30 +211,30 @@ class ProcessDecoding:
         progress: Callable[[Sequence[int]], None] = lambda finished: None,
     ) -> list[list[Hypothesis]]:
         """Return the n best hypotheses of each source, in the order of the sources."""
-        planned = list(batches_by_length(sources, options, CPU))
+        batches = list(batches_by_length(sources, options, CPU))
         tasks = []
-        for batch in planned:
-            own = [list(prefixes[i]) for i in batch] if prefixes else None
-            number = [numbers[i] if numbers else i for i in batch]
-            tasks.append(([list(sources[i]) for i in batch], options, own, number))
+        for batch in batches:
+            batch_prefixes = [list(prefixes[i]) for i in batch] if prefixes else None
+            batch_numbers = [numbers[i] if numbers else i for i in batch]
+            tasks.append(([list(sources[i]) for i in batch], options, batch_prefixes, batch_numbers))
         results: list[list[Hypothesis]] = [[] for _ in sources]
 
-        def on_result(number: int, found: list[list[Hypothesis]]) -> None:
-            for i, hypotheses in zip(planned[number], found, strict=True):
+        def on_result(number: int, batch_hypotheses: list[list[Hypothesis]]) -> None:
+            for i, hypotheses in zip(batches[number], batch_hypotheses, strict=True):
                 results[i] = hypotheses
-            progress(planned[number])
+            progress(batches[number])
 
         self.workers.map(_search, tasks, on_result)
         return results
 
 
 def _search(
-    opened: OpenedRun,
+    run: OpenedRun,
     sources: list[list[int]],
     options: SearchOptions,
     prefixes: list[list[int]] | None,
     numbers: list[int],
 ) -> list[list[Hypothesis]]:
-    model, tokenizers = opened
-    some: dict[str, Any] = {"prefixes": prefixes, "numbers": numbers, "start": start_native}
-    return search_all(model, sources, options, tokenizers, device=CPU, **some)
+    model, tokenizers = run
+    arguments: dict[str, Any] = {"prefixes": prefixes, "numbers": numbers, "start": start_native}
+    return search_all(model, sources, options, tokenizers, device=CPU, **arguments)

@@ -1,9 +1,7 @@
-"""What the native decoder remembers: pages of keys and values for each sentence, and a table of who wrote them.
+"""Transformer on a CPU: `encode`, `start` and `step` as calls of the C library, with a paged KV cache.
 
-Nothing is ever moved. When beams go on from one another only the table changes; when a sentence leaves, its pages serve
-another.
-
-The Transformer on a CPU by the C of this package: the same four calls, each of them one call of the library.
+Each sentence has pages of keys and values, and a cache indirection table gives the beam that stores each position of a
+row. Reordering beams changes the table and copies no keys or values; the pages of a finished sentence are used again.
 """
 
 from __future__ import annotations
@@ -23,33 +21,34 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
-from qkv.engines.cpu.native_library import Encode, Layout, Step
+from qkv.engines.cpu.native_library import DecoderStep, EncoderBatch, WeightPacking
 from qkv.models.language_models import DecoderOnly
 from qkv.models.variants import rotary_of
 
-# ---- its memory ------------------------------------------------------------------------------------------------------
+# ---- the KV cache ----------------------------------------------------------------------------------------------------
 
-PAGE = 16  # positions of a sentence in one piece of memory; native.h has the same
+PAGE = 16  # positions of a sentence in one page; the same as in native.h
 
 Numbers = NDArray[np.int64]
 
 
 def _wider(table: NDArray[Any], columns: int) -> NDArray[Any]:
-    """The table with so many columns, zeros in the new ones."""
+    """Return a copy of a table with more columns, zeros in the new ones."""
     wide = np.zeros((len(table), columns), table.dtype)
     wide[:, : table.shape[1]] = table
     return wide
 
 
-class Pages:
-    """Memory in pieces of one size, which are used again."""
+class PageAllocator:
+    """Allocator for pages of one size; freed pages are used again."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.free: list[int] = []
-        self.held: list[Tensor] = []  # what the pieces are cut from
+        self.held: list[Tensor] = []  # memory blocks that contain the pages
 
     def take(self, count: int) -> list[int]:
+        """Return the addresses of `count` pages."""
         if len(self.free) < count:
             more = count - len(self.free)
             self.held.append(torch.empty(more * self.size, dtype=torch.uint8))
@@ -62,214 +61,223 @@ class Pages:
 
 
 @dataclass
-class NativeMemory:
-    """Keys and values of sources for all layers: where each lies, how long it is, and what holds it."""
+class NativeSource:
+    """Keys and values of the sources for all decoder layers."""
 
-    place: Numbers
-    length: Numbers
-    held: list[Tensor]
+    address: Numbers  # (sentences,)
+    length: Numbers  # (sentences,): source tokens
+    held: list[Tensor]  # memory block that contains each sentence
 
-    def select(self, stay: Numbers) -> NativeMemory:
-        return NativeMemory(self.place[stay], self.length[stay], [self.held[i] for i in stay])
+    def select(self, kept: Numbers) -> NativeSource:
+        return NativeSource(self.address[kept], self.length[kept], [self.held[i] for i in kept])
 
 
 @dataclass
 class NativeState:
-    """Sentences of `beam` rows each; those of a language model are counted when the first tokens come."""
+    """Paged KV cache of sentences with `beam` rows each; the first step of a language model sets their number."""
 
-    memory: NativeMemory | None
+    memory: NativeSource | None
     beam: int
-    arena: Pages
+    allocator: PageAllocator
     lengths: Numbers = field(init=False)  # (sentences,): tokens so far
-    pages: Numbers = field(init=False)  # (sentences, pages of the longest)
-    filled: Numbers = field(init=False)  # (sentences,): pages that each has
-    origin: NDArray[np.int32] = field(init=False)  # (rows, positions)
-    spare: int = field(init=False)  # positions that every sentence has room for
-    alive: NDArray[np.bool_] | None = None  # (rows,): those that the next step computes, if not all; others get zeros
+    pages: Numbers = field(init=False)  # (sentences, most pages): addresses
+    filled: Numbers = field(init=False)  # (sentences,): pages of each sentence
+    origin: NDArray[np.int32] = field(init=False)  # (rows, positions): beam that stores each position
+    spare: int = field(init=False)  # positions that still fit into the pages of every sentence
+    alive: NDArray[np.bool_] | None = None  # (rows,): rows that the next step computes; None: all
 
     @property
     def position(self) -> int:
-        """Tokens so far, of the longest row."""
+        """Return the number of tokens of the longest row."""
         return int(self.lengths.max(initial=0))
 
     def __post_init__(self) -> None:
         self.begin(len(self.memory.length) if self.memory else 0)
 
     def begin(self, sentences: int) -> None:
+        """Empty the cache for this number of sentences."""
         self.spare = 0
         self.lengths, self.filled = np.zeros((2, sentences), np.int64)
         self.pages, self.origin = np.zeros((sentences, 0), np.int64), np.zeros((sentences * self.beam, 0), np.int32)
 
-    def make_room(self, n: int) -> None:
-        """Let every row have n more positions."""
+    def allocate_positions(self, n: int) -> None:
+        """Allocate pages for n more positions of every row."""
         self.spare -= n
         if self.spare >= 0:
             return
-        wanted = -(-(self.lengths + n) // PAGE)
-        most = int(wanted.max(initial=0))
-        if most > self.pages.shape[1]:
-            self.pages, self.origin = _wider(self.pages, most), _wider(self.origin, most * PAGE)
-        missing = (np.arange(most) >= self.filled[:, None]) & (np.arange(most) < wanted[:, None])
-        self.pages[:, :most][missing] = self.arena.take(int(missing.sum()))
-        self.filled = np.maximum(self.filled, wanted)
+        needed = -(-(self.lengths + n) // PAGE)
+        columns = int(needed.max(initial=0))
+        if columns > self.pages.shape[1]:
+            self.pages, self.origin = _wider(self.pages, columns), _wider(self.origin, columns * PAGE)
+        missing = (np.arange(columns) >= self.filled[:, None]) & (np.arange(columns) < needed[:, None])
+        self.pages[:, :columns][missing] = self.allocator.take(int(missing.sum()))
+        self.filled = np.maximum(self.filled, needed)
         self.spare = int((self.filled * PAGE - self.lengths).min(initial=PAGE)) - n
 
     def select(self, rows: Tensor) -> NativeState:
+        """Let each row continue `rows[i]`; a sentence without rows is removed and its pages are freed."""
         if self.memory is None and not len(self.lengths):
             return self
         chosen = rows.numpy()
-        stay = chosen[:: self.beam] // self.beam
-        if not np.array_equal(stay, np.arange(len(self.lengths))):
-            self._keep(stay)
+        kept = chosen[:: self.beam] // self.beam
+        if not np.array_equal(kept, np.arange(len(self.lengths))):
+            self._keep(kept)
         self.origin = self.origin[chosen]
         return self
 
-    def _keep(self, stay: Numbers) -> None:
-        """Go on with these sentences; one that is there twice gets pages of its own."""
-        times = np.bincount(stay, minlength=len(self.lengths))
+    def _keep(self, kept: Numbers) -> None:
+        """Keep these sentences; the second copy of a sentence gets copies of its pages."""
+        times = np.bincount(kept, minlength=len(self.lengths))
         for i in np.flatnonzero(times == 0):
-            self.arena.free += self.pages[i, : self.filled[i]].tolist()
-        again = np.setdiff1d(np.arange(len(stay)), np.unique(stay, return_index=True)[1]) if times.max() > 1 else ()
-        self.memory = self.memory and self.memory.select(stay)
-        self.lengths, self.filled, self.pages = self.lengths[stay], self.filled[stay], self.pages[stay]
+            self.allocator.free += self.pages[i, : self.filled[i]].tolist()
+        indices = np.arange(len(kept))
+        again = np.setdiff1d(indices, np.unique(kept, return_index=True)[1]) if times.max() > 1 else ()
+        self.memory = self.memory and self.memory.select(kept)
+        self.lengths, self.filled, self.pages = self.lengths[kept], self.filled[kept], self.pages[kept]
         for i in again:
-            own = self.arena.take(int(self.filled[i]))
-            for new, old in zip(own, self.pages[i].tolist(), strict=False):
-                ctypes.memmove(new, old, self.arena.size)
-            self.pages[i, : len(own)] = own
+            copies = self.allocator.take(int(self.filled[i]))
+            for new, old in zip(copies, self.pages[i].tolist(), strict=False):
+                ctypes.memmove(new, old, self.allocator.size)
+            self.pages[i, : len(copies)] = copies
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-class Table:
-    """Positions as far as anybody asked for, (positions, width)."""
+class PositionTable:
+    """Position encodings (positions, width), extended when a longer sentence needs them."""
 
     def __init__(self, positions: nn.Module | None, width: int) -> None:
         self.positions, self.width = copy.deepcopy(positions), width
         self.growing = threading.Lock()
-        self.made = [torch.empty(0, width)]  # the longest last; calls of other threads may still read the others
+        self.tables = [torch.empty(0, width)]  # the longest last; other threads may still read the shorter ones
 
     @property
     def limit(self) -> float:
-        """Where they end."""
+        """Return the number of positions, infinite unless they are learned."""
         return len(self.positions.table) if isinstance(self.positions, LearnedPositions) else math.inf
 
-    def reaching(self, end: int) -> Tensor | None:
-        """Those before `end`; learned ones are refused where they end."""
+    def at_least(self, end: int) -> Tensor | None:
+        """Return a table with at least `end` positions, None without positions; learned ones raise at their limit."""
         if not isinstance(self.positions, LearnedPositions | SinusoidalPositions):
             return None
         with self.growing:
-            if end > len(self.made[-1]):
+            if end > len(self.tables[-1]):
                 self.positions.reach(end)
                 table = self.positions.table.detach()
-                self.made.append(F.pad(table, (0, self.width - table.shape[1])))
-            return self.made[-1]
+                self.tables.append(F.pad(table, (0, self.width - table.shape[1])))
+            return self.tables[-1]
 
 
 class Scratch(threading.local):
-    """What the layers write to meanwhile; threads have their own."""
+    """Scratch memory for the activations of a call, one block for each thread."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, size: int) -> int:
+    def reserve(self, size: int) -> int:
+        """Return the address of at least `size` bytes."""
         if len(self.memory) < size:
             self.memory = torch.empty(size + size // 4, dtype=torch.uint8)
         return self.memory.data_ptr()
 
 
 class NativeTransformer(nn.Module):
-    """A Transformer, or its decoder alone as a language model, with weights as the library reads them.
+    """Transformer or decoder-only language model with packed weights, computed by the C library.
 
-    Who puts a callable in the place of `output` gets its product instead: hidden (rows, n, d_model) to logits.
+    If `output` is set, it computes the logits from the hidden states (rows, n, d_model) in place of the C library.
     """
 
     output: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, rounded: bool) -> None:
-        """`rounded`: weights are bytes, and keys and values are kept as bf16, which halves the memory that is read."""
+    def __init__(self, model: Transformer | DecoderOnly, library: ctypes.CDLL, *, int8: bool) -> None:
+        """With `int8`, weights are quantised to int8 and the KV cache is bf16, which halves the memory traffic."""
         super().__init__()
         self.config, self.library = model.config, library
-        self.layout = Layout(library.qkv_lanes(), library.qkv_panel(), rounded)
-        self.native = self.layout.model(model, half=rounded)
-        self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if rounded else 4
-        self.target = Table(model.target.positions, self.native.width)
-        self.source = Table(getattr(getattr(model, "source", None), "positions", None), self.native.width)
-        self.rotary = Table(rotary_of(model.decoder[0].attention), self.native.head)
+        self.packing = WeightPacking(library.qkv_lanes(), library.qkv_panel(), int8)
+        self.native = self.packing.model(model, bf16_cache=int8)
+        self.vocabulary, self.bytes = self.native.target_vocabulary, 2 if int8 else 4
+        self.target = PositionTable(model.target.positions, self.native.width)
+        self.source = PositionTable(getattr(getattr(model, "source", None), "positions", None), self.native.width)
+        self.rotary = PositionTable(rotary_of(model.decoder[0].attention), self.native.head_width)
         self.scratch = Scratch()
         for name in ("qkv_step", "qkv_step_size", "qkv_encode", "qkv_encode_size", "qkv_source_size", "qkv_advance"):
             getattr(library, name).restype = ctypes.c_int64
 
-    def encode(self, source: Tensor, lengths: Tensor) -> NativeMemory:
-        """Run the encoder once, and read its output for all layers of the decoder: source ids (batch, source)."""
+    def encode(self, source: Tensor, lengths: Tensor) -> NativeSource:
+        """Run the encoder on source ids (batch, source); return keys and values for all decoder layers."""
         length = lengths.numpy().astype(np.int64)
-        tokens = source.numpy()[np.arange(source.shape[1]) < length[:, None]].astype(np.int64)  # end to end
-        start = np.concatenate([[0], np.cumsum(length)])
-        of, which = np.unique(length, return_inverse=True)
+        tokens = source.numpy()[np.arange(source.shape[1]) < length[:, None]].astype(np.int64)  # packed without padding
+        starts = np.concatenate([[0], np.cumsum(length)])
+        distinct, inverse = np.unique(length, return_inverse=True)
         native = ctypes.byref(self.native)
-        size = np.array([self.library.qkv_source_size(native, ctypes.c_int64(each)) for each in of], np.int64)[which]
-        held = torch.empty(int(size.sum()), dtype=torch.uint8)
-        place = held.data_ptr() + np.cumsum(size) - size
+        sizes = [self.library.qkv_source_size(native, ctypes.c_int64(each)) for each in distinct]
+        size = np.array(sizes, np.int64)[inverse]
+        memory = torch.empty(int(size.sum()), dtype=torch.uint8)
+        address = memory.data_ptr() + np.cumsum(size) - size
         longest = int(length.max(initial=0))
-        tables = self.source.reaching(longest), self.rotary.reaching(longest)
-        call = Encode(len(length), _at(tokens), _at(start), _at(place), *map(_where, tables), torch.get_num_threads())
-        call.scratch = self.scratch.of(self.library.qkv_encode_size(native, ctypes.byref(call)))
-        if self.library.qkv_encode(native, ctypes.byref(call)):
-            raise IndexError(f"a source token that is not one of {self.native.source_vocabulary}")
-        return NativeMemory(place, length, [held] * len(length))
+        tables = self.source.at_least(longest), self.rotary.at_least(longest)
+        arguments = EncoderBatch(
+            len(length), _address(tokens), _address(starts), _address(address),
+            *map(_tensor_address, tables), torch.get_num_threads(),
+        )  # fmt: skip
+        arguments.scratch = self.scratch.reserve(self.library.qkv_encode_size(native, ctypes.byref(arguments)))
+        if self.library.qkv_encode(native, ctypes.byref(arguments)):
+            raise IndexError(f"a source token id is outside the vocabulary of {self.native.source_vocabulary} tokens")
+        return NativeSource(address, length, [memory] * len(length))
 
-    def start(self, memory: NativeMemory | None = None, beam: int = 1) -> NativeState:
-        """The state before the first token, with `beam` rows for each sentence."""
-        each = self.native.decoder_layers * beam * PAGE * 2 * self.native.heads * self.native.head
-        return NativeState(memory, beam, Pages(each * self.bytes))
+    def start(self, memory: NativeSource | None = None, beam: int = 1) -> NativeState:
+        """Return the decoder state before the first token, with `beam` rows for each sentence."""
+        page_numbers = self.native.decoder_layers * beam * PAGE * 2 * self.native.heads * self.native.head_width
+        return NativeState(memory, beam, PageAllocator(page_numbers * self.bytes))
 
     def step(self, tokens: Tensor, state: NativeState) -> tuple[Tensor, NativeState]:
-        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        """Decode n tokens of each row (rows, n); return logits (rows, n, vocab) and the new state."""
         rows, n = tokens.shape
         self.prepare(state, rows, n)
         output, tokens = self.output, tokens.long().contiguous()
-        made = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
-        some = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
+        result = torch.empty(rows, n, self.native.d_model if output else self.vocabulary)
+        computed = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
         state.alive = None
-        call = self.call(state, tokens, n)
-        call.count, call.rows = len(some), _at(some)
-        setattr(call, "hidden" if output else "logits", made.data_ptr())
-        if self.library.qkv_step(ctypes.byref(self.native), ctypes.byref(call)):
-            raise IndexError(f"a target token that is not one of {self.vocabulary}")
+        arguments = self.step_arguments(state, tokens, n)
+        arguments.row_count, arguments.rows = len(computed), _address(computed)
+        setattr(arguments, "hidden" if output else "logits", result.data_ptr())
+        if self.library.qkv_step(ctypes.byref(self.native), ctypes.byref(arguments)):
+            raise IndexError(f"a target token id is outside the vocabulary of {self.vocabulary} tokens")
         state.lengths = state.lengths + n
-        return output(made) if output else made, state
+        return output(result) if output else result, state
 
     def prepare(self, state: NativeState, rows: int, n: int) -> None:
-        """Let the state take n tokens more."""
+        """Allocate cache pages for n more tokens of each row."""
         if state.memory is None and not len(state.lengths):
             state.begin(rows // state.beam)
         if rows != len(state.origin):
-            raise ValueError(f"tokens of {rows} rows for a state of {len(state.origin)}")
-        state.make_room(n)
+            raise ValueError(f"got tokens of {rows} rows for a state of {len(state.origin)} rows")
+        state.allocate_positions(n)
 
-    def call(self, state: NativeState, tokens: Tensor, n: int, steps: int = 1) -> Step:
-        """What the library is told for n tokens of each row, as often as there are steps."""
+    def step_arguments(self, state: NativeState, tokens: Tensor, n: int, steps: int = 1) -> DecoderStep:
+        """Return the arguments of the C library for `steps` decoder steps of n tokens per row."""
         end = state.position + n * steps
-        tables = self.target.reaching(end), self.rotary.reaching(end)
-        call = Step(
+        tables = self.target.at_least(end), self.rotary.at_least(end)
+        arguments = DecoderStep(
             sentences=len(state.lengths), beam=state.beam, n=n, threads=torch.get_num_threads(),
-            tokens=tokens.data_ptr(), length=_at(state.lengths), origin=_at(state.origin),
-            capacity=state.origin.shape[1], pages=_at(state.pages), pages_each=state.pages.shape[1],
+            tokens=tokens.data_ptr(), length=_address(state.lengths), origin=_address(state.origin),
+            capacity=state.origin.shape[1], pages=_address(state.pages), pages_per_sentence=state.pages.shape[1],
         )  # fmt: skip
         if state.memory is not None:
-            call.source, call.source_length = _at(state.memory.place), _at(state.memory.length)
-        call.positions, call.rotary = map(_where, tables)
-        size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(call))
-        call.scratch = self.scratch.of(size)
-        return call
+            arguments.source, arguments.source_length = _address(state.memory.address), _address(state.memory.length)
+        arguments.positions, arguments.rotary = map(_tensor_address, tables)
+        size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(arguments))
+        arguments.scratch = self.scratch.reserve(size)
+        return arguments
 
 
-def _at(numbers: Any) -> int:
-    """Where an array of numpy lies."""
-    place: int = numbers.ctypes.data
-    return place
+def _address(numbers: Any) -> int:
+    """Return the address of a numpy array."""
+    address: int = numbers.ctypes.data
+    return address
 
 
-def _where(table: Tensor | None) -> int | None:
+def _tensor_address(table: Tensor | None) -> int | None:
+    """Return the address of a tensor, None for None."""
     return None if table is None else table.data_ptr()

@@ -1,4 +1,4 @@
-"""Products of packed matrices by the kernels that torch ships: oneDNN's and FBGEMM's, in fp32, bf16 and int8."""
+"""Linear layers with packed weights, computed by the oneDNN and FBGEMM kernels of PyTorch in fp32, bf16 and int8."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Model
 from qkv.models.convs2s import WeightNorm
 
-# oneDNN keeps a kernel for each shape it has met, up to 1,024: hundreds of megabytes in a search whose batches shrink.
+# oneDNN caches a kernel for each input shape, up to 1,024: hundreds of megabytes in a search with shrinking batches.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-# torch keeps what it prepared for each shape as well, 1,024 for every kind of product: hundreds of megabytes more.
+# PyTorch also caches prepared operations for each shape, 1,024 for every kind of product: hundreds of megabytes more.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 
-ROWS = 64  # for which oneDNN lays out a weight; the layout serves any number
-MUCH = 300_000  # numbers in a product, about what the second cache holds
+PACKED_FOR_ROWS = 64  # input rows that oneDNN optimises the weight packing for; any number of rows works
+LARGE_OUTPUT = 300_000  # numbers in the output of a product, about the size of the L2 cache
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------
 
 
 class Product(Protocol):
-    """x (…, inputs) to xWᵀ + b (…, outputs), both fp32."""
+    """A packed weight as a function: x (…, inputs) to xWᵀ + b (…, outputs), both fp32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
@@ -37,7 +37,7 @@ class Product(Protocol):
 
 
 class Plain:
-    """As torch does it by itself."""
+    """Product with the unpacked weight, by torch.nn.functional.linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -47,12 +47,12 @@ class Plain:
 
 
 class OneDNN:
-    """oneDNN's, with the weight in blocks."""
+    """fp32 product by oneDNN, with the weight packed in blocks."""
 
     dtype = torch.float32
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype).contiguous(), ROWS)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self.dtype).contiguous(), PACKED_FOR_ROWS)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.kernel = torch.ops.mkldnn._linear_pointwise.default
 
@@ -61,53 +61,53 @@ class OneDNN:
         return y.float()
 
 
-class OneDNN16(OneDNN):
-    """The same in bf16, added up in fp32."""
+class OneDNNBF16(OneDNN):
+    """bf16 product by oneDNN, accumulated in fp32."""
 
     dtype = torch.bfloat16
 
 
-class OneDNN8:
-    """oneDNN's with bytes."""
+class OneDNNInt8:
+    """int8 product by oneDNN; the inputs are quantised at every call with one scale and zero point."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        rounded, self.scale = round_weight(weight)
+        quantised, self.scale = quantise_weight(weight)
         self.zero, self.half = torch.zeros(len(weight), dtype=torch.int), torch.tensor(0.5)
-        self.weight = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.weight = torch.ops.onednn.qlinear_prepack(quantised, None)
         self.bias = bias
         self.kernel = torch.ops.onednn.qlinear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         low, high = (float(end) for end in x.aminmax())
         low, high = min(low, 0.0), max(high, 0.0)
-        scale = (high - low) / 254 or 1.0  # one less than there are: rounding at both ends cannot leave the byte
+        scale = (high - low) / 254 or 1.0  # not 255: rounding at both ends stays within the byte
         zero = round(-low / scale)
-        rounded = torch.add(self.half + zero, x, alpha=1 / scale).to(torch.uint8)
+        quantised = torch.add(self.half + zero, x, alpha=1 / scale).to(torch.uint8)
         y: Tensor = self.kernel(
-            rounded, scale, zero, self.weight, self.scale, self.zero, self.bias,
+            quantised, scale, zero, self.weight, self.scale, self.zero, self.bias,
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return y
 
 
-class FBGEMM8:
-    """FBGEMM's with bytes, which rounds the inputs on the way."""
+class FBGEMMInt8:
+    """int8 product by FBGEMM; the kernel quantises the inputs."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        rounded, scale = round_weight(weight)
+        quantised, scale = quantise_weight(weight)
         before = torch.backends.quantized.engine
         torch.backends.quantized.engine = "fbgemm"
         try:
-            with warnings.catch_warnings():  # torch announces that it will go one day: then it is missing
+            with warnings.catch_warnings():  # deprecation warning; `fault` reports a missing kernel
                 warnings.simplefilter("ignore")
                 zero = torch.zeros(len(scale), dtype=torch.long)
-                whole = torch._make_per_channel_quantized_tensor(rounded, scale.double(), zero, 0)
-                self.packed = torch.ops.quantized.linear_prepack(whole, bias)
+                quantised_tensor = torch._make_per_channel_quantized_tensor(quantised, scale.double(), zero, 0)
+                self.packed = torch.ops.quantized.linear_prepack(quantised_tensor, bias)
         finally:
             torch.backends.quantized.engine = before
         kernel = torch.ops.quantized.linear_dynamic.default
-        self.kernel = getattr(kernel, "_op", kernel)  # without a check that takes as long as the product
-        # Without these instructions pairs are added up in 16 bits, which the inputs must leave room for.
+        self.kernel = getattr(kernel, "_op", kernel)  # skips a check that takes as long as the product
+        # Without VNNI, pairs of products are added in 16 bits: 7-bit inputs avoid saturation.
         self.reduced = not {"avx512_vnni", "avx_vnni"} & processor()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -116,30 +116,30 @@ class FBGEMM8:
 
 
 class Int8:
-    """FBGEMM's where little is written, oneDNN's where much is: the one rounds faster, the other writes once."""
+    """int8 product by FBGEMM for small outputs (faster quantisation), by oneDNN for large ones (a single write)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.little, self.much, self.outputs = FBGEMM8(weight, bias), OneDNN8(weight, bias), len(weight)
+        self.small, self.large, self.outputs = FBGEMMInt8(weight, bias), OneDNNInt8(weight, bias), len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        return (self.much if rows * self.outputs > MUCH else self.little)(x)
+        return (self.large if rows * self.outputs > LARGE_OUTPUT else self.small)(x)
 
 
-def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight (outputs, inputs) as bytes from -127 to 127, and for each output what they count."""
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight (outputs, inputs) to int8; return it and the scale of each output."""
     scale = weight.abs().amax(1).clamp_min(1e-12) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
-KERNELS: dict[str, tuple[type[Product], ...]] = {  # the fastest first
+KERNELS: dict[str, tuple[type[Product], ...]] = {  # fastest first
     "fp32": (OneDNN, Plain),
-    "bf16": (OneDNN16,),
-    "int8": (Int8, FBGEMM8, OneDNN8),
+    "bf16": (OneDNNBF16,),
+    "int8": (Int8, FBGEMMInt8, OneDNNInt8),
 }
-INSTRUCTIONS = {  # the best first
+INSTRUCTIONS = {  # best first
     "fp32": ("avx512f", "avx2", "asimd"),
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "asimddp"),
@@ -150,7 +150,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.03}
 
 @cache
 def processor() -> frozenset[str]:
-    """What the processor can do, in the system's own words; nothing where the system does not say."""
+    """Return the feature flags of the processor from /proc/cpuinfo; empty on systems without it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -160,25 +160,26 @@ def processor() -> frozenset[str]:
 
 @cache
 def fault(kernel: type[Product], dtype: str) -> str:
-    """What is wrong with a kernel here; nothing if it gives the right product of a small matrix."""
-    draws = torch.Generator().manual_seed(1)
-    weight, x, bias = (torch.randn(*shape, generator=draws) for shape in ((24, 32), (5, 32), (24,)))
-    x = torch.cat([x] * (MUCH // x.shape[0] // len(weight) + 1))
+    """Test a kernel on a small matrix; return the reason if it is missing or inaccurate on this machine, else ''."""
+    generator = torch.Generator().manual_seed(1)
+    weight, x, bias = (torch.randn(*shape, generator=generator) for shape in ((24, 32), (5, 32), (24,)))
+    x = torch.cat([x] * (LARGE_OUTPUT // x.shape[0] // len(weight) + 1))
     try:
         product = kernel(weight, bias)
         y = torch.cat([product(x[:5]), product(x)[5:]])
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        return f"no kernel for it here ({(str(error) or type(error).__name__).splitlines()[0]:.60})"
-    right = F.linear(x, weight, bias)
-    wrong = float((y - right).abs().max() / right.abs().max())
-    return "" if wrong <= TOLERANCE[dtype] else f"its kernel computes wrongly here, by {wrong:.0%}"
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        return f"PyTorch has no kernel for it on this machine ({cause:.60})"
+    expected = F.linear(x, weight, bias)
+    deviation = float((y - expected).abs().max() / expected.abs().max())
+    return "" if deviation <= TOLERANCE[dtype] else f"its kernel is off by {deviation:.0%} on this machine"
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
 
 
 class PackedLinear(nn.Module):
-    """In place of an nn.Linear."""
+    """Module that replaces an nn.Linear by a packed product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class PackedLinear(nn.Module):
 
 
 def replace_matrices(model: nn.Module, kernel: type[Product]) -> nn.Module:
-    """Put packed matrices in the place of all others."""
+    """Replace the linear layers of a model by packed ones, in place."""
     if isinstance(model, Model):
         model.project = kernel(model.output.weight, None)  # type: ignore[method-assign,assignment]
     for module in list(model.modules()):
@@ -205,7 +206,7 @@ def replace_matrices(model: nn.Module, kernel: type[Product]) -> nn.Module:
 
 
 def _replace_parts(attention: MultiHeadAttention, kernel: type[Product]) -> None:
-    """The joint matrix is used as a whole or in parts: the parts become matrices of their own."""
+    """Pack the joint projection of an attention as two products: queries, and keys with values."""
     queries = attention.heads * attention.d_k
     weight, bias = attention.qkv.weight, attention.qkv.bias
 
@@ -230,7 +231,7 @@ def _replace_parts(attention: MultiHeadAttention, kernel: type[Product]) -> None
 
 
 def _replace_normed(matrix: WeightNorm, kernel: type[Product]) -> None:
-    """Its norm is taken once for all."""
+    """Compute the weight of a WeightNorm once, and pack it."""
     weight = matrix.weight()
     product = kernel(weight, matrix.bias)
 

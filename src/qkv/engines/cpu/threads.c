@@ -1,5 +1,5 @@
-/* Work in parts, each on a thread of its own. The threads wait for the next work: awake for a moment, because in a step
- * one product follows another, then asleep. Whoever comes while they are at work does his own alone. */
+/* Thread pool that splits one task into parts. Workers spin for a moment after a task, because the products of a step
+ * follow each other closely, and then sleep. A caller that finds the pool in use runs its task on its own thread. */
 
 #include "native.h"
 
@@ -8,61 +8,66 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
-enum { MOST = 64, AWAKE = 1 << 14 }; /* threads; looks at whether there is work, before falling asleep */
+enum { MAX_THREADS = 64, SPIN_COUNT = 1 << 14 }; /* threads; polls for a task before a worker sleeps */
 
 static struct {
-    pthread_mutex_t owned, asleep;
+    pthread_mutex_t in_use, sleep_lock;
     pthread_cond_t wake;
-    int count;     /* of threads, the caller among them */
-    int parts;     /* of the work */
-    pid_t process; /* that they live in: a fork has none */
-    atomic_int round, left, sleepers;
-    Work *work;
+    int count;     /* threads, including the caller */
+    int parts;     /* parts of the task */
+    pid_t process; /* process that started the threads: a forked child has none */
+    atomic_int round, pending, sleepers;
+    Task *task;
     void *data;
     int64_t size;
-} pool = {.owned = PTHREAD_MUTEX_INITIALIZER, .asleep = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+} pool = {
+    .in_use = PTHREAD_MUTEX_INITIALIZER,
+    .sleep_lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+};
 
-INLINE void rest(void) {
+INLINE void spin_pause(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
 }
 
-static void do_part(int number) {
+static void run_part(int number) {
     int64_t first = pool.size * number / pool.parts, end = pool.size * (number + 1) / pool.parts;
-    if (number < pool.parts && first < end) pool.work(pool.data, first, end, number);
+    if (number < pool.parts && first < end) pool.task(pool.data, first, end, number);
 }
 
-static void *live(void *number) {
-    int seen = 0;
+static void *worker_loop(void *number) {
+    int last_round = 0;
     for (;;) {
-        for (int i = 0; i < AWAKE && atomic_load(&pool.round) == seen; i++) rest();
-        if (atomic_load(&pool.round) == seen) {
-            pthread_mutex_lock(&pool.asleep);
+        for (int i = 0; i < SPIN_COUNT && atomic_load(&pool.round) == last_round; i++) spin_pause();
+        if (atomic_load(&pool.round) == last_round) {
+            pthread_mutex_lock(&pool.sleep_lock);
             atomic_fetch_add(&pool.sleepers, 1);
-            while (atomic_load(&pool.round) == seen) pthread_cond_wait(&pool.wake, &pool.asleep);
+            while (atomic_load(&pool.round) == last_round) pthread_cond_wait(&pool.wake, &pool.sleep_lock);
             atomic_fetch_sub(&pool.sleepers, 1);
-            pthread_mutex_unlock(&pool.asleep);
+            pthread_mutex_unlock(&pool.sleep_lock);
         }
-        seen++; /* the next round comes only when all have done their part of this one */
-        do_part((int)(intptr_t)number);
-        atomic_fetch_sub(&pool.left, 1);
+        last_round++; /* the next round starts only after all workers have finished this one */
+        run_part((int)(intptr_t)number);
+        atomic_fetch_sub(&pool.pending, 1);
     }
     return NULL;
 }
 
-/* As many threads as are wanted the first time; whether there are several. */
-static int gather(int threads) {
+/* Start `threads` - 1 workers on the first call in this process. Return whether there is at least one worker. */
+static int start_workers(int threads) {
     if (pool.process != getpid()) {
         pool.process = getpid(), pool.count = 0;
-        pool.asleep = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER, pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+        pool.sleep_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+        pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
         atomic_store(&pool.round, 0), atomic_store(&pool.sleepers, 0);
     }
     if (!pool.count) {
         pool.count = 1;
-        for (int number = 1; number < threads && number < MOST; number++) {
+        for (int number = 1; number < threads && number < MAX_THREADS; number++) {
             pthread_t thread;
-            if (pthread_create(&thread, NULL, live, (void *)(intptr_t)number)) break;
+            if (pthread_create(&thread, NULL, worker_loop, (void *)(intptr_t)number)) break;
             pthread_detach(thread);
             pool.count++;
         }
@@ -70,26 +75,26 @@ static int gather(int threads) {
     return pool.count > 1;
 }
 
-void in_parallel(int64_t threads, int64_t size, Work *work, void *data) {
+void in_parallel(int64_t threads, int64_t size, Task *task, void *data) {
     if (size < 1) return;
-    if (threads < 2 || size < 2 || pthread_mutex_trylock(&pool.owned)) {
-        work(data, 0, size, 0);
+    if (threads < 2 || size < 2 || pthread_mutex_trylock(&pool.in_use)) {
+        task(data, 0, size, 0);
         return;
     }
-    if (gather((int)threads)) {
-        pool.work = work, pool.data = data, pool.size = size;
+    if (start_workers((int)threads)) {
+        pool.task = task, pool.data = data, pool.size = size;
         pool.parts = threads < pool.count ? (int)threads : pool.count;
-        atomic_store(&pool.left, pool.count - 1);
+        atomic_store(&pool.pending, pool.count - 1);
         atomic_fetch_add(&pool.round, 1);
         if (atomic_load(&pool.sleepers)) {
-            pthread_mutex_lock(&pool.asleep);
+            pthread_mutex_lock(&pool.sleep_lock);
             pthread_cond_broadcast(&pool.wake);
-            pthread_mutex_unlock(&pool.asleep);
+            pthread_mutex_unlock(&pool.sleep_lock);
         }
-        do_part(0);
-        for (int i = 0; atomic_load(&pool.left); i++) i < AWAKE ? rest() : (void)sched_yield();
+        run_part(0);
+        for (int i = 0; atomic_load(&pool.pending); i++) i < SPIN_COUNT ? spin_pause() : (void)sched_yield();
     } else {
-        work(data, 0, size, 0);
+        task(data, 0, size, 0);
     }
-    pthread_mutex_unlock(&pool.owned);
+    pthread_mutex_unlock(&pool.in_use);
 }

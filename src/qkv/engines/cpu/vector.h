@@ -1,4 +1,4 @@
-/* Vectors as wide as the processor's registers, by extensions that GCC and Clang share, and what is made of them. */
+/* SIMD vectors with the register width of the target (GCC and Clang vector extensions), and functions on them. */
 
 #ifndef QKV_VECTOR_H
 #define QKV_VECTOR_H
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-/* A tile of a product is TILE_ROWS rows by TILE_VECTORS vectors: as many sums as there are registers for. */
+/* Micro-kernel tile: TILE_ROWS rows by TILE_VECTORS vectors, so that all accumulators fit in registers. */
 #if defined(__AVX512F__)
 enum { LANES = 16, TILE_ROWS = 6, TILE_VECTORS = 4 };
 #elif defined(__AVX2__)
@@ -21,12 +21,12 @@ enum { LANES = 4, TILE_ROWS = 6, TILE_VECTORS = 4 };
 #else
 enum { LANES = 4, TILE_ROWS = 4, TILE_VECTORS = 2 };
 #endif
-enum { PANEL = LANES * TILE_VECTORS }; /* outputs of a tile; every width is padded to a multiple of it */
+enum { PANEL = LANES * TILE_VECTORS }; /* output columns of a tile; every width is padded to a multiple of it */
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
 typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
+typedef uint16_t VecBf16 __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -40,25 +40,25 @@ INLINE Vec load(const float *from) {
 
 INLINE void store(float *to, Vec x) { memcpy(to, &x, sizeof x); }
 
-/* bf16 is the upper half of a float. */
-INLINE Vec load_half(const uint16_t *from) {
+/* bf16 is the upper half of an fp32 number. */
+INLINE Vec load_bf16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
 #endif
-    VecHalf x;
+    VecBf16 x;
     memcpy(&x, from, sizeof x);
     return (Vec)(__builtin_convertvector(x, VecBits) << 16);
 }
 
-INLINE uint16_t to_half(float x) {
+INLINE uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if (x != x) return 0x7fc0; /* what is no number stays none: its bits may wrap around */
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to the nearest, of two to the even one */
+    if (x != x) return 0x7fc0; /* NaN stays NaN: rounding could overflow its bits */
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* round to nearest, ties to even */
 }
 
-/* Of two, if one is no number, the second. */
-INLINE Vec largest(Vec a, Vec b) {
+/* Elementwise maximum; if either operand is NaN, the second operand. */
+INLINE Vec vec_max(Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -69,18 +69,18 @@ INLINE Vec largest(Vec a, Vec b) {
 #endif
 }
 
-INLINE Vec smallest(Vec a, Vec b) { return -largest(-a, -b); }
+INLINE Vec vec_min(Vec a, Vec b) { return -vec_max(-a, -b); }
 
-INLINE Vec magnitude(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
+INLINE Vec vec_abs(Vec x) { return (Vec)((VecBits)x & 0x7fffffffu); }
 
-INLINE float largest_lane(Vec x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; i++) found = x[i] > found ? x[i] : found;
-    return found;
+INLINE float max_over_lanes(Vec x) {
+    float result = x[0];
+    for (int i = 1; i < LANES; i++) result = x[i] > result ? x[i] : result;
+    return result;
 }
 
-/* even (a₀ a₂ … b₀ b₂ …) + odd (a₁ a₃ … b₁ b₃ …): sums of neighbours, a's first. */
-INLINE Vec add_neighbours(Vec a, Vec b) {
+/* Sums of adjacent lanes, those of a first: even lanes (a₀ a₂ … b₀ b₂ …) + odd lanes (a₁ a₃ … b₁ b₃ …). */
+INLINE Vec add_pairs(Vec a, Vec b) {
 #if defined(__AVX512F__)
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
@@ -98,26 +98,26 @@ INLINE Vec add_neighbours(Vec a, Vec b) {
 #endif
 }
 
-/* The sum over the lanes of each of LANES vectors, side by side. */
-INLINE Vec add_lanes(Vec part[LANES]) {
+/* Horizontal sums of LANES vectors: lane i of the result is the sum over the lanes of part[i]. */
+INLINE Vec sum_lanes_of_each(Vec part[LANES]) {
 #pragma GCC unroll 4
     for (int n = LANES; n > 1; n /= 2) {
 #pragma GCC unroll 8
-        for (int i = 0; i < n / 2; i++) part[i] = add_neighbours(part[2 * i], part[2 * i + 1]);
+        for (int i = 0; i < n / 2; i++) part[i] = add_pairs(part[2 * i], part[2 * i + 1]);
     }
     return part[0];
 }
 
-INLINE float sum_of_lanes(Vec x) {
+INLINE float sum_over_lanes(Vec x) {
 #pragma GCC unroll 4
-    for (int n = LANES; n > 1; n /= 2) x = add_neighbours(x, x);
+    for (int n = LANES; n > 1; n /= 2) x = add_pairs(x, x);
     return x[0];
 }
 
-/* eˣ to about 2 units in the last place: 2ⁿ times a power series, whose argument is at most ln 2 / 2 away from 0. */
+/* eˣ to about 2 ulp: 2ⁿ times a Taylor polynomial of an argument in [-ln 2 / 2, ln 2 / 2]. */
 INLINE Vec exponential(Vec x) {
-    const Vec low = splat(-87.0f), round = splat(12582912.0f); /* 1.5 · 2²³: adding it leaves no fraction */
-    Vec t = smallest(splat(88.0f), largest(low, x));
+    const Vec low = splat(-87.0f), round = splat(12582912.0f); /* adding 1.5 · 2²³ rounds to an integer */
+    Vec t = vec_min(splat(88.0f), vec_max(low, x));
     Vec shifted = t * 1.44269504f + round, n = shifted - round;
     Vec r = t - n * 0.693359375f + n * 2.12194440e-4f;
     Vec series = splat(1.0f / 5040);

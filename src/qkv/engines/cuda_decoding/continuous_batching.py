@@ -1,11 +1,11 @@
-"""Continuous batching: a fixed number of slots; a new sentence starts in a slot as soon as the old one is done.
+"""Continuous batching: a fixed number of slots; a new sentence enters a slot as soon as its sentence has finished.
 
-On a GPU the step of the whole search is captured once as a CUDA graph and replayed without synchronisation: the host
+On a GPU the search step of all slots is captured once as a CUDA graph and replayed without synchronisation: the host
 reads the flags of an earlier step while the device computes the next one.
 
-The decoder state has buffers of fixed size, and each row has its own position. A step reads no value from the device
-and uses the same addresses every time, so it can be captured. Beams are reordered in a table that gives, for each
-position, the row with its key and value: neither is ever copied.
+The KV cache has a fixed size, and each row has its own position. A step reads no value on the host and uses the same
+addresses every time, so it can be captured. Beams are reordered in a cache indirection table, which gives for each
+position the row that stores its key and value; keys and values are not copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.core.attention import EncoderOutput, MultiHeadAttention, is_wrapped
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
@@ -33,7 +33,7 @@ from qkv.options import TransformerConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
-MOST = 512  # sentences at a time: more do not make a large GPU any faster
+MOST = 512  # slots; more do not make a large GPU faster
 LAG = 1  # steps between the newest step and the flags that the host reads
 
 
@@ -42,7 +42,7 @@ MODEL = AllowList(
     TransformerConfig,
     **SIZES,
     kind=("transformer",),
-    attention=("scaled", "dot", "general"),  # scores that are products
+    attention=("scaled", "dot", "general"),  # scores computed as dot products
     window=number,
     norm=("post", "pre"),
     rms_norm=FLAG,
@@ -58,15 +58,15 @@ SEARCH = AllowList(
     length_penalty=("gnmt", "average", "none"),
     max_length=lambda value: value is None or number(value),
     processors=lambda processors: isinstance(processors, tuple),  # `supports` checks each
-    coverage=(0.0,),  # coverage and sampling keep more than the search state
+    coverage=(0.0,),  # coverage and sampling need more state
     sampling=(None,),
 )
 
 
 class SlotDecoding:
-    """Decoding engine for searches of a fixed shape: their steps are replayed as CUDA graphs.
+    """Decoding engine with continuous batching; on a GPU the steps are replayed as CUDA graphs.
 
-    Searches are kept for the next call: capturing one takes longer than decoding a sentence.
+    The schedulers are cached for the next call: capturing a graph takes longer than decoding a sentence.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class SlotDecoding:
         self.schedulers: OrderedDict[Any, SlotScheduler] = OrderedDict()
 
     def supports(self, options: SearchOptions) -> str | None:
-        """Return None, or the reason why the steps of such a search cannot have a fixed shape."""
+        """Return None if the model and options can be decoded in slots, else the reason why not."""
         config = self.model.config if isinstance(self.model, Transformer) else None
         for reason in (MODEL.refusal(config), SEARCH.refusal(options)):
             if reason is not None:
                 return reason
         if triton is None and torch.cuda.is_available():
             return "without Triton the steps cannot be captured"
-        if is_wrapped():
-            return "attention is recorded or muted in the plain model alone"
+        if wrappers.get():
+            return "attention is recorded or muted, which only the plain model supports"
         if not all(getattr(processor, "capturable", False) for processor in options.logits_processors()):
             return "a logits processor needs values on the host"
         return None
@@ -110,13 +110,13 @@ class SlotDecoding:
             progress([order[place]])
 
         special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
-        begun = prefixes or [()] * len(sources)
-        check_prefix(torch.tensor([token for prefix in begun for token in prefix], dtype=torch.long), special)
+        forced_prefixes = prefixes or [()] * len(sources)
+        check_prefix(torch.tensor([token for prefix in forced_prefixes for token in prefix], dtype=torch.long), special)
         limits = [len(i) + options.extra_length if options.max_length is None else options.max_length for i in sources]
         ids, longest = [[*sources[i], src.eos] for i in order], [limits[i] for i in order]
-        begun = [begun[i] for i in order]
-        self._scheduler(ids, longest, begun, options, special).run(
-            ids, longest, begun, pad_id=src.pad, finished=finished
+        forced_prefixes = [forced_prefixes[i] for i in order]
+        self._scheduler(ids, longest, forced_prefixes, options, special).run(
+            ids, longest, forced_prefixes, pad_id=src.pad, finished=finished
         )
         return results
 
@@ -128,11 +128,11 @@ class SlotDecoding:
         options: SearchOptions,
         special: SpecialTokens,
     ) -> SlotScheduler:
-        """Return a scheduler with room for these sentences, one that was used before if there is one."""
+        """Return a scheduler for sentences of these lengths, from the cache if possible."""
         rows = max(options.beam, options.n_best)
         source = self._rounded(max(map(len, sources)), 16)
         capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
-        slots = min(_power_below(len(sources)), MOST, self._room(rows, capacity, source))
+        slots = min(_power_below(len(sources)), MOST, self._slots_that_fit(rows, capacity, source))
         key = (dataclasses.replace(options, max_length=None), special, slots, capacity, source)
         if key not in self.schedulers:
             while len(self.schedulers) >= self.keep:
@@ -144,32 +144,32 @@ class SlotDecoding:
         return self.schedulers[key]
 
     def _rounded(self, length: int, step: int) -> int:
-        """A little more room than is needed, so that the next call finds it; not beyond what positions were learned."""
+        """Round a length up, so that later calls share the scheduler, but not beyond the learned positions."""
         model: Any = self.model
-        room = -(-length // step) * step
-        return max(length, min(room, model.config.max_positions)) if model.config.positions == "learned" else room
+        rounded = -(-length // step) * step
+        return max(length, min(rounded, model.config.max_positions)) if model.config.positions == "learned" else rounded
 
-    def _room(self, rows: int, capacity: int, source: int) -> int:
-        """As many sentences as an eighth of the device's memory can hold the keys and values of."""
+    def _slots_that_fit(self, rows: int, capacity: int, source: int) -> int:
+        """Return the number of sentences with a KV cache of at most an eighth of the device memory."""
         model: Any = self.model
         device = model.output.weight.device
         if device.type != "cuda":
             return MOST
-        own = sum(a.attention.heads * (a.attention.d_k + a.attention.d_v) for a in model.decoder)
-        size = own * (rows * capacity + source) * model.output.weight.element_size()
+        numbers_per_position = sum(a.attention.heads * (a.attention.d_k + a.attention.d_v) for a in model.decoder)
+        size = numbers_per_position * (rows * capacity + source) * model.output.weight.element_size()
         return _power_below(max(1, int(torch.cuda.mem_get_info(device)[1] // 8 // size)))
 
 
 def _power_below(number: int) -> int:
-    """The largest power of two that is not larger."""
+    """Return the largest power of two up to `number`."""
     return 1 << (number.bit_length() - 1)
 
 
 class SlotScheduler:
-    """A search that holds `slots` sentences at a time and any number in all.
+    """Search over any number of sentences, `slots` of them at a time.
 
-    `capacity` is room for <s>, the longest output and </s>; `source` for the longest source with its </s>. Sentences
-    enter through doors, each for a fixed number of them: one for all slots, and one for those that come later.
+    `capacity` counts <s>, the longest output and </s>; `source` the longest source with its </s>. Sentences enter the
+    slots in batches of fixed size: one size fills all slots at the start, a smaller one replaces finished sentences.
     """
 
     @torch.inference_mode()
@@ -189,16 +189,16 @@ class SlotScheduler:
         self.search = start(model, options, special, lengths=lengths, capacity=capacity)
         self.search.decoder = SlotCache(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
-        self.group = max(1, slots // 8)  # sentences replaced at once, at least: the device is idle meanwhile
-        self.doors = [Door(self.search, size, source, capacity) for size in sorted({self.group, slots})]
+        self.group = max(1, slots // 8)  # finished sentences replaced at a time, at least: the device is idle meanwhile
+        self.admissions = [Admission(self.search, size, source, capacity) for size in sorted({self.group, slots})]
         self.lag = 0
         if self.device.type == "cuda":
-            self.advance, self.lag = captured(self.advance), LAG
-            for door in self.doors:
-                door.enter = captured(door.enter)
+            self.advance, self.lag = capture_graph(self.advance), LAG
+            for admission in self.admissions:
+                admission.enter = capture_graph(admission.enter)
             self.search.state.done.fill_(True)
             self.flags = torch.empty(LAG + 1, slots, dtype=torch.bool, pin_memory=True)
-            # A graph holds addresses, not tensors: a table of positions that grows later must not free these.
+            # A graph stores addresses, not tensors: keep position tables alive when longer ones replace them.
             self.tables = list(model.buffers())
 
     @torch.inference_mode()
@@ -211,44 +211,44 @@ class SlotScheduler:
         pad_id: int,
         finished: Callable[[int, list[Hypothesis]], None],
     ) -> None:
-        """Decode sources (ids with </s>), in the order given; `finished` is called with each result."""
+        """Decode sources (ids with </s>) in this order; call `finished` with the index and hypotheses of each."""
         waiting = deque(range(len(sources)))
         held: list[int | None] = [None] * self.slots
-        since = [0] * self.slots  # the step at which each slot was filled: flags from before are another sentence's
+        since = [0] * self.slots  # step at which each slot was filled; earlier flags belong to the previous sentence
         flags: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         step = 0
         while waiting or any(number is not None for number in held):
             free = [slot for slot, number in enumerate(held) if number is None]
             while waiting and free:
-                door = self.doors[-1 if 2 * min(len(free), len(waiting)) > self.slots else 0]
-                some = [waiting.popleft() for _ in range(min(len(free), len(waiting), door.size))]
-                door.let_in(free[: len(some)], sources, longest, prefixes, some, pad_id)
-                for slot, entered in zip(free, some, strict=False):
+                admission = self.admissions[-1 if 2 * min(len(free), len(waiting)) > self.slots else 0]
+                entering = [waiting.popleft() for _ in range(min(len(free), len(waiting), admission.size))]
+                admission.admit(free[: len(entering)], sources, longest, prefixes, entering, pad_id)
+                for slot, entered in zip(free, entering, strict=False):
                     held[slot], since[slot] = entered, step
-                free = free[len(some) :]
+                free = free[len(entering) :]
             self.advance()
             step += 1
             flags.append((step, *self._flags(step)))
             if len(flags) <= self.lag:
                 continue
-            seen, done, event = flags.popleft()
+            flagged_step, done, event = flags.popleft()
             if event is not None:
                 event.synchronize()
-            over = [
+            finished_slots = [
                 slot
                 for slot, is_done in enumerate(done.tolist())
-                if is_done and held[slot] is not None and seen > since[slot]
+                if is_done and held[slot] is not None and flagged_step > since[slot]
             ]
-            busy = sum(number is not None for number in held) - len(over)
-            if over and (not busy or len(over) >= self.group):
-                for slot, hypotheses in zip(over, self.search.finished(over), strict=True):
+            busy = sum(number is not None for number in held) - len(finished_slots)
+            if finished_slots and (not busy or len(finished_slots) >= self.group):
+                for slot, hypotheses in zip(finished_slots, self.search.finished(finished_slots), strict=True):
                     number = held[slot]
                     assert number is not None
                     held[slot] = None
                     finished(number, hypotheses)
 
     def _flags(self, step: int) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Which slots are done, on their way to the host."""
+        """Start copying the done flags to the host; return them and the event that ends the copy."""
         done = self.search.state.done
         if self.device.type != "cuda":
             return done.clone(), None
@@ -259,25 +259,25 @@ class SlotScheduler:
         return copied, event
 
 
-class Door:
-    """Where `size` sentences enter at once: the encoder reads them, and the search begins in their slots."""
+class Admission:
+    """Admits `size` sentences to slots in one call: encodes them and initialises their search state."""
 
     def __init__(self, search: Search, size: int, source: int, capacity: int) -> None:
         self.search, self.size = search, size
         device = search.state.done.device
 
-        def numbers(*shape: int, value: int) -> Tensor:
+        def buffer(*shape: int, value: int) -> Tensor:
             return torch.full((size, *shape), value, dtype=torch.long, device=device)
 
-        self.source, self.lengths = numbers(source, value=search.special.pad), numbers(value=1)
-        self.slots, self.longest, self.forced = numbers(value=0), numbers(value=0), numbers(capacity, value=-1)
+        self.source, self.lengths = buffer(source, value=search.special.pad), buffer(value=1)
+        self.slots, self.longest, self.forced = buffer(value=0), buffer(value=0), buffer(capacity, value=-1)
         self.enter: Callable[[], object] = self._enter
 
     def _enter(self) -> None:
         self.search.decoder.admit(self.slots, self.search.model.encode(self.source, self.lengths))
         self.search.place(self.slots, self.longest, self.forced)
 
-    def let_in(
+    def admit(
         self,
         slots: list[int],
         sources: Sequence[Ids],
@@ -286,46 +286,46 @@ class Door:
         numbers: list[int],
         pad: int,
     ) -> None:
-        """Begin these sentences in these slots; where they are fewer than the door takes, the last enters again."""
-        more = self.size - len(numbers)
-        slots, numbers = slots + slots[-1:] * more, numbers + numbers[-1:] * more
-        rows = _laid([sources[i] for i in numbers], self.source.shape[1], pad)
-        forced = _laid([prefixes[i] for i in numbers], self.forced.shape[1], -1)
+        """Admit sentences to slots; a batch smaller than `size` is filled up with its last sentence."""
+        missing = self.size - len(numbers)
+        slots, numbers = slots + slots[-1:] * missing, numbers + numbers[-1:] * missing
+        rows = _padded_matrix([sources[i] for i in numbers], self.source.shape[1], pad)
+        forced = _padded_matrix([prefixes[i] for i in numbers], self.forced.shape[1], -1)
         lists = torch.tensor([[len(sources[i]) for i in numbers], slots, [longest[i] for i in numbers]])
-        for held, new in zip(
+        for buffer, new in zip(
             (self.source, self.forced, self.lengths, self.slots, self.longest), (rows, forced, *lists), strict=True
         ):
-            held.copy_(new)
+            buffer.copy_(new)
         self.enter()
 
 
-def _laid(rows: Sequence[Ids], width: int, fill: int) -> Tensor:
-    """Rows of ids as a matrix, filled up behind them: all at once, because the device waits meanwhile."""
+def _padded_matrix(rows: Sequence[Ids], width: int, fill: int) -> Tensor:
+    """Return rows of ids as a padded matrix; vectorised, because the device waits for it."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     matrix = np.full((len(rows), width), fill, np.int64)
     matrix[np.arange(width) < lengths[:, None]] = np.fromiter(chain.from_iterable(rows), np.int64, lengths.sum())
     return torch.from_numpy(matrix)
 
 
-def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """Work on a GPU as a graph; doing it twice before lets libraries choose their kernels."""
+def capture_graph(function: Callable[[], object]) -> Callable[[], object]:
+    """Capture a function as a CUDA graph, after two warm-up calls that let libraries choose kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            work()
+            function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        function()
     return graph.replay
 
 
-# ---- its memory ------------------------------------------------------------------------------------------------------
+# ---- the KV cache ----------------------------------------------------------------------------------------------------
 
 
 class SlotCache:
-    """The state of `sentences` × `beam` rows, each with room for `capacity` tokens and a source of `source` tokens."""
+    """KV cache for `sentences` × `beam` rows of up to `capacity` tokens, and sources of up to `source` tokens."""
 
     def __init__(self, model: Transformer, sentences: int, beam: int, capacity: int, source: int) -> None:
         self.model, self.beam = model, beam
@@ -333,26 +333,26 @@ class SlotCache:
         self.keys, self.values = [], []
         self.source_keys, self.source_values = [], []
         for layer in model.decoder:
-            own, cross = layer.attention, layer.cross_attention
+            attention, cross = layer.attention, layer.cross_attention
             assert cross is not None
-            self.keys.append(weight.new_zeros(rows, capacity, own.heads, own.d_k))
-            self.values.append(weight.new_zeros(rows, capacity, own.heads, own.d_v))
+            self.keys.append(weight.new_zeros(rows, capacity, attention.heads, attention.d_k))
+            self.values.append(weight.new_zeros(rows, capacity, attention.heads, attention.d_v))
             self.source_keys.append(weight.new_zeros(sentences, source, cross.heads, cross.d_k))
             self.source_values.append(weight.new_zeros(sentences, source, cross.heads, cross.d_v))
         device = weight.device
         row = torch.arange(rows, dtype=torch.int, device=device)
         self.position = torch.zeros(rows, dtype=torch.long, device=device)
-        self.origin = row[:, None].repeat(1, capacity)  # row that holds each position; the newest is in the row itself
+        self.origin = row[:, None].repeat(1, capacity)  # row that stores each position; the newest is in the row itself
         self.sentence = (row // beam)[:, None].expand(-1, source)
         self.source_length = torch.ones(rows, dtype=torch.long, device=device)
-        if model.target.positions is not None:  # as many as the buffers have room for, or a clear refusal
+        if model.target.positions is not None:  # raises if fewer positions were learned
             model.target.positions.reach(capacity)
         for layer in model.decoder:
             if (rotary := rotary_of(layer.attention)) is not None:
                 rotary.reach(capacity)
 
     def admit(self, slots: Tensor, encoded: EncoderOutput) -> None:
-        """Start sentences in these slots with their encoder outputs."""
+        """Reset these slots and store the projected encoder outputs of new sentences in them."""
         rows = (slots[:, None] * self.beam + torch.arange(self.beam, device=slots.device)).flatten()
         self.position.index_fill_(0, rows, 0)
         self.origin[:, 0].index_copy_(0, rows, rows.int())
@@ -360,21 +360,19 @@ class SlotCache:
         for i, layer in enumerate(self.model.decoder):
             assert layer.cross_attention is not None
             k, v = layer.cross_attention.project_memory(encoded.values)
-            for held, new in ((self.source_keys[i], k), (self.source_values[i], v)):
-                held[:, : new.shape[2]].index_copy_(0, slots, new.transpose(1, 2))
+            for cache, new in ((self.source_keys[i], k), (self.source_values[i], v)):
+                cache[:, : new.shape[2]].index_copy_(0, slots, new.transpose(1, 2))
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x, self.position)  # (rows, heads, 1, width)
         new, window = (k.squeeze(2), v.squeeze(2)), self.model.config.window
-        return self._look_up(
-            attention, q, self.keys[layer], self.values[layer], self.origin, self.position, window, new
-        )
+        return self._attend(attention, q, self.keys[layer], self.values[layer], self.origin, self.position, window, new)
 
     def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         keys, values = self.source_keys[layer], self.source_values[layer]
-        return self._look_up(attention, attention.project_query(x), keys, values, self.sentence, self.source_length)
+        return self._attend(attention, attention.project_query(x), keys, values, self.sentence, self.source_length)
 
-    def _look_up(
+    def _attend(
         self,
         attention: MultiHeadAttention,
         q: Tensor,
@@ -387,16 +385,16 @@ class SlotCache:
     ) -> Tensor:
         q = q.squeeze(2)
         score, weight = score_of(attention)
-        if weight is not None:  # general: qᵀW takes the place of the query
+        if weight is not None:  # general (Luong): qᵀW replaces the query
             q = torch.einsum("rhd,hde->rhe", q, weight)
         scale = 1 / math.sqrt(attention.d_k) if score == "scaled" else 1.0
         heads = lookup(q, keys, values, origin, length, scale=scale, window=window, new=new)
         return attention.merge(heads[:, :, None])
 
     def advance(self, tokens: int) -> None:
-        self.position.add_(tokens).clamp_(max=self.origin.shape[1] - 1)  # a slot that is free goes on counting
+        self.position.add_(tokens).clamp_(max=self.origin.shape[1] - 1)  # free slots are counted, too
 
     def select(self, rows: Tensor) -> SlotCache:
-        """Let each row go on from one of the same sentence."""
+        """Let each row continue `rows[i]`, a row of the same sentence."""
         reorder(self.origin, rows, self.position, self.beam)
         return self

@@ -1,7 +1,7 @@
-"""Modules for inference on a GPU: one kernel each in place of several, with the parameters of the plain modules.
+"""Fused modules for inference on a GPU: one kernel replaces several; the parameters are those of the plain modules.
 
-`use_fused_modules` changes the class of a model's modules in place, so that parameters and their names stay. Each fused
-module falls back to the plain one where gradients are needed, on a CPU, and without Triton.
+`use_fused_modules` changes the class of a model's modules in place, so that parameters and their names stay. A fused
+module uses the plain code where gradients are needed, on a CPU, and without Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def use_fused_modules(model: ModelT) -> ModelT:
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Whether a fused product or norm may compute with x."""
+    """Whether the fused operations may be used for x: on a GPU, without gradients."""
     return x.is_cuda and not torch.is_grad_enabled()
 
 
@@ -46,7 +46,7 @@ class FusedEmbedding(Embedding):
 
 
 class FusedTokenDropoutEmbedding(FusedEmbedding, TokenDropoutEmbedding):
-    """The same for a model that was trained with token dropout, which is off in inference."""
+    """Fused embedding for a model trained with token dropout, which inference ignores."""
 
 
 class FusedResidual(Residual):
@@ -59,7 +59,7 @@ class FusedResidual(Residual):
 
 
 class FusedFeedForward(FeedForward):
-    """Feed-forward whose first product ends in the maximum of equation 2."""
+    """Feed-forward (equation 2) with the ReLU fused into the first product."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not runs_fused(x):
@@ -69,7 +69,7 @@ class FusedFeedForward(FeedForward):
 
 
 class FusedVariantFeedForward(VariantFeedForward):
-    """The same for ReLU with dropout behind it; other activations are left as they are."""
+    """Fused ReLU for the variant with activation dropout; other activations use the plain code."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training or self.activation != "relu" or not runs_fused(x):

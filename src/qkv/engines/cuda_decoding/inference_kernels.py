@@ -1,8 +1,8 @@
-"""Kernels for inference on a GPU, each with a plain twin that serves wherever Triton does not.
+"""Triton kernels for inference on a GPU, each with a plain PyTorch version for CPUs and machines without Triton.
 
-`lookup` is the attention of one query a row to keys that lie in several rows: when beams go on from one another, their
-keys stay where they are and a table says in whose row each position lies. The twin gathers the keys; the kernel reads
-them where they are, and of each row only as many as it has.
+`lookup` is attention of one query per row to a KV cache with an indirection table: the table gives, for each position,
+the row that stores its key and value, so reordering beams copies nothing. The plain version gathers the keys; the
+kernel reads them in place, and only as many as the row has.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 triton: Any = None
 tl: Any = None
-if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # half a second, for those who can use it
-    with suppress(ImportError):  # not on every platform: the plain twins serve
+if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:  # importing Triton takes half a second
+    with suppress(ImportError):  # not available on every platform
         triton, tl = import_module("triton"), import_module("triton.language")
 
-BLOCK, WARPS = 32, 1  # positions that `lookup` reads at once, and warps for them
-CHUNK = 64  # neighbours in the vocabulary whose maximum `scan_kernel` finds
+BLOCK, WARPS = 32, 1  # positions that `lookup` loads at a time, and warps per program
+CHUNK = 64  # vocabulary entries in a chunk; `scan_kernel` computes the maximum of each chunk
 New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
 
 
@@ -41,12 +41,12 @@ def lookup(
 ) -> Tensor:
     """softmax(q · keys) · values for queries q (rows, heads, d_k): (rows, heads, d_v).
 
-    `keys` (places, capacity, heads, d_k) and `values` hold position t of row r at [origin[r, t], t]; the row has
-    `length[r]` of them, and a `window` leaves it the last and so many before it. `origin` is (rows, capacity). If there
-    are `new` keys and values, they belong at position `length[r]` of row r, and are put there first.
+    `keys` (places, capacity, heads, d_k) and `values` store position t of row r at [origin[r, t], t], with the cache
+    indirection table `origin` (rows, capacity). Row r has `length[r]` positions; a `window` restricts attention to the
+    last position and `window` positions before it. `new` keys and values are first stored at position `length[r]`.
     """
-    chosen = lookup_kernel if triton is not None and q.is_cuda else lookup_plain
-    return chosen(q, keys, values, origin, length, scale=scale, window=window, new=new)
+    implementation = lookup_kernel if triton is not None and q.is_cuda else lookup_plain
+    return implementation(q, keys, values, origin, length, scale=scale, window=window, new=new)
 
 
 def lookup_plain(
@@ -65,7 +65,7 @@ def lookup_plain(
         keys[row, length], values[row, length] = new
         length = length + 1
     place = torch.arange(keys.shape[1], device=keys.device)
-    k, v = (held[origin.long(), place].transpose(1, 2) for held in (keys, values))  # (rows, heads, capacity, width)
+    k, v = (cache[origin.long(), place].transpose(1, 2) for cache in (keys, values))  # (rows, heads, capacity, width)
     allowed = place < length[:, None]
     if window:
         allowed &= place >= length[:, None] - 1 - window
@@ -84,9 +84,9 @@ def lookup_kernel(
     new: New | None,
 ) -> Tensor:
     (rows, heads, d_k), d_v = q.shape, values.shape[3]
-    found = q.new_empty(rows, heads, d_v)
+    output = q.new_empty(rows, heads, d_v)
     q, new_k, new_v = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (q, *(new or (q, q))))
-    _look_up[(rows, heads)](
+    _lookup[(rows, heads)](
         q,
         new_k,
         new_v,
@@ -94,7 +94,7 @@ def lookup_kernel(
         values,
         origin,
         length,
-        found,
+        output,
         scale * math.log2(math.e),
         window,
         heads,
@@ -109,16 +109,17 @@ def lookup_kernel(
         block=BLOCK,
         num_warps=WARPS,
     )
-    return found
+    return output
 
 
 def reorder(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
-    """Let each row of the table `origin` (rows, capacity) go on from one of the `beam` rows of its sentence.
+    """Reorder the cache indirection table `origin` (rows, capacity) in place: row r continues row `rows[r]`.
 
-    That is, from `rows[r]`, with the positions before `length[r]`; the one at `length[r]` lies in the row itself.
+    Both rows belong to the same sentence of `beam` rows. Positions before `length[r]` are copied; the position
+    `length[r]` is stored in row r itself.
     """
-    chosen = reorder_kernel if triton is not None and origin.is_cuda else reorder_plain
-    chosen(origin, rows, length, beam)
+    implementation = reorder_kernel if triton is not None and origin.is_cuda else reorder_plain
+    implementation(origin, rows, length, beam)
 
 
 def reorder_plain(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
@@ -127,8 +128,10 @@ def reorder_plain(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> No
 
 
 def reorder_kernel(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
-    count, wide = len(origin) // beam, triton.next_power_of_2(beam)
-    _reorder[(count,)](origin, rows, length, origin.shape[1], beam, wide=wide, block=64, num_warps=1, num_stages=1)
+    count, block_rows = len(origin) // beam, triton.next_power_of_2(beam)
+    _reorder[(count,)](
+        origin, rows, length, origin.shape[1], beam, block_rows=block_rows, block=64, num_warps=1, num_stages=1
+    )
 
 
 def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -142,10 +145,11 @@ def add_norm_kernel(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 
 def scan_kernel(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
+    """Run `_scan`, the kernel of `search_kernels.scan`: log Σ exp of each row and the maximum of each chunk."""
     rows, vocab = logits.shape
     total = logits.new_empty(rows, dtype=torch.float)
     largest = logits.new_empty(rows, -(-vocab // CHUNK), dtype=torch.float)
-    step = math.gcd(vocab, logits.stride(0), 8)  # told to the compiler, which then reads so many at once
+    step = math.gcd(vocab, logits.stride(0), 8)  # a known divisor of the strides allows vectorised loads
     _scan[(rows,)](
         logits,
         never,
@@ -183,44 +187,44 @@ if triton is not None:
         chunk: tl.constexpr,
         chunks: tl.constexpr,
     ):
-        """One program a row; every chunk of a block has the running maximum and sum of a softmax of its own."""
+        """One program per row: online log Σ exp with a running maximum and sum for each chunk of a block."""
         row = tl.program_id(0).to(tl.int64)
         vocab *= step
         logits += row * logits_row * step
         largest += row * count
         inside = tl.arange(0, chunks)[:, None] * chunk + tl.arange(0, chunk)
-        highest = tl.full((chunks,), -1e30, tl.float32)  # not -inf, whose difference to itself is no number
+        highest = tl.full((chunks,), -1e30, tl.float32)  # not -inf: -inf - (-inf) is NaN
         summed = tl.zeros((chunks,), tl.float32)
         for start in range(0, count, chunks):
             token = start * chunk + inside
             value = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-            found = tl.max(value, axis=1)
-            which = start + tl.arange(0, chunks)
-            tl.store(largest + which, found, mask=which < count)
-            above = tl.maximum(highest, found)
-            summed = summed * tl.exp(highest - above) + tl.sum(tl.exp(value - above[:, None]), axis=1)
-            highest = above
-        above_all = tl.max(highest, axis=0)
-        tl.store(total + row, above_all + tl.log(tl.sum(summed * tl.exp(highest - above_all), axis=0)))
-        # What may not follow is seldom the largest, but where it is, its chunk has another.
+            block_maximum = tl.max(value, axis=1)
+            index = start + tl.arange(0, chunks)
+            tl.store(largest + index, block_maximum, mask=index < count)
+            new_highest = tl.maximum(highest, block_maximum)
+            summed = summed * tl.exp(highest - new_highest) + tl.sum(tl.exp(value - new_highest[:, None]), axis=1)
+            highest = new_highest
+        overall = tl.max(highest, axis=0)
+        tl.store(total + row, overall + tl.log(tl.sum(summed * tl.exp(highest - overall), axis=0)))
+        # Set forbidden tokens to -inf, and compute the maximum of their chunks again.
         first, second = tl.load(never).to(tl.int32), tl.load(never + 1).to(tl.int32)
         third = first
         if has_early:
             third = tl.where(tl.load(early + row) != 0, eos, first)
-        tl.debug_barrier()  # all have been read, and the largest of all chunks written
+        tl.debug_barrier()  # all logits are read and all chunk maxima are stored
         forbidden = tl.full((), float("-inf"), logits.dtype.element_ty)
         tl.store(logits + first, forbidden)
         tl.store(logits + second, forbidden)
         tl.store(logits + third, forbidden)
         tl.debug_barrier()
         for i in tl.static_range(3):
-            which_one = (first if i == 0 else second if i == 1 else third) // chunk
-            token_there = which_one * chunk + tl.arange(0, chunk)
-            there = tl.load(logits + token_there, mask=token_there < vocab, other=float("-inf")).to(tl.float32)
-            tl.store(largest + which_one, tl.max(there, axis=0))
+            changed = (first if i == 0 else second if i == 1 else third) // chunk
+            tokens = changed * chunk + tl.arange(0, chunk)
+            values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+            tl.store(largest + changed, tl.max(values, axis=0))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _look_up(  # type: ignore[no-untyped-def]
+    def _lookup(  # type: ignore[no-untyped-def]
         q,
         new_k,
         new_v,
@@ -228,7 +232,7 @@ if triton is not None:
         values,
         origin,
         length,
-        found,
+        output,
         scale,
         window,
         heads,
@@ -245,7 +249,7 @@ if triton is not None:
         has_new: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program a row and head: blocks of positions, with the running maximum and sum of a softmax."""
+        """One program per row and head: online softmax over blocks of positions."""
         row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
         in_k, in_v = tl.arange(0, width_k), tl.arange(0, width_v)
         real_k, real_v = in_k < d_k, in_v < d_v
@@ -271,39 +275,39 @@ if triton is not None:
         for start in range(first, count, block):
             position = start + tl.arange(0, block)
             real = position < count
-            where = tl.load(origin + row * origin_row + position * origin_position, mask=real, other=0).to(tl.int64)
-            place = (where * capacity + position) * heads + head
+            source = tl.load(origin + row * origin_row + position * origin_position, mask=real, other=0).to(tl.int64)
+            place = (source * capacity + position) * heads + head
             k = tl.load(keys + (place * d_k)[:, None] + in_k, mask=real[:, None] & real_k, other=0.0).to(tl.float32)
             v = tl.load(values + (place * d_v)[:, None] + in_v, mask=real[:, None] & real_v, other=0.0).to(tl.float32)
             score = tl.where(real, tl.sum(k * query, axis=1) * scale, float("-inf"))
             highest = tl.maximum(largest, tl.max(score, axis=0))
-            shrink = tl.exp2(largest - highest)  # scores are in powers of 2
+            shrink = tl.exp2(largest - highest)  # scores are exponents of 2
             weight = tl.exp2(score - highest)
             total = total * shrink + tl.sum(weight, axis=0)
             mean = mean * shrink + tl.sum(v * weight[:, None], axis=0)
             largest = highest
-        result = (mean / total).to(found.dtype.element_ty)
-        tl.store(found + (row * heads + head) * d_v + in_v, result, mask=real_v)
+        result = (mean / total).to(output.dtype.element_ty)
+        tl.store(output + (row * heads + head) * d_v + in_v, result, mask=real_v)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _reorder(origin, rows, length, capacity, beam, wide: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program a sentence, whose rows have all one length; a block is read in all rows, then written."""
+    def _reorder(origin, rows, length, capacity, beam, block_rows: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One program per sentence, with rows of equal length: load a block of all rows, then store it."""
         first = tl.program_id(0).to(tl.int64) * beam
-        real = tl.arange(0, wide) < beam
-        row = first + tl.arange(0, wide)
+        real = tl.arange(0, block_rows) < beam
+        row = first + tl.arange(0, block_rows)
         source = tl.load(rows + row, mask=real, other=0)
         count = tl.load(length + first).to(tl.int32)
         for start in range(0, count, block):
             position = start + tl.arange(0, block)
             inside = real[:, None] & (position < count)[None, :]
-            held = tl.load(origin + source[:, None] * capacity + position[None, :], mask=inside, other=0)
+            entries = tl.load(origin + source[:, None] * capacity + position[None, :], mask=inside, other=0)
             tl.debug_barrier()
-            tl.store(origin + row[:, None] * capacity + position[None, :], held, mask=inside)
+            tl.store(origin + row[:, None] * capacity + position[None, :], entries, mask=inside)
         tl.store(origin + row * capacity + count, row.to(tl.int32), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _add_norm(x, y, weight, bias, normed, eps, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program a position."""
+        """One program per position."""
         row = tl.program_id(0).to(tl.int64) * width
         inside = tl.arange(0, block)
         real = inside < width

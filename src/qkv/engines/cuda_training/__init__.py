@@ -1,6 +1,6 @@
 """Training pass of a Transformer over sentences packed without padding: few kernels, hand-written gradients.
 
-Each operation has a Triton kernel and a plain twin in the same file with equal results, dropout included.
+Each operation has a Triton kernel and a plain PyTorch version in the same file with equal results, dropout included.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MODEL = AllowList(
 
 
 def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Return None if these passes compute such a model in this precision, else the reason why not."""
+    """Return None if the training pass supports this model and precision, else the reason why not."""
     if (reason := MODEL.refusal(config)) is not None:
         return reason
     assert isinstance(config, TransformerConfig)
-    if config.positions == "learned" and config.max_positions < PADDING:  # rows of padding have positions too
+    if config.positions == "learned" and config.max_positions < PADDING:  # rows of padding need positions, too
         return f"model.max_positions = {config.max_positions} is less than {PADDING}"
     if max(config.key_width, config.value_width) * dtype.itemsize > 256:
         return "a head is too wide for the shared memory of a GPU core"

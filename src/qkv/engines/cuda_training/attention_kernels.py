@@ -1,7 +1,7 @@
 """Attention (equation 1) inside packed sentences, forward and backward: one tile for each sentence and head.
 
-Most sentences are short: all scores of a sentence fit into the registers of one core. So there are no blocks, the
-backward pass needs the inputs only, and each element is read and written once. Sentences of similar length share a
+Most sentences are short: all scores of a sentence fit into the registers of one core. No blocks are needed, the
+backward pass needs only the inputs, and each element is read and written once. Sentences of similar length share a
 launch, because a tile is a square for the longest of them. `long_attention_kernels` computes longer sentences block by
 block.
 """
@@ -22,43 +22,43 @@ from qkv.engines.cuda_training.packed_batch import TILES
 if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import LN_2, _keep, read, scores, write
 
-WARPS = {16: 1, 32: 2, 64: 4, 128: 8}  # of tiles that are computed whole
-WIDEST = 256  # bytes in a row of such a tile: its scores must fit into a core
+WARPS = {16: 1, 32: 2, 64: 4, 128: 8}  # warps per program, by tile size
+WIDEST = 256  # bytes in a row of a tile; the scores of larger tiles exceed the registers of a core
 
 
-def attend(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
-    """softmax(qkᵀ · scale)v inside each row: (queries, heads · d_v)."""
-    chosen = attend_kernel if triton is not None and qkv[0].is_cuda else attend_plain
-    return chosen(qkv, rows, heads, noise)
+def attend(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Tensor:
+    """Return softmax(qkᵀ · scale)v inside each row: (queries, heads · d_v)."""
+    implementation = attend_kernel if triton is not None and qkv[0].is_cuda else attend_plain
+    return implementation(qkv, rows, heads, dropout)
 
 
-def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
+def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
     """Write the gradients of q, k and v into tensors with the same layout."""
-    chosen = attend_backward_kernel if triton is not None and d_out.is_cuda else attend_backward_plain
-    chosen(d_out, qkv, into, rows, heads, noise)
+    implementation = attend_backward_kernel if triton is not None and d_out.is_cuda else attend_backward_plain
+    implementation(d_out, qkv, into, rows, heads, dropout)
 
 
-def attend_plain(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
+def attend_plain(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Tensor:
     out = qkv[0].new_zeros(len(qkv[0]), heads.count * heads.d_v)
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
-        mixed = square.dropped(square.weights(q, k, heads), heads, noise) @ v
+        mixed = square.dropped(square.weights(q, k, heads), heads, dropout) @ v
         out[square.queries[square.real_queries]] = _joined(mixed)[square.real_queries].to(out.dtype)
     return out
 
 
-def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
+def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
-        given = _split(d_out[square.queries] * square.real_queries[..., None], heads)
+        d_output = _split(d_out[square.queries] * square.real_queries[..., None], heads)
         weights = square.weights(q, k, heads)
-        d_v = square.dropped(weights, heads, noise).mT @ given
-        d_weights = square.dropped(given @ v.mT, heads, noise)
+        d_v = square.dropped(weights, heads, dropout).mT @ d_output
+        d_weights = square.dropped(d_output @ v.mT, heads, dropout)
         d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * heads.scale
-        found = (d_scores @ k, d_scores.mT @ q, d_v)
+        gradients = (d_scores @ k, d_scores.mT @ q, d_v)
         places = ((square.queries, square.real_queries), *[(square.keys, square.real_keys)] * 2)
-        for whole, part, (where, real) in zip(into, found, places, strict=True):
-            whole[where[real]] = _joined(part)[real].to(whole.dtype)
+        for target, part, (indices, real) in zip(into, gradients, places, strict=True):
+            target[indices[real]] = _joined(part)[real].to(target.dtype)
 
 
 @dataclass(frozen=True)
@@ -67,46 +67,47 @@ class _Square:
 
     tile: int
     first: int  # row
-    queries: Tensor  # (rows, side): their places; those beyond the end of a row are not real
+    queries: Tensor  # (rows, side): token indices; positions after the end of a row are not real
     keys: Tensor
     real_queries: Tensor
     real_keys: Tensor
 
     def cut(self, qkv: QKV, heads: Heads) -> QKV:
-        """The projections of these rows, (rows, heads, side, width) each."""
+        """Gather q, k and v of these rows, (rows, heads, side, width) each."""
         q, k, v = (_split(x[at], heads) for x, at in zip(qkv, (self.queries, self.keys, self.keys), strict=True))
         return q, k, v
 
     def weights(self, q: Tensor, k: Tensor, heads: Heads) -> Tensor:
-        """(rows, heads, side, side), 0 where there is no key."""
-        seen = self.real_keys[:, None, None]
+        """Return the attention weights (rows, heads, side, side), 0 for masked keys."""
+        visible = self.real_keys[:, None, None]
         if heads.causal:
-            seen = seen & seen.new_ones(seen.shape[-1], seen.shape[-1]).tril()
-        scores = (q @ k.mT).mul_(heads.scale).masked_fill_(~seen, -1e30)
-        return scores.softmax(-1).masked_fill_(~seen, 0.0)
+            visible = visible & visible.new_ones(visible.shape[-1], visible.shape[-1]).tril()
+        scores = (q @ k.mT).mul_(heads.scale).masked_fill_(~visible, -1e30)
+        return scores.softmax(-1).masked_fill_(~visible, 0.0)
 
-    def dropped(self, weights: Tensor, heads: Heads, noise: DropoutHash) -> Tensor:
+    def dropped(self, weights: Tensor, heads: Heads, dropout: DropoutHash) -> Tensor:
         """Apply dropout to weights or their gradients; elements are numbered in the order of the tiles."""
-        if not noise.rate:
+        if not dropout.rate:
             return weights
         rows, count, side, _ = weights.shape
         row, head, i, j = (torch.arange(n, device=weights.device) for n in (rows, count, side, side))
         tiles = (self.first + row[:, None]) * heads.count + head
         index = (tiles[..., None, None] * self.tile + i[:, None]) * self.tile + j
-        return drop(weights, noise, index.to(torch.int32))  # larger numbers wrap around, as in a kernel
+        return drop(weights, dropout, index.to(torch.int32))  # larger indices wrap around, as in the kernel
 
 
 def _squares(rows: Rows) -> Iterator[_Square]:
+    """Yield the rows of each tile as padded squares."""
     first = rows.first.tolist()
     for tile, start, end in zip(TILES, first, first[1:], strict=False):
         if start == end:
             continue
-        both = rows.queries.long(), rows.keys.long()
-        bounds = [(starts[start:end, None], starts[start + 1 : end + 1, None]) for starts in both]
+        starts_of_sides = rows.queries.long(), rows.keys.long()
+        bounds = [(starts[start:end, None], starts[start + 1 : end + 1, None]) for starts in starts_of_sides]
         inside = torch.arange(int(max((stop - begin).max() for begin, stop in bounds)), device=rows.first.device)
         sides = [(begin + inside, begin + inside < stop) for begin, stop in bounds]
         (queries, real_queries), (keys, real_keys) = sides
-        last = [int(starts[-1]) - 1 for starts in both]
+        last = [int(starts[-1]) - 1 for starts in starts_of_sides]
         yield _Square(tile, start, queries.clamp(max=last[0]), keys.clamp(max=last[1]), real_queries, real_keys)
 
 
@@ -117,33 +118,36 @@ def _split(x: Tensor, heads: Heads) -> Tensor:
 
 
 def _joined(x: Tensor) -> Tensor:
+    """(rows, heads, side, width) → (rows, side, heads · width)"""
     return x.transpose(1, 2).flatten(2)
 
 
-def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> Tensor:
+def attend_kernel(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Tensor:
     out = qkv[0].new_empty(len(qkv[0]), heads.count * heads.d_v)
     for number, tile in enumerate(TILES):
         if not rows.most[number]:
             continue
-        given = *qkv, out, *arguments(qkv, number, rows, heads, noise)
+        inputs = *qkv, out, *arguments(qkv, number, rows, heads, dropout)
         if tile * out.itemsize > WIDEST:
-            long_attention_kernels.attend(given, rows.most[number], constants(tile, heads, noise))
+            long_attention_kernels.attend(inputs, rows.most[number], constants(tile, heads, dropout))
         else:
-            _attend[(rows.most[number], heads.count)](*given, **constants(tile, heads, noise), num_warps=WARPS[tile])
+            _attend[(rows.most[number], heads.count)](*inputs, **constants(tile, heads, dropout), num_warps=WARPS[tile])
     return out
 
 
-def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, noise: DropoutHash) -> None:
+def attend_backward_kernel(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
     strides = [x.stride(0) for x in into]
     for number, tile in enumerate(TILES):
         if not rows.most[number]:
             continue
-        given = d_out, *qkv, *into, *arguments(qkv, number, rows, heads, noise), *strides
+        inputs = d_out, *qkv, *into, *arguments(qkv, number, rows, heads, dropout), *strides
         if tile * d_out.itemsize > WIDEST:
-            long_attention_kernels.attend_backward(given, len(d_out), rows.most[number], constants(tile, heads, noise))
+            long_attention_kernels.attend_backward(
+                inputs, len(d_out), rows.most[number], constants(tile, heads, dropout)
+            )
         else:
             _attend_backward[(rows.most[number], heads.count)](
-                *given, **constants(tile, heads, noise), num_warps=WARPS[tile]
+                *inputs, **constants(tile, heads, dropout), num_warps=WARPS[tile]
             )
 
 
@@ -151,11 +155,11 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _softmax(query, key, scale, at, k_count, causal: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The weights (tile, tile) of a whole row, 0 where there is no key."""
-        score, seen = scores(query, key, scale, at, at, k_count, causal)
-        weight = tl.where(seen, tl.exp2(score - tl.max(score, axis=1)[:, None]), 0.0)
+        """Return the attention weights (tile, tile) of a row, 0 for masked keys."""
+        score, visible = scores(query, key, scale, at, at, k_count, causal)
+        weight = tl.where(visible, tl.exp2(score - tl.max(score, axis=1)[:, None]), 0.0)
         total = tl.sum(weight, axis=1)[:, None]
-        return weight / tl.where(total > 0, total, 1.0)  # a row of padding may have no key at all
+        return weight / tl.where(total > 0, total, 1.0)  # a row of padding may have no keys
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
     def _attend(  # type: ignore[no-untyped-def]
@@ -195,8 +199,8 @@ if triton is not None:
         if threshold > 0:
             index = ((row * heads + head) * tile + at[:, None]) * tile + at[None]
             weight = tl.where(_keep(index, seed, salt, threshold), weight * factor, 0.0)
-        found = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        write(out, found, q_start, at, q_count, heads * d_v, head * d_v, d_v, width_v)
+        output = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        write(out, output, q_start, at, q_count, heads * d_v, head * d_v, d_v, width_v)
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
     def _attend_backward(  # type: ignore[no-untyped-def]
@@ -238,16 +242,16 @@ if triton is not None:
         query = read(q, q_start, at, q_count, q_row, head * d_k, d_k, width_k)
         key = read(k, k_start, at, k_count, k_row, head * d_k, d_k, width_k)
         value = read(v, k_start, at, k_count, v_row, head * d_v, d_v, width_v)
-        given = read(d_out, q_start, at, q_count, heads * d_v, head * d_v, d_v, width_v)
+        d_output = read(d_out, q_start, at, q_count, heads * d_v, head * d_v, d_v, width_v)
         weight = _softmax(query, key, scale, at, k_count, causal)
-        d_weight = tl.dot(given, tl.trans(value), input_precision="ieee")  # (queries, keys)
+        d_weight = tl.dot(d_output, tl.trans(value), input_precision="ieee")  # (queries, keys)
         dropped = weight
         if threshold > 0:
             index = ((row * heads + head) * tile + at[:, None]) * tile + at[None]
             stays = _keep(index, seed, salt, threshold)
             dropped = tl.where(stays, weight * factor, 0.0)
             d_weight = tl.where(stays, d_weight * factor, 0.0)
-        gradient = tl.dot(tl.trans(dropped.to(given.dtype)), given, input_precision="ieee")
+        gradient = tl.dot(tl.trans(dropped.to(d_output.dtype)), d_output, input_precision="ieee")
         write(d_v_out, gradient, k_start, at, k_count, d_v_row, head * d_v, d_v, width_v)
         # Softmax: a score's gradient is its weight times (gradient of the weight − mean gradient).
         d_score = weight * (d_weight - tl.sum(weight * d_weight, axis=1)[:, None])

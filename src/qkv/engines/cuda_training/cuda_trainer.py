@@ -1,12 +1,12 @@
 """Training step for a GPU: hand-written passes over sentences packed without padding, replayed as CUDA graphs.
 
-The step makes the same updates with the same optimizer; only the arithmetic is done in another order. Packed sentences
-may differ in length: unless `train.micro_tokens` is set, an update mixes more lengths than on the plain path.
-Sentences that are too long for the kernels take the plain path, within the same update.
+The step makes the same updates with the same optimizer; only the order of the arithmetic differs. A packed batch may
+mix sentences of different lengths: unless `train.micro_tokens` is set, an update has more lengths than on the plain
+path. Sentences that are too long for the kernels take the plain path, within the same update.
 
-Small models are bound by kernel launches, not by arithmetic, and a graph is launched at once. All that changes from
-step to step (batch, learning rate, dropout seed, token count) is in tensors at fixed addresses. The host does not wait
-for the device: it reads the outcome of a step some steps later. Without a GPU the same operations run one by one.
+Small models are limited by kernel launches, not by arithmetic, and a graph needs one launch. All values that change
+from step to step (batch, learning rate, dropout seed, token count) are in tensors at fixed addresses. The host does not
+wait for the device: it reads the outcome of a step some steps later. Without a GPU the operations run one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from qkv.training.regularization import Ema
 
 PASS_SEED = 0x85EBCA77  # far from the seeds of other steps and ranks
 PADDED_TOGETHER = 256  # rows of a packed batch that are padded together
-LENGTH_GROUPS = 16  # an update is cut into so many parts of like lengths: similar sizes need few graphs
+LENGTH_GROUPS = 16  # parts of similar length in an update; similar sizes need few graphs
 
 
 TRAIN = AllowList(
@@ -54,7 +54,7 @@ TRAIN = AllowList(
     metric=("bleu", "loss"),
     tensorboard=FLAG,
     parallel=("data", "sharded"),
-    guided_alignment=(0.0,),  # it reads attention weights
+    guided_alignment=(0.0,),  # needs attention weights, which the kernels do not store
     checkpointing=(False,),
 )
 
@@ -76,10 +76,10 @@ def supports(config: Config, device: torch.device, world: World = ALONE) -> str 
 def packed_updates(
     config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
 ) -> PackedPairs:
-    """Return a stream of updates with sentences packed without padding; too long ones are padded."""
+    """Return the stream of updates, with sentences packed without padding; too long sentences are padded."""
     options, longest = config.train, LONGEST
     if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
-        # Rows that BPE-dropout makes longer are refused with a message on the plain path.
+        # The plain path refuses rows that BPE-dropout makes longer.
         longest = min(longest, config.model.max_positions)
     return PackedPairs(
         text.train,
@@ -93,7 +93,7 @@ def packed_updates(
 
 
 class CudaTrainStep(MemoryLimitedStep):
-    """Training step that replays CUDA graphs; rows that they do not cover take the plain path."""
+    """Training step that replays CUDA graphs; too long sentences take the plain path."""
 
     max_in_flight = 16
     model: Transformer
@@ -103,12 +103,12 @@ class CudaTrainStep(MemoryLimitedStep):
 
     def __init__(self, *arguments: Any, pad: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        assert len(self.hooks) == (self.average is not None), "the graphs know no other hook than a moving average"
+        assert len(self.hooks) == (self.average is not None), "the graphs support no other hook than a moving average"
         self.pad = pad
         self._graphs: CudaGraphs | None = None
 
     def graphs(self, epoch: int = 0) -> CudaGraphs:
-        """Return the graphs, made at the first step: a state restored before it finds the parameters in place."""
+        """Return the graphs; they are created at the first step, after a saved state has been restored."""
         if self._graphs is None:
             self.model.train()
             self._graphs = CudaGraphs(
@@ -123,14 +123,14 @@ class CudaTrainStep(MemoryLimitedStep):
         return self._graphs
 
     def probe(self) -> None:
-        """Nothing is tried beforehand: an update that does not fit is computed in parts when it comes."""
+        """Skip the memory probe: an update that does not fit into memory is computed in parts."""
 
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
         graphs = self.graphs(update.after.epoch - (update.after.update == 0))
         seed = self.seed(number)
         self.model.train()
         torch.manual_seed(seed)  # for the rows on the plain path
-        if update.micro_batches:  # first: if they do not fit, zero_gradients starts the update again
+        if update.micro_batches:  # first, because zero_gradients restarts the update if they do not fit
             graphs.totals += self.gradients(Update(update.micro_batches, update.after))
         if not self._add_packed(update, seed):
             graphs.totals += self.gradients(self._in_smaller_parts(update))
@@ -155,7 +155,7 @@ class CudaTrainStep(MemoryLimitedStep):
         return True
 
     def zero_gradients(self) -> None:
-        """Set the gradients to zero in place: the graphs hold their address."""
+        """Set the gradients to zero in place: the graphs contain their address."""
         graphs = self.graphs()
         graphs.weights.grads.zero_()
         graphs.totals.zero_()
@@ -163,14 +163,15 @@ class CudaTrainStep(MemoryLimitedStep):
     def _in_smaller_parts(self, update: Update) -> Update:
         """Return the same update as padded micro-batches; from now on packed batches are half as large."""
         fewer = max(1, max(max(batch.sizes) for batch in _packed(update)) // 2)
-        if fewer < self.updates.packed_tokens:  # else the update was packed before the last time out of memory
+        if fewer < self.updates.packed_tokens:  # else the update was packed before the last reduction
             self.updates.packed_tokens = fewer
-            say(f"out of memory: from now on {fewer:,} tokens a side are computed at once")
+            say(f"out of memory: batches are reduced to {fewer:,} tokens a side")
         self.zero_gradients()
         self.graphs().forget()
         return Update([batch.to(self.device) for batch in self.padded(update)], update.after)
 
     def padded(self, update: Update) -> list[Batch]:
+        """Return an update as padded micro-batches, the packed batches unpacked."""
         tokenizers = self.updates.tokenizers
         rows = [row for batch in _packed(update) for row in batch.rows(tokenizers.tgt.pad)]
         groups = (rows[first : first + PADDED_TOGETHER] for first in range(0, len(rows), PADDED_TOGETHER))
@@ -197,16 +198,18 @@ class CudaGraphs:
         model: Transformer,
         optimizer: torch.optim.Optimizer,
         ema: Ema | None,
-        spec: TrainConfig,
+        options: TrainConfig,
         *,
         pad: int,
         dtype: torch.dtype,
         max_rows: Sequence[int] = (),
     ) -> None:
-        """`max_rows` is the number of rows of each tile that a batch is expected to have at most."""
+        """`max_rows` is the expected maximum number of rows of each tile in a batch."""
         self.weights = FlatWeights(model, dtype)
-        self.passes = ForwardBackward(model, self.weights, smoothing=spec.label_smoothing, pad=pad, r_drop=spec.r_drop)
-        self.optimizer, self.clip = optimizer, spec.clip
+        self.passes = ForwardBackward(
+            model, self.weights, smoothing=options.label_smoothing, pad=pad, r_drop=options.r_drop
+        )
+        self.optimizer, self.clip = optimizer, options.clip
         self.device = self.weights.masters.device
         number = self.weights.masters.new_zeros
         self.rate, self.ema_weight, self.broken, self.divisor = number(()), number(()), number(()), number(())
@@ -216,17 +219,17 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.graphs: dict[Sizes, tuple[Tensor, torch.cuda.CUDAGraph]] = {}
         self.update_graph: torch.cuda.CUDAGraph | None = None
-        self.max_rows = list(max_rows) or [0] * len(TILES)  # rows of each tile that the graphs have room for
+        self.max_rows = list(max_rows) or [0] * len(TILES)  # rows of each tile that the graphs can compute
         self._prepare_optimizer()
 
     def _flatten(self, ema: Ema) -> Tensor:
         """Move the moving average into one tensor with the layout of the weights."""
-        whole = self.weights.masters.clone()
-        views = self.weights.views(whole)
+        flat = self.weights.masters.clone()
+        views = self.weights.views(flat)
         for view, weight in zip(views, ema.weights, strict=True):
             view.copy_(weight)
         ema.weights = views
-        return whole
+        return flat
 
     def _prepare_optimizer(self) -> None:
         """Create the optimizer's state, which a graph needs, by a skipped step: it changes no weight."""
@@ -236,7 +239,7 @@ class CudaGraphs:
             group["lr"] = self.rate
             if "capturable" in group:
                 group["capturable"] = self.device.type == "cuda"
-        # SOAP decomposes matrices now and then, which a graph cannot hold.
+        # SOAP decomposes matrices periodically, which a graph cannot contain.
         self.captures_update = self.pool is not None and not isinstance(optimizer, Soap)
         if self.captures_update:
             self.broken.fill_(1.0)
@@ -246,26 +249,24 @@ class CudaGraphs:
     @torch.no_grad()
     def add_gradient(self, batch: PackedBatch, seed: int) -> None:
         """Run one pass; add its gradient, loss and tokens to the update."""
-        self.passes.seed.copy_(_halves(seed), non_blocking=True)
+        self.passes.seed.copy_(_seed_words(seed), non_blocking=True)
         self.totals[2] += batch.tokens
         if self.pool is None:
             self.totals[:2] += self.passes.run(batch)
             return
-        self._make_room(batch)
+        self._reserve_rows(batch)
         if batch.sizes in self.graphs:
             static, graph = self.graphs[batch.sizes]
-            static.copy_(batch.whole)
+            static.copy_(batch.tensor)
             graph.replay()
             return
-        self.totals[:2] += self.passes.run(
-            batch, tuple(self.max_rows)
-        )  # compiles new kernels; the graph is for the next batch
-        held = PackedBatch(batch.whole.clone(), batch.sizes, batch.counts, batch.tokens)
+        self.totals[:2] += self.passes.run(batch, tuple(self.max_rows))  # compiles new kernels before the capture
+        static_batch = PackedBatch(batch.tensor.clone(), batch.sizes, batch.counts, batch.tokens)
 
-        def work() -> None:
-            self.totals[:2] += self.passes.run(held, tuple(self.max_rows))
+        def run_pass() -> None:
+            self.totals[:2] += self.passes.run(static_batch, tuple(self.max_rows))
 
-        self.graphs[batch.sizes] = held.whole, self._capture(work)
+        self.graphs[batch.sizes] = static_batch.tensor, self._capture(run_pass)
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
@@ -297,17 +298,17 @@ class CudaGraphs:
         self.totals.zero_()
 
     def read(self) -> Callable[[], list[float]]:
-        """Return a function that waits for the outcome of the last update."""
+        """Return a function that waits for the outcome of the last update and returns it."""
         if self.pool is None:
-            known: list[float] = self.outcome.tolist()
-            return lambda: known
-        held = torch.empty(4, pin_memory=True).copy_(self.outcome, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
+            numbers: list[float] = self.outcome.tolist()
+            return lambda: numbers
+        host = torch.empty(4, pin_memory=True).copy_(self.outcome, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
 
         def wait() -> list[float]:
-            there.synchronize()
-            numbers: list[float] = held.tolist()
+            copied.synchronize()
+            numbers: list[float] = host.tolist()
             return numbers
 
         return wait
@@ -319,24 +320,24 @@ class CudaGraphs:
         if self.pool is not None:
             torch.cuda.empty_cache()
 
-    def _make_room(self, batch: PackedBatch) -> None:
-        """Capture graphs for the most rows met so far, and a quarter more."""
+    def _reserve_rows(self, batch: PackedBatch) -> None:
+        """Drop the graphs if a batch has more rows of a tile than they can compute; allow for a quarter more."""
         for tile, count in enumerate(batch.counts):
             if count > self.max_rows[tile]:
                 self.max_rows[tile] = count + count // 4
                 self.graphs.clear()
 
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        if not self.graphs and self.update_graph is None:  # a pool is freed with its last graph
+        if not self.graphs and self.update_graph is None:  # the memory pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-        # The thread that reads batches may pin memory meanwhile.
+        # thread_local: the thread that reads batches may pin memory during the capture.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+            function()
         return graph
 
 
-def _halves(seed: int) -> Tensor:
-    """Return a seed as two well mixed 32-bit words."""
+def _seed_words(seed: int) -> Tensor:
+    """Expand a seed to two random 32-bit words."""
     drawn = torch.randint(-(2**31), 2**31, (2,), generator=torch.Generator().manual_seed(seed))
     return drawn.to(torch.int32)

@@ -1,13 +1,13 @@
 """Elementwise kernels: dropout, activations, rotary positions, and the layout of sentences and heads for attention.
 
-Dropout keeps no mask in memory: a hash of element index, seed and layer decides, equal in the forward and the backward
-pass and on any device. The integer hash has three rounds, a fifth of the work of the usual generator (Philox), and is
+Dropout stores no mask: a hash of element index, seed and layer decides, equal in the forward and backward pass and on
+any device. The integer hash has three rounds, a fifth of the work of the usual generator (Philox), and is
 uniform and uncorrelated enough for dropout.
 
 The feed-forward activations are max(0, x) and SwiGLU with their dropout and gradients; GELU uses PyTorch's operations.
 
-Rotary positions rotate queries and keys in place. The inverse rotation undoes it and is its gradient too, so the
-backward pass needs nothing from the forward pass.
+Rotary positions rotate queries and keys in place. The gradient is the inverse rotation, so the backward pass needs no
+saved tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DropoutHash:
     """Dropout of one layer: its rate, and the source of its random bits."""
 
     rate: float
-    seed: Tensor  # (2,) int32, drawn anew for every pass
+    seed: Tensor  # (2,) int32, drawn for every pass
     site: int  # a different number for every dropout layer
 
     @property
@@ -47,29 +47,29 @@ class DropoutHash:
 
     @property
     def scale(self) -> float:
-        """Factor on the kept elements, so that the mean stays."""
+        """Factor on the kept elements, which preserves the mean."""
         return 1 / (1 - self.rate)
 
 
-def kept(noise: DropoutHash, index: Tensor) -> Tensor:
-    """Return a mask of the kept elements for these indices (int32, overwritten): the plain twin of `_keep`.
+def kept(dropout: DropoutHash, index: Tensor) -> Tensor:
+    """Return the mask of kept elements for these indices (int32, overwritten): the plain version of `_keep`.
 
-    Words are signed here, so each shift masks the sign bits; in place, because memory bandwidth is the limit.
+    PyTorch's words are signed, so each shift masks the sign bits. In place, to save memory bandwidth.
     """
     x, scratch = index, torch.empty_like(index)
-    start, second = noise.seed.unbind()
-    x ^= start + noise.salt
+    start, second = dropout.seed.unbind()
+    x ^= start + dropout.salt
     _mix(x, scratch, 16).mul_(_signed(FIRST))
     _mix(x, scratch, 15).add_(second)
     _mix(x, scratch, 17).mul_(_signed(SECOND))
     _mix(x, scratch, 15).mul_(_signed(THIRD))
     _mix(x, scratch, 16)
-    x ^= SIGN  # unsigned words are in the order of signed ones with the other sign
-    return x >= noise.threshold + SIGN
+    x ^= SIGN  # flipping the sign bit makes the signed order equal to the unsigned order
+    return x >= dropout.threshold + SIGN
 
 
 def _mix(x: Tensor, scratch: Tensor, shift: int) -> Tensor:
-    """x ^= x >> shift, as if it had no sign."""
+    """x ^= x >> shift, with an unsigned shift."""
     torch.bitwise_right_shift(x, shift, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
 
@@ -78,13 +78,13 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def drop(x: Tensor, noise: DropoutHash, index: Tensor | None = None) -> Tensor:
+def drop(x: Tensor, dropout: DropoutHash, index: Tensor | None = None) -> Tensor:
     """Apply dropout to a tensor; `index` numbers its elements, by default in memory order."""
-    if not noise.rate:
+    if not dropout.rate:
         return x
     if index is None:
         index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
-    return (x * noise.scale).masked_fill_(kept(noise, index).logical_not_(), 0.0)
+    return (x * dropout.scale).masked_fill_(kept(dropout, index).logical_not_(), 0.0)
 
 
 if triton is not None:
@@ -92,6 +92,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _keep(index, seed, salt, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Return whether dropout keeps the elements with these indices (`DropoutHash`)."""
         x = index.to(tl.uint32) ^ (tl.load(seed).to(tl.uint32) + salt.to(tl.uint32))
         x = (x ^ (x >> 16)) * _FIRST
         x = (x ^ (x >> 15)) + tl.load(seed + 1).to(tl.uint32)
@@ -102,103 +103,105 @@ if triton is not None:
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
-PROGRAMS = 128  # that share the rows for each block of columns
+PROGRAMS = 128  # programs that divide the rows of a block of columns
 ROWS, COLUMNS = 16, 256
 BLOCK = 1024  # elements for each program, in memory order
 
 
-def rectify(x: Tensor, noise: DropoutHash) -> Tensor:
-    """dropout(max(0, x)), in place of x."""
-    chosen = rectify_kernel if triton is not None and x.is_cuda and noise.rate else rectify_plain
-    return chosen(x, noise)
+def relu_dropout(x: Tensor, dropout: DropoutHash) -> Tensor:
+    """Compute dropout(max(0, x)) in place."""
+    implementation = relu_dropout_kernel if triton is not None and x.is_cuda and dropout.rate else relu_dropout_plain
+    return implementation(x, dropout)
 
 
-def rectify_plain(x: Tensor, noise: DropoutHash) -> Tensor:
-    return drop(x.relu_(), noise)
+def relu_dropout_plain(x: Tensor, dropout: DropoutHash) -> Tensor:
+    return drop(x.relu_(), dropout)
 
 
-def rectify_kernel(x: Tensor, noise: DropoutHash) -> Tensor:
-    _rectify[(triton.cdiv(x.numel(), BLOCK),)](
-        x, noise.seed, noise.salt, x.numel(), noise.scale, block=BLOCK, threshold=noise.threshold
+def relu_dropout_kernel(x: Tensor, dropout: DropoutHash) -> Tensor:
+    _relu_dropout[(triton.cdiv(x.numel(), BLOCK),)](
+        x, dropout.seed, dropout.salt, x.numel(), dropout.scale, block=BLOCK, threshold=dropout.threshold
     )
     return x
 
 
-def rectify_backward(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
-    """The gradient of x in place of that of `hidden` (rows, d_ff), its sum over the rows added to `into` (d_ff,).
+def relu_dropout_backward(d_hidden: Tensor, hidden: Tensor, dropout: DropoutHash, into: Tensor) -> None:
+    """Replace the gradient of `hidden` (rows, d_ff) by that of x, and add its sum over the rows to `into` (d_ff,).
 
-    Kept positive elements are still positive, so dropout need not be computed again.
+    `hidden` is positive exactly where x was positive and kept, so the dropout mask is not computed again.
     """
-    chosen = rectify_backward_kernel if triton is not None and hidden.is_cuda else rectify_backward_plain
-    chosen(d_hidden, hidden, noise, into)
+    implementation = (
+        relu_dropout_backward_kernel if triton is not None and hidden.is_cuda else relu_dropout_backward_plain
+    )
+    implementation(d_hidden, hidden, dropout, into)
 
 
-def rectify_backward_plain(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
-    found = torch.where(hidden > 0, d_hidden.float() * noise.scale, 0.0)
-    d_hidden.copy_(found)
-    into += found.sum(0)
+def relu_dropout_backward_plain(d_hidden: Tensor, hidden: Tensor, dropout: DropoutHash, into: Tensor) -> None:
+    gradient = torch.where(hidden > 0, d_hidden.float() * dropout.scale, 0.0)
+    d_hidden.copy_(gradient)
+    into += gradient.sum(0)
 
 
-def rectify_backward_kernel(d_hidden: Tensor, hidden: Tensor, noise: DropoutHash, into: Tensor) -> None:
+def relu_dropout_backward_kernel(d_hidden: Tensor, hidden: Tensor, dropout: DropoutHash, into: Tensor) -> None:
     rows, width = hidden.shape
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
-    _rectify_backward[(programs, triton.cdiv(width, COLUMNS))](
-        d_hidden, hidden, into, rows, width, programs, noise.scale, some=ROWS, block=COLUMNS, num_warps=4
+    _relu_dropout_backward[(programs, triton.cdiv(width, COLUMNS))](
+        d_hidden, hidden, into, rows, width, programs, dropout.scale, row_block=ROWS, block=COLUMNS, num_warps=4
     )
 
 
-def gelu(x: Tensor, noise: DropoutHash) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """dropout(gelu(x)), and the way back."""
+def gelu(x: Tensor, dropout: DropoutHash) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return dropout(gelu(x)) and its backward function."""
 
     def back(gradient: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.gelu_backward(drop(gradient, noise), x)
-        return found
+        d_x: Tensor = torch.ops.aten.gelu_backward(drop(gradient, dropout), x)
+        return d_x
 
-    return drop(F.gelu(x), noise), back
-
-
-def swiglu(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
-    """dropout(silu(a) ⊙ b), of (rows, d_ff) each."""
-    chosen = swiglu_kernel if triton is not None and a.is_cuda else swiglu_plain
-    return chosen(a, b, noise)
+    return drop(F.gelu(x), dropout), back
 
 
-def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
-    """The gradients of a and b in place of them."""
-    chosen = swiglu_backward_kernel if triton is not None and a.is_cuda else swiglu_backward_plain
-    chosen(d_hidden, a, b, noise)
+def swiglu(a: Tensor, b: Tensor, dropout: DropoutHash) -> Tensor:
+    """Return dropout(silu(a) ⊙ b) for a and b (rows, d_ff)."""
+    implementation = swiglu_kernel if triton is not None and a.is_cuda else swiglu_plain
+    return implementation(a, b, dropout)
 
 
-def swiglu_plain(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
-    return drop(F.silu(a) * b, noise)
+def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, dropout: DropoutHash) -> None:
+    """Replace a and b by their gradients."""
+    implementation = swiglu_backward_kernel if triton is not None and a.is_cuda else swiglu_backward_plain
+    implementation(d_hidden, a, b, dropout)
 
 
-def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
-    given = drop(d_hidden, noise)
-    d_a = torch.ops.aten.silu_backward(given * b, a)
-    torch.mul(given, F.silu(a), out=b)
+def swiglu_plain(a: Tensor, b: Tensor, dropout: DropoutHash) -> Tensor:
+    return drop(F.silu(a) * b, dropout)
+
+
+def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, dropout: DropoutHash) -> None:
+    d_output = drop(d_hidden, dropout)
+    d_a = torch.ops.aten.silu_backward(d_output * b, a)
+    torch.mul(d_output, F.silu(a), out=b)
     a.copy_(d_a)
 
 
-def swiglu_kernel(a: Tensor, b: Tensor, noise: DropoutHash) -> Tensor:
+def swiglu_kernel(a: Tensor, b: Tensor, dropout: DropoutHash) -> Tensor:
     hidden, count = torch.empty_like(a), a.numel()
     _swiglu[(triton.cdiv(count, BLOCK),)](
-        hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
+        hidden, a, b, dropout.seed, dropout.salt, count, dropout.scale, block=BLOCK, threshold=dropout.threshold
     )
     return hidden
 
 
-def swiglu_backward_kernel(d_hidden: Tensor, a: Tensor, b: Tensor, noise: DropoutHash) -> None:
+def swiglu_backward_kernel(d_hidden: Tensor, a: Tensor, b: Tensor, dropout: DropoutHash) -> None:
     count = a.numel()
     _swiglu_backward[(triton.cdiv(count, BLOCK),)](
-        d_hidden, a, b, noise.seed, noise.salt, count, noise.scale, block=BLOCK, threshold=noise.threshold
+        d_hidden, a, b, dropout.seed, dropout.salt, count, dropout.scale, block=BLOCK, threshold=dropout.threshold
     )
 
 
 if triton is not None:
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
-    def _rectify(x, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _relu_dropout(x, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
         place = tl.program_id(0) * block + tl.arange(0, block)
         value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
         stays = _keep(place, seed, salt, threshold) & (value > 0)
@@ -218,32 +221,32 @@ if triton is not None:
     def _swiglu_backward(d_hidden, a, b, seed, salt, count, factor, block: tl.constexpr, threshold: tl.constexpr):  # type: ignore[no-untyped-def]
         place = tl.program_id(0) * block + tl.arange(0, block)
         real = place < count
-        given = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
+        d_output = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
         if threshold > 0:
-            given = tl.where(_keep(place, seed, salt, threshold), given * factor, 0.0)
+            d_output = tl.where(_keep(place, seed, salt, threshold), d_output * factor, 0.0)
         value = tl.load(a + place, mask=real, other=0.0).to(tl.float32)
-        beside = tl.load(b + place, mask=real, other=0.0).to(tl.float32)
+        gate = tl.load(b + place, mask=real, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(value)
-        tl.store(b + place, (given * value * sigmoid).to(b.dtype.element_ty), mask=real)
+        tl.store(b + place, (d_output * value * sigmoid).to(b.dtype.element_ty), mask=real)
         slope = sigmoid * (1 + value * (1 - sigmoid))
-        tl.store(a + place, (given * beside * slope).to(a.dtype.element_ty), mask=real)
+        tl.store(a + place, (d_output * gate * slope).to(a.dtype.element_ty), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _rectify_backward(  # type: ignore[no-untyped-def]
-        d_hidden, hidden, d_bias, rows, width, programs, factor, some: tl.constexpr, block: tl.constexpr
+    def _relu_dropout_backward(  # type: ignore[no-untyped-def]
+        d_hidden, hidden, d_bias, rows, width, programs, factor, row_block: tl.constexpr, block: tl.constexpr
     ):
-        """Each program takes every `programs`-th group of rows of some columns, and adds its sum to all others'."""
+        """One program per block of columns and share of the rows; it adds its sums to d_bias atomically."""
         column = tl.program_id(1) * block + tl.arange(0, block)[None]
-        total = tl.zeros((some, block), tl.float32)
-        for first in range(tl.program_id(0) * some, rows, programs * some):
-            row = first + tl.arange(0, some)[:, None]
+        total = tl.zeros((row_block, block), tl.float32)
+        for first in range(tl.program_id(0) * row_block, rows, programs * row_block):
+            row = first + tl.arange(0, row_block)[:, None]
             real = (row < rows) & (column < width)
             place = row * width + column
             value = tl.load(hidden + place, mask=real, other=0.0)
-            given = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
-            given = tl.where(value > 0, given * factor, 0.0)
-            tl.store(d_hidden + place, given.to(d_hidden.dtype.element_ty), mask=real)
-            total += given
+            d_output = tl.load(d_hidden + place, mask=real, other=0.0).to(tl.float32)
+            d_output = tl.where(value > 0, d_output * factor, 0.0)
+            tl.store(d_hidden + place, d_output.to(d_hidden.dtype.element_ty), mask=real)
+            total += d_output
         out = tl.program_id(1) * block + tl.arange(0, block)
         tl.atomic_add(d_bias + out, tl.sum(total, axis=0), mask=out < width, sem="relaxed")
 
@@ -251,16 +254,16 @@ if triton is not None:
 # ---- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def turn(x: Tensor, places: Tensor, table: Tensor, *, back: bool = False) -> None:
-    """Turn the heads beside each other in x (tokens, heads · d_k) by the angles of `places` (tokens,), or back.
+def rotate_heads(x: Tensor, places: Tensor, table: Tensor, *, back: bool = False) -> None:
+    """Rotate the heads of x (tokens, heads · d_k) in place by the angles of the positions `places` (tokens,).
 
-    `table` (positions, d_k) is that of the sinusoids: sines and cosines of the angles in turn.
+    `table` (positions, d_k) alternates sines and cosines of the angles; `back` rotates by the negative angles.
     """
-    chosen = turn_kernel if triton is not None and x.is_cuda else turn_plain
-    chosen(x, places, table, back)
+    implementation = rotate_heads_kernel if triton is not None and x.is_cuda else rotate_heads_plain
+    implementation(x, places, table, back)
 
 
-def turn_plain(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
+def rotate_heads_plain(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
     from qkv.models.variants import rotate
 
     angles = table[places.long()]
@@ -269,9 +272,9 @@ def turn_plain(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
     x.copy_(rotate(x.unflatten(1, (-1, table.shape[1])), angles[:, None]).flatten(1))
 
 
-def turn_kernel(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
+def rotate_heads_kernel(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
     pairs = x.shape[1] // 2
-    _turn[(len(x),)](
+    _rotate_heads[(len(x),)](
         x, places, table, x.stride(0), pairs=pairs, d_k=table.shape[1], block=triton.next_power_of_2(pairs), back=back
     )
 
@@ -279,10 +282,10 @@ def turn_kernel(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _turn(  # type: ignore[no-untyped-def]
+    def _rotate_heads(  # type: ignore[no-untyped-def]
         x, places, table, stride, pairs: tl.constexpr, d_k: tl.constexpr, block: tl.constexpr, back: tl.constexpr
     ):
-        """One program a token; both numbers of a pair are one thread's, so neither is overwritten before it is read."""
+        """One program per token; one thread loads both numbers of a pair before it stores them."""
         token, pair = tl.program_id(0), tl.arange(0, block)
         real = pair < pairs
         angle = table + tl.load(places + token) * d_k + pair * 2 % d_k
@@ -303,9 +306,9 @@ QKV = tuple[Tensor, Tensor, Tensor]  # (tokens, heads · width) each
 
 @dataclass(frozen=True)
 class Rows:
-    """Position of each sentence: row r has the queries starts[r] … starts[r + 1], and keys in the same way.
+    """Token ranges of the sentences: row r has the queries queries[r] … queries[r + 1], and keys in the same way.
 
-    Rows are ordered by tile; those of tile i are first[i] … first[i + 1], and at most most[i] of them.
+    Rows are sorted by tile; tile i has the rows first[i] … first[i + 1], at most most[i] of them.
     """
 
     queries: Tensor  # (rows + 1,) int32
@@ -316,7 +319,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Heads:
-    """Columns of each head in q, k and v (tokens, heads · width)."""
+    """Number and widths of the heads in q, k and v (tokens, heads · width), and options of their scores."""
 
     count: int
     d_k: int
@@ -325,15 +328,15 @@ class Heads:
     causal: bool
 
 
-def arguments(qkv: QKV, number: int, rows: Rows, heads: Heads, noise: DropoutHash) -> tuple[object, ...]:
-    """Return the arguments of all kernels for the rows of a tile; scores are exponents of 2."""
+def arguments(qkv: QKV, number: int, rows: Rows, heads: Heads, dropout: DropoutHash) -> tuple[object, ...]:
+    """Return the arguments shared by the attention kernels for the rows of a tile; scores are exponents of 2."""
     scale = heads.scale * math.log2(math.e)
     strides = (x.stride(0) for x in qkv)
-    return (rows.queries, rows.keys, rows.first[number:], noise.seed, noise.salt, scale, noise.scale, *strides)
+    return (rows.queries, rows.keys, rows.first[number:], dropout.seed, dropout.salt, scale, dropout.scale, *strides)
 
 
-def constants(tile: int, heads: Heads, noise: DropoutHash) -> dict[str, object]:
-    """Return the compile-time constants of the kernels."""
+def constants(tile: int, heads: Heads, dropout: DropoutHash) -> dict[str, object]:
+    """Return the compile-time constants of the attention kernels."""
     return {
         "heads": heads.count,
         "d_k": heads.d_k,
@@ -342,7 +345,7 @@ def constants(tile: int, heads: Heads, noise: DropoutHash) -> dict[str, object]:
         "width_v": max(16, triton.next_power_of_2(heads.d_v)),
         "causal": heads.causal,
         "tile": tile,
-        "threshold": noise.threshold,
+        "threshold": dropout.threshold,
     }
 
 
@@ -358,6 +361,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(x, value, start, at, count, stride, column, d: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Store d columns of a head for the tokens `at` of a row; tokens past its end are skipped."""
         inside = tl.arange(0, width)[None]
         real = (at[:, None] < count) & (inside < d)
         place = x + (start + at[:, None]) * stride + column + inside
@@ -366,7 +370,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def scores(query, key, scale, i, j, k_count, causal: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return qkᵀ of queries i and keys j of a row, −1e30 for masked pairs, and the mask."""
-        seen = (j[None] < k_count) & (i[:, None] >= 0)  # of both, so that it is a square
+        visible = (j[None] < k_count) & (i[:, None] >= 0)  # depends on i and j, so that its shape is a square
         if causal:
-            seen = seen & (j[None] <= i[:, None])
-        return tl.where(seen, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -1e30), seen
+            visible = visible & (j[None] <= i[:, None])
+        return tl.where(visible, tl.dot(query, tl.trans(key), input_precision="ieee") * scale, -1e30), visible

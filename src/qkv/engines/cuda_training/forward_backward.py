@@ -1,8 +1,8 @@
-"""The training pass of a Transformer by hand: forward, loss, and the gradients of all weights.
+"""Hand-written training pass of a Transformer: forward, loss, and the gradients of all weights.
 
-All parameters are views into one tensor of fp32 masters, with one tensor of gradients and one of working copies beside
-it, so that the norm of the gradient, a moving average and rounding to bf16 are one operation each. The sublayers are
-those of `qkv.core.transformer`, for unpadded tokens (tokens, d_model); each returns its result and a backward function.
+All parameters are views of one tensor of fp32 master weights, with one tensor of gradients and one of copies in bf16,
+so that gradient norm, moving average and rounding are one operation each. The sublayers are those of
+`qkv.core.transformer`, for unpadded tokens (tokens, d_model); each returns its result and a backward function.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from qkv.engines.cuda_training.elementwise_kernels import (
     Heads,
     Rows,
     gelu,
-    rectify,
-    rectify_backward,
+    relu_dropout,
+    relu_dropout_backward,
+    rotate_heads,
     swiglu,
     swiglu_backward,
-    turn,
 )
 from qkv.engines.cuda_training.norm_kernels import Scale, Sums, add_norm, add_norm_backward
 from qkv.engines.cuda_training.packed_batch import LONGEST, PackedBatch
 from qkv.engines.cuda_training.vocabulary_kernels import (
     Tokens,
-    agreeing_loss_and_gradients,
     embed,
     embed_backward,
     loss_and_gradient,
+    r_drop_loss_and_gradients,
 )
 from qkv.models.variants import VariantFeedForward, rotary_of, score_of
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
-ALIGNED = 128  # numbers: every parameter begins at a multiple
+ALIGNED = 128  # every parameter starts at a multiple of this many numbers
 
 
 class Weight(NamedTuple):
-    """A parameter: in fp32, as the products use it, and the sum of its gradients in fp32."""
+    """A parameter: fp32 master, copy in the precision of the products, and fp32 sum of its gradients."""
 
     master: Tensor
     value: Tensor
     grad: Tensor
 
     def split(self, rows: int) -> tuple[Weight, Weight]:
-        """The first rows of a matrix, and the others."""
+        """Split a matrix after `rows` rows."""
         return Weight(*(part[:rows] for part in self)), Weight(*(part[rows:] for part in self))
 
 
 class FlatWeights:
-    """The weights of a model on its device; products are computed in `dtype`."""
+    """The weights of a model as flat tensors on its device; products are computed in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         parameters = list(model.parameters())
@@ -72,8 +72,8 @@ class FlatWeights:
         self._starts = starts
         self._shapes = [parameter.shape for parameter in parameters]
         self._of: dict[Tensor, Weight] = {}
-        wholes = self.masters, self.values, self.grads
-        for parameter, master, value, grad in zip(parameters, *map(self.views, wholes), strict=True):
+        flat_tensors = self.masters, self.values, self.grads
+        for parameter, master, value, grad in zip(parameters, *map(self.views, flat_tensors), strict=True):
             master.copy_(parameter.detach())
             parameter.data, parameter.grad = master, grad
             self._of[parameter] = Weight(master, value, grad)
@@ -82,15 +82,15 @@ class FlatWeights:
     def __getitem__(self, parameter: Tensor) -> Weight:
         return self._of[parameter]
 
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """The parts of a tensor like the masters that belong to each parameter."""
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of each parameter in a flat tensor with the layout of the masters."""
         return [
-            whole[start : start + shape.numel()].view(shape)
+            flat[start : start + shape.numel()].view(shape)
             for start, shape in zip(self._starts, self._shapes, strict=True)
         ]
 
     def refresh(self) -> None:
-        """Round the masters to the working copies: after every change of them."""
+        """Round the masters to the working copies; call it after every change of the masters."""
         if self.values is not self.masters:
             self.values.copy_(self.masters)
 
@@ -105,7 +105,7 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 # ---- forward and backward --------------------------------------------------------------------------------------------
 
-LOGITS = 2**30  # numbers at once
+LOGITS = 2**30  # maximum logits in memory
 
 
 class Sublayer(NamedTuple):
@@ -132,8 +132,7 @@ class ForwardBackward:
         self.model, self.config, self.weights = model, model.config, weights
         self.smoothing, self.pad, self.r_drop = smoothing, pad, r_drop
         self.seed = torch.zeros(2, dtype=torch.int32, device=weights.masters.device)
-        # As they are now: longer sentences in a validation replace them, and a captured pass goes on reading these, of
-        # which it holds the addresses alone.
+        # Own copies: longer sentences in a validation replace the tables, but a captured graph uses fixed addresses.
         self.sinusoids: dict[nn.Module | None, Tensor] = {
             part: part(0, LONGEST) for part in model.modules() if isinstance(part, SinusoidalPositions)
         }
@@ -141,21 +140,21 @@ class ForwardBackward:
         self.first_site = 0
 
     def run(self, batch: PackedBatch, most: tuple[int, ...] = ()) -> Tensor:
-        """One pass: the loss and −log p, (2,), each summed over the tokens; its gradients are added to the others.
+        """Run one pass: return loss and −log p, (2,), summed over the tokens, and add to the gradients.
 
-        `most` is how many rows of each tile there is to be room for, if not those of this batch. With R-Drop there are
-        two passes, under different dropout.
+        `most` is the number of rows of each tile to launch kernels for, by default that of the batch. R-Drop runs two
+        passes with different dropout.
         """
-        ways = [self._forward(batch, most or batch.counts, number) for number in range(2 if self.r_drop else 1)]
-        sums, gradients = self._loss([hidden for hidden, _ in ways], batch.labels)
-        for (_, back), gradient in zip(ways, gradients, strict=True):
+        passes = [self._forward(batch, most or batch.counts, number) for number in range(2 if self.r_drop else 1)]
+        sums, gradients = self._loss([hidden for hidden, _ in passes], batch.labels)
+        for (_, back), gradient in zip(passes, gradients, strict=True):
             back(gradient)
         return sums
 
     def _forward(
         self, batch: PackedBatch, most: tuple[int, ...], number: int
     ) -> tuple[Tensor, Callable[[Tensor], None]]:
-        """What the decoder made of each target token, and the way back from there to all weights."""
+        """Return the decoder output of each target token, and the backward function to all weights."""
         model, source, target = self.model, batch.source, batch.target
         self.first_site = number * len(self.sites)
         source_rows = Rows(source.starts, source.starts, batch.first, most)
@@ -167,7 +166,7 @@ class ForwardBackward:
             encoder.append((layer.residuals[1], self._feed_forward(layer.feed_forward)))
         x, back_to_source = self._embed(model.source, source.ids, source.positions)
         memory, back_through_encoder = self._stack(x, encoder, model.encoder_norm)
-        remembered = _Memory(memory)
+        encoder_output = _Memory(memory)
         decoder: list[Step] = []
         for block in model.decoder:
             cross = block.cross_attention
@@ -175,19 +174,19 @@ class ForwardBackward:
             decoder.append(
                 (block.residuals[0], self._self_attention(block.attention, target_rows, target.positions, causal=True))
             )
-            decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, remembered)))
+            decoder.append((block.residuals[1], self._cross_attention(cross, cross_rows, encoder_output)))
             decoder.append((block.residuals[2], self._feed_forward(block.feed_forward)))
         x, back_to_target = self._embed(model.target, target.ids, target.positions)
         hidden, back_through_decoder = self._stack(x, decoder, model.decoder_norm)
 
         def back(gradient: Tensor) -> None:
             back_to_target(back_through_decoder(gradient))
-            assert remembered.gradient is not None
-            back_to_source(back_through_encoder(remembered.gradient))
+            assert encoder_output.gradient is not None
+            back_to_source(back_through_encoder(encoder_output.gradient))
 
         return hidden, back
 
-    def _noise(self, module: nn.Module, rate: float) -> DropoutHash:
+    def _dropout(self, module: nn.Module, rate: float) -> DropoutHash:
         return DropoutHash(rate if self.model.training else 0.0, self.seed, self.first_site + self.sites[module])
 
     def _scale(self, norm: nn.Module) -> Scale:
@@ -197,51 +196,51 @@ class ForwardBackward:
         return Scale(norm.weight.detach(), bias, norm.eps)
 
     def _stack(self, x: Tensor, steps: Sequence[Step], last: nn.Module) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Sublayers inside their residual connections, and the way back.
+        """Run sublayers inside their residual connections; return the result and its backward function.
 
-        Two streams go through them: the sum, and its norm. Post-norm, the norm is both of them from there on; pre-norm,
-        each sum is normed for the sublayer that comes next.
+        Two tensors pass from sublayer to sublayer: the residual sum and its norm. Post-norm, both are the norm;
+        pre-norm, each sum is normalised for the next sublayer.
         """
         pre = self.model.config.norm == "pre"
         norms: list[Any] = [residual.norm for residual, _ in steps]
-        ways: list[Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]] = []
+        backward_functions: list[Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]] = []
         normed = x
         if pre:
             normed, first = self._first_norm(x, norms[0])
             norms = [*norms[1:], last]
-            ways.append(first)
+            backward_functions.append(first)
         for (residual, sublayer), norm in zip(steps, norms, strict=True):
             x, normed, way = self._residual(x, normed, sublayer(normed), norm, residual, pre)
-            ways.append(way)
+            backward_functions.append(way)
 
         def back(gradient: Tensor) -> Tensor:
             d_x: Tensor | None = None
-            while ways:  # what a way back holds of the forward pass is let go with it
-                d_x, gradient = ways.pop()(d_x, gradient)
+            while backward_functions:  # popping a backward function frees its saved tensors
+                d_x, gradient = backward_functions.pop()(d_x, gradient)
             return gradient
 
         return normed, back
 
     def _first_norm(self, x: Tensor, norm: nn.Module) -> tuple[Tensor, Callable[[Tensor | None, Tensor], Any]]:
-        scale, silent = self._scale(norm), self._noise(norm, 0.0)
-        _, normed = add_norm(x, None, None, scale, silent)
+        scale, no_dropout = self._scale(norm), self._dropout(norm, 0.0)
+        _, normed = add_norm(x, None, None, scale, no_dropout)
 
         def back(d_x: Tensor | None, d_normed: Tensor) -> tuple[None, Tensor]:
-            return None, add_norm_backward(d_x, d_normed, x, scale, silent, self._sums(norm, None))[0]
+            return None, add_norm_backward(d_x, d_normed, x, scale, no_dropout, self._sums(norm, None))[0]
 
         return normed, back
 
     def _residual(
-        self, x: Tensor, normed: Tensor, made: Sublayer, norm: nn.Module, residual: nn.Module, pre: bool
+        self, x: Tensor, normed: Tensor, output: Sublayer, norm: nn.Module, residual: nn.Module, pre: bool
     ) -> tuple[Tensor, Tensor, Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]]:
         assert isinstance(residual, Residual)
-        scale, noise = self._scale(norm), self._noise(residual, residual.dropout.p)
-        bias = None if made.bias is None else self.weights[made.bias].master
-        z, after = add_norm(x, made.result, bias, scale, noise)
+        scale, dropout = self._scale(norm), self._dropout(residual, residual.dropout.p)
+        bias = None if output.bias is None else self.weights[output.bias].master
+        z, after = add_norm(x, output.result, bias, scale, dropout)
 
         def back(d_z: Tensor | None, d_after: Tensor) -> tuple[Tensor | None, Tensor]:
-            d_x, d_y = add_norm_backward(d_z, d_after, z, scale, noise, self._sums(norm, made.bias))
-            return (d_x, made.back(d_y, None)) if pre else (None, made.back(d_y, d_x))
+            d_x, d_y = add_norm_backward(d_z, d_after, z, scale, dropout, self._sums(norm, output.bias))
+            return (d_x, output.back(d_y, None)) if pre else (None, output.back(d_y, d_x))
 
         return (z, after, back) if pre else (after, after, back)
 
@@ -253,13 +252,13 @@ class ForwardBackward:
 
     def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         table = self.weights[embedding.tokens.weight]
-        noise, unseen = (
-            self._noise(embedding, embedding.dropout.p),
-            self._noise(embedding.tokens, self.config.token_dropout),
+        dropout, unseen = (
+            self._dropout(embedding, embedding.dropout.p),
+            self._dropout(embedding.tokens, self.config.token_dropout),
         )
         learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
         positions = self.sinusoids.get(embedding.positions) if learned is None else learned.table.detach()
-        tokens = Tokens(ids, places, embedding.scale, noise, unseen)
+        tokens = Tokens(ids, places, embedding.scale, dropout, unseen)
         x = embed(tokens, table.value, positions)
 
         def back(d_x: Tensor) -> None:
@@ -271,24 +270,24 @@ class ForwardBackward:
     def _self_attention(
         self, part: MultiHeadAttention, rows: Rows, places: Tensor, *, causal: bool = False
     ) -> Callable[[Tensor], Sublayer]:
-        turned = 2 * part.heads * part.d_k  # columns of queries and keys
+        rotated = 2 * part.heads * part.d_k  # columns of queries and keys
         table = self.sinusoids.get(rotary_of(part))
 
         def forward(x: Tensor) -> Sublayer:
             weight, bias = self._qkv(part)
             qkv = F.linear(x, weight.value, None if bias is None else bias.value)
             if table is not None:
-                turn(qkv[:, :turned], places, table)
-            heads, noise = _heads(part, causal), self._noise(part, self.config.attention_dropout)
+                rotate_heads(qkv[:, :rotated], places, table)
+            heads, dropout = _heads(part, causal), self._dropout(part, self.config.attention_dropout)
             parts = _three(qkv.split(_widths(part), dim=1))
-            mixed = attend(parts, rows, heads, noise)
+            mixed = attend(parts, rows, heads, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_mixed = self._output_back(part, mixed, gradient)
                 d_qkv = torch.empty_like(qkv)
-                attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, noise)
+                attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, dropout)
                 if table is not None:
-                    turn(d_qkv[:, :turned], places, table, back=True)
+                    rotate_heads(d_qkv[:, :rotated], places, table, back=True)
                 if bias is not None:
                     bias.grad.add_(d_qkv.sum(0, dtype=torch.float))
                 return _linear_back(weight, x, d_qkv, into)
@@ -305,14 +304,14 @@ class ForwardBackward:
             q, kv = F.linear(x, for_q.value), F.linear(memory.values, for_kv.value)
             if bias is not None:
                 q, kv = q + bias.value[: widths[0]], kv + bias.value[widths[0] :]
-            heads, noise = _heads(part, causal=False), self._noise(part, self.config.attention_dropout)
+            heads, dropout = _heads(part, causal=False), self._dropout(part, self.config.attention_dropout)
             parts = _three((q, *kv.split(widths[1:], dim=1)))
-            mixed = attend(parts, rows, heads, noise)
+            mixed = attend(parts, rows, heads, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_mixed = self._output_back(part, mixed, gradient)
                 d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
-                attend_backward(d_mixed, parts, _three((d_q, *d_kv.split(widths[1:], dim=1))), rows, heads, noise)
+                attend_backward(d_mixed, parts, _three((d_q, *d_kv.split(widths[1:], dim=1))), rows, heads, dropout)
                 if bias is not None:
                     bias.grad.add_(torch.cat([d_q.sum(0, dtype=torch.float), d_kv.sum(0, dtype=torch.float)]))
                 memory.gradient = _linear_back(for_kv, memory.values, d_kv, memory.gradient)
@@ -336,15 +335,15 @@ class ForwardBackward:
 
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
-            bias, noise = self.weights[part.inner.bias], self._noise(part, self.config.activation_dropout)
-            if x.is_cuda and not noise.rate:  # the product ends in the maximum
+            bias, dropout = self.weights[part.inner.bias], self._dropout(part, self.config.activation_dropout)
+            if x.is_cuda and not dropout.rate:  # ReLU fused into the product
                 hidden = torch._addmm_activation(bias.value, x, inner.value.T)
             else:
-                hidden = rectify(F.linear(x, inner.value, bias.value), noise)
+                hidden = relu_dropout(F.linear(x, inner.value, bias.value), dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_hidden = _linear_back(outer, hidden, gradient, None)
-                rectify_backward(d_hidden, hidden, noise, bias.grad)
+                relu_dropout_backward(d_hidden, hidden, dropout, bias.grad)
                 return _linear_back(inner, x, d_hidden, into)
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
@@ -354,40 +353,40 @@ class ForwardBackward:
     def _gelu_feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
-            bias, noise = self.weights[part.inner.bias], self._noise(part, self.config.activation_dropout)
-            hidden, back_to_made = gelu(F.linear(x, inner.value, bias.value), noise)
+            bias, dropout = self.weights[part.inner.bias], self._dropout(part, self.config.activation_dropout)
+            hidden, gelu_back = gelu(F.linear(x, inner.value, bias.value), dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
-                d_made = back_to_made(_linear_back(outer, hidden, gradient, None))
-                bias.grad.add_(d_made.sum(0, dtype=torch.float))
-                return _linear_back(inner, x, d_made, into)
+                d_inner = gelu_back(_linear_back(outer, hidden, gradient, None))
+                bias.grad.add_(d_inner.sum(0, dtype=torch.float))
+                return _linear_back(inner, x, d_inner, into)
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
 
         return forward
 
     def _gated_feed_forward(self, part: VariantFeedForward, gate: nn.Linear) -> Callable[[Tensor], Sublayer]:
-        """SwiGLU, which has a third matrix and no biases."""
+        """SwiGLU feed-forward, with a third matrix and without biases."""
 
         def forward(x: Tensor) -> Sublayer:
-            inner, beside, outer = (self.weights[linear.weight] for linear in (part.inner, gate, part.outer))
-            a, b, noise = (
+            inner, gate_weight, outer = (self.weights[linear.weight] for linear in (part.inner, gate, part.outer))
+            a, b, dropout = (
                 F.linear(x, inner.value),
-                F.linear(x, beside.value),
-                self._noise(part, self.config.activation_dropout),
+                F.linear(x, gate_weight.value),
+                self._dropout(part, self.config.activation_dropout),
             )
-            hidden = swiglu(a, b, noise)
+            hidden = swiglu(a, b, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
-                swiglu_backward(_linear_back(outer, hidden, gradient, None), a, b, noise)
-                return _linear_back(beside, x, b, _linear_back(inner, x, a, into))
+                swiglu_backward(_linear_back(outer, hidden, gradient, None), a, b, dropout)
+                return _linear_back(gate_weight, x, b, _linear_back(inner, x, a, into))
 
             return Sublayer(F.linear(hidden, outer.value), None, back)
 
         return forward
 
     def _loss(self, hidden: list[Tensor], labels: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The sums of loss and −log p, and the gradient of each `hidden`; logits exist for some rows at a time."""
+        """Return the sums of loss and −log p, and the gradient of each `hidden`, computed in blocks of rows."""
         weight = self.weights[self.model.output.weight]
         rows = max(1, LOGITS // len(hidden) // len(weight.value))
         sums, gradients = [], [torch.empty_like(each) for each in hidden]
@@ -395,21 +394,21 @@ class ForwardBackward:
             part = slice(first, first + rows)
             logits = [F.linear(each[part], weight.value) for each in hidden]  # (rows, vocab)
             sums.append(torch.stack(self._to_gradients(logits, labels[part])).sum(1))
-            for each, given, gradient in zip(logits, hidden, gradients, strict=True):
+            for each, states, gradient in zip(logits, hidden, gradients, strict=True):
                 torch.mm(each, weight.value, out=gradient[part])
-                accumulate(weight.grad, each.T, given[part])
+                accumulate(weight.grad, each.T, states[part])
         return torch.stack(sums).sum(0), gradients
 
     def _to_gradients(self, logits: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and −log p of each label; the logits become their own gradients."""
+        """Return loss and −log p of each label; replace the logits by their gradients."""
         if not self.r_drop:
             return loss_and_gradient(logits[0], labels, self.smoothing, self.pad)
         first, second = logits
-        return agreeing_loss_and_gradients(first, second, labels, self.smoothing, self.r_drop, self.pad)
+        return r_drop_loss_and_gradients(first, second, labels, self.smoothing, self.r_drop, self.pad)
 
 
 class _Memory:
-    """What the encoder made of the source, and the gradient of it so far."""
+    """Encoder output, and the sum of its gradients so far."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -417,7 +416,7 @@ class _Memory:
 
 
 def _linear_back(weight: Weight, x: Tensor, gradient: Tensor, into: Tensor | None) -> Tensor:
-    """Add the gradient of the matrix to the others; returns that of x, added to `into` if it is given."""
+    """Add the gradient of the matrix to its sum; return the gradient of x, added to `into` if given."""
     accumulate(weight.grad, gradient.T, x)
     return gradient @ weight.value if into is None else into.addmm_(gradient, weight.value)
 

@@ -1,7 +1,7 @@
-"""Attention inside sentences too long for one tile, forward and backward: block by block, with a running softmax.
+"""Attention inside sentences too long for one tile, forward and backward: online softmax, block by block.
 
-These few sentences are packed like the others and belong to the same pass. The backward pass computes each square three
-times: for the sums of the softmax, for the gradients of the queries, and by keys for the gradients of keys and values.
+These sentences are packed with the others and belong to the same pass. The backward pass computes the scores three
+times: for the sums of the softmax, for the gradients of the queries, and for the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import LN_2, _keep, read, scores, write
 
 
-def attend(given: tuple[Any, ...], most: int, constants: dict[str, Any]) -> None:
-    """As `attention._attend` is called."""
-    block = _block(given[0])
-    _attend[(most, constants["heads"], constants["tile"] // block)](*given, **constants, block=block, num_warps=4)
+def attend(inputs: tuple[Any, ...], row_count: int, constants: dict[str, Any]) -> None:
+    """Launch the forward kernel, with the arguments of `attention_kernels._attend`."""
+    block = _block(inputs[0])
+    _attend[(row_count, constants["heads"], constants["tile"] // block)](*inputs, **constants, block=block, num_warps=4)
 
 
-def attend_backward(given: tuple[Any, ...], tokens: int, most: int, constants: dict[str, Any]) -> None:
-    """As `attention._attend_backward` is called; `tokens` is how many queries there are."""
-    d_out, block, heads = given[0], _block(given[0]), constants["heads"]
-    sums = torch.empty(2, tokens, heads, device=d_out.device)  # log₂ of the softmax's sum; the mean gradient
-    grid = most, heads, constants["tile"] // block
+def attend_backward(inputs: tuple[Any, ...], tokens: int, row_count: int, constants: dict[str, Any]) -> None:
+    """Launch the backward kernels for `tokens` queries, with the arguments of `attention_kernels._attend_backward`."""
+    d_out, block, heads = inputs[0], _block(inputs[0]), constants["heads"]
+    # Sums: log₂ of the sum of the softmax, and mean gradient of the weights.
+    sums = torch.empty(2, tokens, heads, device=d_out.device)
+    grid = row_count, heads, constants["tile"] // block
     for kernel in (_sums, _by_queries, _by_keys):
-        kernel[grid](sums[0], sums[1], *given, **constants, block=block, num_warps=4)
+        kernel[grid](sums[0], sums[1], *inputs, **constants, block=block, num_warps=4)
 
 
 def _block(x: Tensor) -> int:
-    """Queries or keys at once."""
+    """Return the number of queries or keys in a block."""
     return 64 if x.itemsize == 2 else 32
 
 
@@ -65,7 +66,7 @@ if triton is not None:
         threshold: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for some queries of a row and head."""
+        """One program per row, head and block of queries."""
         row, head, begin = tl.load(first) + tl.program_id(0), tl.program_id(1), tl.program_id(2) * block
         if row >= tl.load(first + 1):
             return
@@ -77,7 +78,7 @@ if triton is not None:
         query = read(q, q_start, i, q_count, q_row, head * d_k, d_k, width_k)
         highest = tl.full((block,), -1e30, tl.float32)
         total = tl.zeros((block,), tl.float32)
-        found = tl.zeros((block, width_v), tl.float32)
+        output = tl.zeros((block, width_v), tl.float32)
         end = tl.minimum(k_count, begin + block) if causal else k_count
         for at in range(0, end, block):
             j = at + tl.arange(0, block)
@@ -92,10 +93,10 @@ if triton is not None:
                 index = ((row * heads + head) * tile + i[:, None]) * tile + j[None]
                 weight = tl.where(_keep(index, seed, salt, threshold), weight * factor, 0.0)
             mixed = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            found = found * shrink[:, None] + mixed
+            output = output * shrink[:, None] + mixed
             highest = above
-        found /= tl.where(total > 0, total, 1.0)[:, None]
-        write(out, found, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
+        output /= tl.where(total > 0, total, 1.0)[:, None]
+        write(out, output, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
 
     @triton.jit(do_not_specialize=["salt"])  # type: ignore[untyped-decorator]
     def _sums(  # type: ignore[no-untyped-def]
@@ -131,7 +132,7 @@ if triton is not None:
         threshold: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for some queries: the sums over the keys that they see."""
+        """One program per block of queries: sums over their visible keys."""
         row, head, begin = tl.load(first) + tl.program_id(0), tl.program_id(1), tl.program_id(2) * block
         if row >= tl.load(first + 1):
             return
@@ -141,7 +142,7 @@ if triton is not None:
             return
         i = begin + tl.arange(0, block)
         query = read(q, q_start, i, q_count, q_row, head * d_k, d_k, width_k)
-        given = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
+        d_output = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
         highest = tl.full((block,), -1e30, tl.float32)
         total = tl.zeros((block,), tl.float32)
         moved = tl.zeros((block,), tl.float32)
@@ -151,7 +152,7 @@ if triton is not None:
             key = read(k, k_start, j, k_count, k_row, head * d_k, d_k, width_k)
             value = read(v, k_start, j, k_count, v_row, head * d_v, d_v, width_v)
             score, seen = scores(query, key, scale, i, j, k_count, causal)
-            d_weight = tl.dot(given, tl.trans(value), input_precision="ieee")
+            d_weight = tl.dot(d_output, tl.trans(value), input_precision="ieee")
             if threshold > 0:
                 index = ((row * heads + head) * tile + i[:, None]) * tile + j[None]
                 d_weight = tl.where(_keep(index, seed, salt, threshold), d_weight * factor, 0.0)
@@ -200,7 +201,7 @@ if triton is not None:
         threshold: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for some queries: their gradient."""
+        """One program per block of queries: gradients of the queries."""
         row, head, begin = tl.load(first) + tl.program_id(0), tl.program_id(1), tl.program_id(2) * block
         if row >= tl.load(first + 1):
             return
@@ -210,7 +211,7 @@ if triton is not None:
             return
         i = begin + tl.arange(0, block)
         query = read(q, q_start, i, q_count, q_row, head * d_k, d_k, width_k)
-        given = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
+        d_output = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
         place = (q_start + i) * heads + head
         log = tl.load(log_total + place, mask=i < q_count, other=0.0)
         middle = tl.load(mean + place, mask=i < q_count, other=0.0)
@@ -222,7 +223,7 @@ if triton is not None:
             value = read(v, k_start, j, k_count, v_row, head * d_v, d_v, width_v)
             score, seen = scores(query, key, scale, i, j, k_count, causal)
             weight = tl.where(seen, tl.exp2(score - log[:, None]), 0.0)
-            d_weight = tl.dot(given, tl.trans(value), input_precision="ieee")
+            d_weight = tl.dot(d_output, tl.trans(value), input_precision="ieee")
             if threshold > 0:
                 index = ((row * heads + head) * tile + i[:, None]) * tile + j[None]
                 d_weight = tl.where(_keep(index, seed, salt, threshold), d_weight * factor, 0.0)
@@ -264,7 +265,7 @@ if triton is not None:
         threshold: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for some keys and their values: the gradients, summed over the queries that see them."""
+        """One program per block of keys: gradients of keys and values, summed over the queries that attend to them."""
         row, head, begin = tl.load(first) + tl.program_id(0), tl.program_id(1), tl.program_id(2) * block
         if row >= tl.load(first + 1):
             return
@@ -281,21 +282,21 @@ if triton is not None:
         for at in range(start, q_count, block):
             i = at + tl.arange(0, block)
             query = read(q, q_start, i, q_count, q_row, head * d_k, d_k, width_k)
-            given = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
+            d_output = read(d_out, q_start, i, q_count, heads * d_v, head * d_v, d_v, width_v)
             place = (q_start + i) * heads + head
             log = tl.load(log_total + place, mask=i < q_count, other=0.0)
             middle = tl.load(mean + place, mask=i < q_count, other=0.0)
             score, seen = scores(query, key, scale, i, j, k_count, causal)
             seen = seen & (i < q_count)[:, None]
             weight = tl.where(seen, tl.exp2(score - log[:, None]), 0.0)
-            d_weight = tl.dot(given, tl.trans(value), input_precision="ieee")
+            d_weight = tl.dot(d_output, tl.trans(value), input_precision="ieee")
             dropped = weight
             if threshold > 0:
                 index = ((row * heads + head) * tile + i[:, None]) * tile + j[None]
                 stays = _keep(index, seed, salt, threshold)
                 dropped = tl.where(stays, weight * factor, 0.0)
                 d_weight = tl.where(stays, d_weight * factor, 0.0)
-            gradient_v += tl.dot(tl.trans(dropped.to(given.dtype)), given, input_precision="ieee")
+            gradient_v += tl.dot(tl.trans(dropped.to(d_output.dtype)), d_output, input_precision="ieee")
             d_score = weight * (d_weight - middle[:, None]) * (scale * LN_2)
             gradient_k += tl.dot(tl.trans(d_score.to(query.dtype)), query, input_precision="ieee")
         write(d_v_out, gradient_v, k_start, j, k_count, d_v_row, head * d_v, d_v, width_v)

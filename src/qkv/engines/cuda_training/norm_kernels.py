@@ -1,7 +1,7 @@
 """Residual sum, dropout and norm in one pass over memory, forward and backward.
 
-z = x + dropout(y + bias) and its norm. Post-norm layers go on with the norm alone, pre-norm layers with both. The mean
-and variance of z are computed again in the backward pass, which holds the row anyway.
+z = x + dropout(y + bias) and its norm. Post-norm layers use only the norm, pre-norm layers also z. The backward pass
+computes the mean and variance of z again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 if triton is not None:
     from qkv.engines.cuda_training.elementwise_kernels import _keep
 
-PROGRAMS = 264  # that share the rows in the backward pass: two for each core of an H200
+PROGRAMS = 264  # programs of the backward pass, which divide the rows: two for each core of an H200
 
 
 class Sums(NamedTuple):
-    """Sums over the rows, (width,) in fp32, of the gradients of the norm's weight and bias and of y's bias."""
+    """Gradients of the norm's weight and bias and of y's bias, summed over the rows: (width,) in fp32 each."""
 
     weight: Tensor
     shift: Tensor | None
@@ -29,7 +29,7 @@ class Sums(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Factor and bias of a norm; RMSNorm has no bias and keeps the mean."""
+    """Weight and bias of a LayerNorm; without a bias, weight of an RMSNorm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,53 +37,53 @@ class Scale(NamedTuple):
 
 
 def add_norm(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, dropout: DropoutHash
 ) -> tuple[Tensor, Tensor]:
-    """z = x + dropout(y + bias), or x where there is no y, and its norm: both (rows, width)."""
-    chosen = add_norm_kernel if triton is not None and x.is_cuda else add_norm_plain
-    return chosen(x, y, bias, scale, noise)
+    """Return z = x + dropout(y + bias), or x without y, and the norm of z: (rows, width) each."""
+    implementation = add_norm_kernel if triton is not None and x.is_cuda else add_norm_plain
+    return implementation(x, y, bias, scale, dropout)
 
 
 def add_norm_backward(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and y, given those of the norm and, if it was used itself, of z; the others are added."""
-    chosen = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
-    return chosen(d_z, d_normed, z, scale, noise, into)
+    """Return the gradients of x and y, given d_z and d_normed; add those of the parameters to `into`."""
+    implementation = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
+    return implementation(d_z, d_normed, z, scale, dropout, into)
 
 
 def add_norm_plain(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, dropout: DropoutHash
 ) -> tuple[Tensor, Tensor]:
     z = x
     if y is not None:
-        z = (x.float() + drop(y.float() if bias is None else y.float() + bias.float(), noise)).to(x.dtype)
-    hat, _ = _standard(z, scale)
+        z = (x.float() + drop(y.float() if bias is None else y.float() + bias.float(), dropout)).to(x.dtype)
+    hat, _ = _standardize(z, scale)
     normed = hat * scale.weight
     return z, (normed if scale.bias is None else normed + scale.bias).to(x.dtype)
 
 
 def add_norm_backward_plain(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
-    hat, deviation = _standard(z, scale)
-    given = d_normed.float()
-    slope = given * scale.weight
+    hat, deviation = _standardize(z, scale)
+    d_output = d_normed.float()
+    slope = d_output * scale.weight
     d_x = slope - hat * (slope * hat).mean(-1, keepdim=True)
     if scale.bias is not None:
         d_x = d_x - slope.mean(-1, keepdim=True)
     d_x = d_x * deviation
     if d_z is not None:
         d_x = d_x + d_z.float()
-    d_y = drop(d_x, noise)
-    for total, part in zip(into, (given * hat, given, d_y), strict=True):
+    d_y = drop(d_x, dropout)
+    for total, part in zip(into, (d_output * hat, d_output, d_y), strict=True):
         if total is not None:
             total += part.sum(0)
     return d_x.to(z.dtype), d_y.to(z.dtype)
 
 
-def _standard(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
-    """z as the norm's weight meets it, and what it was multiplied by to get there."""
+def _standardize(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
+    """Return z normalised, before weight and bias, and the reciprocal of its standard deviation."""
     z = z.float()
     if scale.bias is not None:
         z = z - z.mean(-1, keepdim=True)
@@ -92,13 +92,13 @@ def _standard(z: Tensor, scale: Scale) -> tuple[Tensor, Tensor]:
 
 
 def add_norm_kernel(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, noise: DropoutHash
+    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, dropout: DropoutHash
 ) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     z, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    some = _rows_at_once(block)
-    _add_norm[(triton.cdiv(rows, some),)](
+    row_block = _rows_at_once(block)
+    _add_norm[(triton.cdiv(rows, row_block),)](
         x,
         x if y is None else y,
         x if bias is None else bias,
@@ -106,32 +106,32 @@ def add_norm_kernel(
         scale.weight if scale.bias is None else scale.bias,
         z,
         normed,
-        noise.seed,
-        noise.salt,
+        dropout.seed,
+        dropout.salt,
         rows,
         scale.eps,
-        noise.scale,
+        dropout.scale,
         width=width,
         block=block,
-        some=some,
+        row_block=row_block,
         has_y=y is not None,
         has_bias=bias is not None,
         has_mean=scale.bias is not None,
-        threshold=noise.threshold,
+        threshold=dropout.threshold,
         num_warps=4,
     )
     return z, normed
 
 
 def add_norm_backward_kernel(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, noise: DropoutHash, into: Sums
+    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
     rows, width = z.shape
     block = triton.next_power_of_2(width)
-    some = _rows_at_once(block)
-    programs = min(PROGRAMS, triton.cdiv(rows, some))
+    row_block = _rows_at_once(block)
+    programs = min(PROGRAMS, triton.cdiv(rows, row_block))
     d_x = torch.empty_like(z)
-    d_y = torch.empty_like(z) if noise.rate else d_x
+    d_y = torch.empty_like(z) if dropout.rate else d_x
     _add_norm_backward[(programs,)](
         d_normed if d_z is None else d_z,
         d_normed,
@@ -140,19 +140,19 @@ def add_norm_backward_kernel(
         d_x,
         d_y,
         *(into.weight if total is None else total for total in into),
-        noise.seed,
-        noise.salt,
+        dropout.seed,
+        dropout.salt,
         rows,
         programs,
         scale.eps,
-        noise.scale,
+        dropout.scale,
         width=width,
         block=block,
-        some=some,
+        row_block=row_block,
         has_z=d_z is not None,
         has_mean=scale.bias is not None,
         has_bias=into.bias is not None,
-        threshold=noise.threshold,
+        threshold=dropout.threshold,
         num_warps=4,
     )
     return d_x, d_y
@@ -180,14 +180,14 @@ if triton is not None:
         factor,
         width: tl.constexpr,
         block: tl.constexpr,
-        some: tl.constexpr,
+        row_block: tl.constexpr,
         has_y: tl.constexpr,
         has_bias: tl.constexpr,
         has_mean: tl.constexpr,
         threshold: tl.constexpr,
     ):
         """One program for some rows."""
-        row = tl.program_id(0) * some + tl.arange(0, some)[:, None]
+        row = tl.program_id(0) * row_block + tl.arange(0, row_block)[:, None]
         inside = tl.arange(0, block)[None]
         place = row * width + inside
         real = (row < rows) & (inside < width)
@@ -228,7 +228,7 @@ if triton is not None:
         factor,
         width: tl.constexpr,
         block: tl.constexpr,
-        some: tl.constexpr,
+        row_block: tl.constexpr,
         has_z: tl.constexpr,
         has_mean: tl.constexpr,
         has_bias: tl.constexpr,
@@ -237,20 +237,20 @@ if triton is not None:
         """Each program takes every `programs`-th group of rows, and adds its sums over them to all others'."""
         inside = tl.arange(0, block)[None]
         scale = tl.load(weight + inside, mask=inside < width, other=0.0).to(tl.float32)
-        sum_weight = tl.zeros((some, block), tl.float32)
-        sum_shift = tl.zeros((some, block), tl.float32)
-        sum_bias = tl.zeros((some, block), tl.float32)
-        for first in range(tl.program_id(0) * some, rows, programs * some):
-            row = first + tl.arange(0, some)[:, None]
+        sum_weight = tl.zeros((row_block, block), tl.float32)
+        sum_shift = tl.zeros((row_block, block), tl.float32)
+        sum_bias = tl.zeros((row_block, block), tl.float32)
+        for first in range(tl.program_id(0) * row_block, rows, programs * row_block):
+            row = first + tl.arange(0, row_block)[:, None]
             place = row * width + inside
             real = (row < rows) & (inside < width)
             hat = tl.load(z + place, mask=real, other=0.0).to(tl.float32)
-            given = tl.load(d_normed + place, mask=real, other=0.0).to(tl.float32)
+            d_output = tl.load(d_normed + place, mask=real, other=0.0).to(tl.float32)
             if has_mean:
                 hat = tl.where(real, hat - (tl.sum(hat, axis=1) / width)[:, None], 0.0)
             deviation = tl.rsqrt(tl.sum(hat * hat, axis=1) / width + eps)[:, None]
             hat = hat * deviation
-            slope = given * scale
+            slope = d_output * scale
             result = slope - hat * (tl.sum(slope * hat, axis=1) / width)[:, None]
             if has_mean:
                 result -= (tl.sum(slope, axis=1) / width)[:, None]
@@ -261,13 +261,13 @@ if triton is not None:
             if threshold > 0:
                 result = tl.where(_keep(place, seed, salt, threshold), result * factor, 0.0)
                 tl.store(d_y + place, result.to(d_y.dtype.element_ty), mask=real)
-            sum_weight += given * hat
-            sum_shift += given
+            sum_weight += d_output * hat
+            sum_shift += d_output
             sum_bias += tl.where(real, result, 0.0)
         column = tl.arange(0, block)
-        whole = column < width
-        tl.atomic_add(d_weight + column, tl.sum(sum_weight, axis=0), mask=whole, sem="relaxed")
+        in_width = column < width
+        tl.atomic_add(d_weight + column, tl.sum(sum_weight, axis=0), mask=in_width, sem="relaxed")
         if has_mean:
-            tl.atomic_add(d_shift + column, tl.sum(sum_shift, axis=0), mask=whole, sem="relaxed")
+            tl.atomic_add(d_shift + column, tl.sum(sum_shift, axis=0), mask=in_width, sem="relaxed")
         if has_bias:
-            tl.atomic_add(d_bias + column, tl.sum(sum_bias, axis=0), mask=whole, sem="relaxed")
+            tl.atomic_add(d_bias + column, tl.sum(sum_bias, axis=0), mask=in_width, sem="relaxed")

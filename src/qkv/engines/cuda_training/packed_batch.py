@@ -1,8 +1,8 @@
 """Sentence pairs packed without padding, the layout of the fused training pass.
 
-Shapes are few, so that CUDA graphs can be reused: the tokens of each side are padded to a multiple of `step` with rows
-that have no labels, and the tensors have room for as many rows as so many tokens can hold. Rows are sorted by the tile
-that holds both of their sides.
+The number of shapes is small, so that CUDA graphs can be reused: each side is padded to a multiple of `step` tokens by
+rows without labels, and the tensors have space for the largest possible number of rows. Rows are sorted by the
+smallest tile that fits both of their sides.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from qkv.core.batches import Indices, PairBatches, PlannedUpdate, Position, Upda
 from qkv.core.dataset import Rows, TokenStore
 from qkv.core.tokenizer import TokenizerPair
 
-TILES = (16, 32, 64, 128, 1024)  # tokens on the longer side of a row, at most
+TILES = (16, 32, 64, 128, 1024)  # maximum tokens on the longer side of a row
 LONGEST = TILES[-1]
-PADDING = 128  # tokens of a row of padding, at most
-SIZES, MIN_STEP = 12, 64  # packed batches come in about so many sizes, which differ by a multiple of tokens
+PADDING = 128  # maximum tokens of a row of padding
+SIZES, MIN_STEP = 12, 64  # number of different batch sizes (about), and minimum difference between them in tokens
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of all pairs."""
+    """Source or target side of a packed batch."""
 
     ids: Tensor  # (tokens,) int32
     positions: Tensor  # (tokens,) int32: the position of each token in its sentence
@@ -36,9 +36,9 @@ class Side:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sentence pairs without padding, all in one tensor so that one copy moves it."""
+    """Sentence pairs without padding, all in one tensor, so that one copy moves it to the device."""
 
-    whole: Tensor  # int32
+    tensor: Tensor  # int32
     sizes: tuple[int, int]  # tokens of source and target
     counts: tuple[int, ...]  # rows of each tile
     tokens: int  # real labels
@@ -55,32 +55,32 @@ class PackedBatch:
         return [part for part in parts if (part[2] != pad).any()]
 
     def to(self, device: torch.device) -> PackedBatch:
-        return replace(self, whole=move(self.whole, device))
+        return replace(self, tensor=move(self.tensor, device))
 
     @property
     def source(self) -> Side:
         (n, _), rows = self.sizes, _max_rows(self.sizes)
-        return Side(*self.whole[: 2 * n + rows + 1].split([n, n, rows + 1]))
+        return Side(*self.tensor[: 2 * n + rows + 1].split([n, n, rows + 1]))
 
     @property
     def target(self) -> Side:
         (n, m), rows = self.sizes, _max_rows(self.sizes)
-        return Side(*self.whole[2 * n + rows + 1 :][: 2 * m + rows + 1].split([m, m, rows + 1]))
+        return Side(*self.tensor[2 * n + rows + 1 :][: 2 * m + rows + 1].split([m, m, rows + 1]))
 
     @property
     def labels(self) -> Tensor:
-        """(target tokens,) int32"""
+        """Labels of the target tokens: (target tokens,) int32."""
         (n, m), rows = self.sizes, _max_rows(self.sizes)
-        return self.whole[2 * (n + m + rows + 1) :][:m]
+        return self.tensor[2 * (n + m + rows + 1) :][:m]
 
     @property
     def first(self) -> Tensor:
-        """(tiles + 1,): the first row of each tile"""
-        return self.whole[-len(TILES) - 1 :]
+        """First row of each tile: (tiles + 1,)."""
+        return self.tensor[-len(TILES) - 1 :]
 
 
 def _max_rows(sizes: tuple[int, int]) -> int:
-    """Return how many rows so many tokens can hold: a real row has two or more on each side."""
+    """Return the maximum number of rows for these sizes: a real row has at least two tokens on each side."""
     return max(sizes) // 2 + 1
 
 
@@ -89,11 +89,11 @@ def pack(source: Rows, target: Rows, *, bos: int, eos: int, pad: int, step: int 
     lengths = np.stack([source.lengths, target.lengths]) + 1
     order = np.argsort(np.searchsorted(TILES, lengths.max(0)), kind="stable")
     lengths = lengths[:, order]
-    own, other = _reorder(source, order), _reorder(target, order)
+    source_ids, target_ids = _reorder(source, order), _reorder(target, order)
     ids = [
-        _insert(own, lengths[0], last=eos),
-        _insert(other, lengths[1], first=bos),
-        _insert(other, lengths[1], last=eos),
+        _insert(source_ids, lengths[0], last=eos),
+        _insert(target_ids, lengths[1], first=bos),
+        _insert(target_ids, lengths[1], last=eos),
     ]
     return _assemble(ids, lengths, pad, step)
 
@@ -102,28 +102,28 @@ def _reorder(rows: Rows, order: NDArray[np.intp]) -> NDArray[Any]:
     """Return the ids of rows in another order."""
     ordered = rows.lengths[order]
     shift = (np.cumsum(rows.lengths) - rows.lengths)[order] - (np.cumsum(ordered) - ordered)
-    found: NDArray[Any] = rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
-    return found
+    ids: NDArray[Any] = rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
+    return ids
 
 
 def _insert(ids: NDArray[Any], lengths: NDArray[np.int64], *, first: int = -1, last: int = -1) -> NDArray[np.int32]:
-    """Return the same rows, each with one more token before or after it; `lengths` count it already."""
+    """Insert one token before or after each row; `lengths` already count it."""
     longer = np.empty(len(ids) + len(lengths), np.int32)
     ends = np.cumsum(lengths)
     extra = ends - lengths if first >= 0 else ends - 1
-    own = np.ones(len(longer), bool)
-    own[extra] = False
-    longer[own], longer[extra] = ids, first if first >= 0 else last
+    is_old = np.ones(len(longer), bool)
+    is_old[extra] = False
+    longer[is_old], longer[extra] = ids, first if first >= 0 else last
     return longer
 
 
 def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int, step: int) -> PackedBatch:
-    """Concatenate rows, sorted by tile, and the rows of padding after them in one tensor."""
+    """Concatenate the rows, sorted by tile, and rows of padding to one tensor."""
     rows, real = lengths.shape[1], len(ids[1])
     fill = [-len(side) % step for side in ids[:2]]
     largest = int(np.searchsorted(TILES, lengths.max()))
     size = min(PADDING, TILES[largest])
-    extra = -(-max(fill) // size)  # rows of padding come last, so they are in the largest tile that occurs
+    extra = -(-max(fill) // size)  # rows of padding are last, so they belong to the largest tile
     padding = np.minimum(size, np.maximum(0, np.array(fill)[:, None] - size * np.arange(extra)))
     lengths = np.concatenate([lengths, padding], axis=1)
     tiles = np.searchsorted(TILES, lengths.max(0))
@@ -132,17 +132,17 @@ def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int
     starts = np.concatenate([np.zeros((2, 1), np.int64), np.cumsum(lengths, axis=1)], axis=1)
     parts, sizes = [], (int(starts[0, -1]), int(starts[1, -1]))
     for side, count in enumerate(fill):
-        own = starts[side]
-        positions = np.arange(own[-1]) - np.repeat(own[:-1], lengths[side])
+        side_starts = starts[side]
+        positions = np.arange(side_starts[-1]) - np.repeat(side_starts[:-1], lengths[side])
         parts += [
             np.pad(ids[side], (0, count), constant_values=pad),
             positions,
-            np.pad(own, (0, _max_rows(sizes) - (rows + extra)), mode="edge"),
+            np.pad(side_starts, (0, _max_rows(sizes) - (rows + extra)), mode="edge"),
         ]
     parts.append(np.pad(ids[2], (0, fill[1]), constant_values=pad))
     parts.append(np.concatenate([[0], np.cumsum(counts)]))
-    whole = torch.from_numpy(np.concatenate(parts).astype(np.int32))
-    return PackedBatch(whole, sizes, tuple(counts.tolist()), real)
+    tensor = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+    return PackedBatch(tensor, sizes, tuple(counts.tolist()), real)
 
 
 # ---- the stream of updates -------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int
 
 @dataclass(frozen=True)
 class PackedUpdate(Update):
-    """One optimizer step: packed batches, and padded micro-batches for the rows that are too long to be packed."""
+    """One optimizer step: packed batches, and padded micro-batches for the rows that are too long for packing."""
 
     packed: tuple[PackedBatch, ...] = ()
 
@@ -182,7 +182,7 @@ class PackedPairs(PairBatches):
         return f"a pass over the text is {updates:,} updates of up to {self.tokens:,} tokens a side, without padding"
 
     def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> PackedUpdate:
-        longest = self.longest // 2 if self.cut else self.longest  # a row may get longer when it is segmented again
+        longest = self.longest // 2 if self.cut else self.longest  # BPE-dropout may make a row longer
         too_long = [np.maximum(self.src_widths[micro], self.tgt_widths[micro]) > longest for micro in planned]
         short = [micro[~long] for micro, long in zip(planned, too_long, strict=True)]
         packed = [self._pack(part, seed) for part in self._parts(np.concatenate([np.empty(0, np.int64), *short]))]
@@ -193,7 +193,7 @@ class PackedPairs(PairBatches):
         return PackedUpdate(padded, after, tuple(batch.to(self.device) for batch in packed if batch is not None))
 
     def most_rows(self, epoch: int) -> list[int]:
-        """Return for each tile the most rows in this rank's share of an update of the epoch, with rows of padding."""
+        """Return the maximum rows of each tile in this rank's share of an update, with rows of padding."""
         most = np.zeros(len(TILES), np.int64)
         for update in self.plan(epoch):
             rows = np.concatenate([np.empty(0, np.int64), *share(update, self.rank, self.world)])
@@ -204,22 +204,22 @@ class PackedPairs(PairBatches):
         return [int(rows + extra) if rows else 0 for rows, extra in zip(most, padding, strict=True)]
 
     def _parts(self, indices: Indices) -> list[Indices]:
-        """Divide rows into parts of at most about `packed_tokens` on each side."""
+        """Divide rows into parts of about `packed_tokens` tokens on the longer side."""
         if not len(indices):
             return []
-        before = np.maximum(*(np.cumsum(widths[indices]) for widths in (self.src_widths, self.tgt_widths)))
-        part = (before - 1) // self.packed_tokens
+        tokens_so_far = np.maximum(*(np.cumsum(widths[indices]) for widths in (self.src_widths, self.tgt_widths)))
+        part = (tokens_so_far - 1) // self.packed_tokens
         return np.split(indices, np.flatnonzero(np.diff(part)) + 1)
 
     def _pack(self, indices: Indices, seed: tuple[int, ...]) -> PackedBatch | None:
-        """Pack pairs; return None if one of them is too long for that."""
+        """Pack pairs; return None if one of them is too long."""
         source, target = self.sides(indices, seed)
-        if max(source.lengths.max(), target.lengths.max()) >= self.longest:  # with </s>, it is longer
+        if max(source.lengths.max(), target.lengths.max()) >= self.longest:  # </s> adds a token
             return None
         tgt = self.tokenizers.tgt
         return pack(source, target, bos=tgt.bos, eos=tgt.eos, pad=tgt.pad, step=self._step)
 
     @property
     def _step(self) -> int:
-        """The difference between the sizes of packed batches, in tokens."""
+        """Difference between the sizes of packed batches, in tokens."""
         return -(-self.packed_tokens // SIZES // MIN_STEP) * MIN_STEP

@@ -27,37 +27,37 @@ class Tokens(NamedTuple):
     ids: Tensor  # (tokens,) int32
     places: Tensor  # (tokens,): their positions in the sentences
     scale: float  # √d_model
-    noise: DropoutHash  # drops numbers of the sum with the positions
-    unseen: DropoutHash  # drops whole tokens; their position remains
+    dropout: DropoutHash  # dropout on the sum of embedding and position
+    unseen: DropoutHash  # token dropout: zeroes embeddings, but not positions
 
 
 def embed(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:
     """Return the embeddings (tokens, d_model) in the table's precision."""
-    chosen = embed_kernel if triton is not None and table.is_cuda else embed_plain
-    return chosen(tokens, table, positions)
+    implementation = embed_kernel if triton is not None and table.is_cuda else embed_plain
+    return implementation(tokens, table, positions)
 
 
 def embed_backward(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
     """Add to the gradients of the table and, if positions are learned, of the positions."""
-    chosen = embed_backward_kernel if triton is not None and d_x.is_cuda else embed_backward_plain
-    chosen(d_x, tokens, d_table, d_positions)
+    implementation = embed_backward_kernel if triton is not None and d_x.is_cuda else embed_backward_plain
+    implementation(d_x, tokens, d_table, d_positions)
 
 
 def embed_plain(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:
-    x = _seen(table[tokens.ids.long()].float() * tokens.scale, tokens.unseen)
+    x = _apply_token_dropout(table[tokens.ids.long()].float() * tokens.scale, tokens.unseen)
     if positions is not None:
         x = x + positions[tokens.places.long()].float()
-    return drop(x, tokens.noise).to(table.dtype)
+    return drop(x, tokens.dropout).to(table.dtype)
 
 
 def embed_backward_plain(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
-    d_x = drop(d_x.float(), tokens.noise)
-    d_table.index_add_(0, tokens.ids.long(), _seen(d_x * tokens.scale, tokens.unseen))
+    d_x = drop(d_x.float(), tokens.dropout)
+    d_table.index_add_(0, tokens.ids.long(), _apply_token_dropout(d_x * tokens.scale, tokens.unseen))
     if d_positions is not None:
         d_positions.index_add_(0, tokens.places.long(), d_x)
 
 
-def _seen(x: Tensor, unseen: DropoutHash) -> Tensor:
+def _apply_token_dropout(x: Tensor, unseen: DropoutHash) -> Tensor:
     if not unseen.rate:
         return x
     return x * kept(unseen, torch.arange(len(x), dtype=torch.int32, device=x.device))[:, None]
@@ -75,20 +75,20 @@ def embed_backward_kernel(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positi
 
 
 def _arguments(tokens: Tokens, table: Tensor, positions: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of both kernels."""
-    noise, unseen, width = tokens.noise, tokens.unseen, table.shape[1]
+    """Return the arguments shared by both kernels."""
+    dropout, unseen, width = tokens.dropout, tokens.unseen, table.shape[1]
     return {
         "ids": tokens.ids,
         "places": tokens.places,
-        "seed": noise.seed,
-        "salt": noise.salt,
+        "seed": dropout.seed,
+        "salt": dropout.salt,
         "unseen_salt": unseen.salt,
         "scale": tokens.scale,
-        "factor": noise.scale,
+        "factor": dropout.scale,
         "has_positions": positions is not None,
         "width": width,
         "block": triton.next_power_of_2(width),
-        "threshold": noise.threshold,
+        "threshold": dropout.threshold,
         "unseen": unseen.threshold,
         "num_warps": 2,
     }
@@ -114,18 +114,18 @@ if triton is not None:
         threshold: tl.constexpr,
         unseen: tl.constexpr,
     ):
-        """One program a token."""
+        """One program per token."""
         token, inside = tl.program_id(0), tl.arange(0, block)
         real = inside < width
-        found = tl.load(table + tl.load(ids + token) * width + inside, mask=real, other=0.0).to(tl.float32) * scale
+        embedding = tl.load(table + tl.load(ids + token) * width + inside, mask=real, other=0.0).to(tl.float32) * scale
         if unseen > 0:
-            found = tl.where(_keep(token, seed, unseen_salt, unseen), found, 0.0)
+            embedding = tl.where(_keep(token, seed, unseen_salt, unseen), embedding, 0.0)
         if has_positions:
             at = tl.load(places + token) * width
-            found += tl.load(positions + at + inside, mask=real, other=0.0).to(tl.float32)
+            embedding += tl.load(positions + at + inside, mask=real, other=0.0).to(tl.float32)
         if threshold > 0:
-            found = tl.where(_keep(token * width + inside, seed, salt, threshold), found * factor, 0.0)
-        tl.store(x + token * width + inside, found.to(x.dtype.element_ty), mask=real)
+            embedding = tl.where(_keep(token * width + inside, seed, salt, threshold), embedding * factor, 0.0)
+        tl.store(x + token * width + inside, embedding.to(x.dtype.element_ty), mask=real)
 
     @triton.jit(do_not_specialize=["salt", "unseen_salt"])  # type: ignore[untyped-decorator]
     def _embed_backward(  # type: ignore[no-untyped-def]
@@ -145,30 +145,30 @@ if triton is not None:
         threshold: tl.constexpr,
         unseen: tl.constexpr,
     ):
-        """One program a token; many may add to the same row."""
+        """One program per token; several may add to the same row of the table, so the sums are atomic."""
         token, inside = tl.program_id(0), tl.arange(0, block)
         real = inside < width
-        given = tl.load(d_x + token * width + inside, mask=real, other=0.0).to(tl.float32)
+        gradient = tl.load(d_x + token * width + inside, mask=real, other=0.0).to(tl.float32)
         if threshold > 0:
-            given = tl.where(_keep(token * width + inside, seed, salt, threshold), given * factor, 0.0)
+            gradient = tl.where(_keep(token * width + inside, seed, salt, threshold), gradient * factor, 0.0)
         if has_positions:
             at = tl.load(places + token) * width
-            tl.atomic_add(d_positions + at + inside, given, mask=real, sem="relaxed")
+            tl.atomic_add(d_positions + at + inside, gradient, mask=real, sem="relaxed")
         if unseen > 0:
-            given = tl.where(_keep(token, seed, unseen_salt, unseen), given, 0.0)
-        tl.atomic_add(d_table + tl.load(ids + token) * width + inside, given * scale, mask=real, sem="relaxed")
+            gradient = tl.where(_keep(token, seed, unseen_salt, unseen), gradient, 0.0)
+        tl.atomic_add(d_table + tl.load(ids + token) * width + inside, gradient * scale, mask=real, sem="relaxed")
 
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
-    """Loss and −log p of each label, (rows,) in fp32, 0 where the label is padding; logits (rows, vocab) are replaced.
+    """Return loss and −log p of each label, (rows,) in fp32, 0 for padding; replace the logits by their gradient.
 
-    In their place comes d loss / d logits = softmax − targets, with targets (1 − ε)·one-hot + ε/V.
+    The gradient of logits (rows, vocab) is softmax − targets, with targets (1 − ε)·one-hot + ε/V.
     """
-    chosen = loss_kernel if triton is not None and logits.is_cuda else loss_plain
-    return chosen(logits, labels, smoothing, pad)
+    implementation = loss_kernel if triton is not None and logits.is_cuda else loss_plain
+    return implementation(logits, labels, smoothing, pad)
 
 
 def loss_plain(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
@@ -183,42 +183,42 @@ def loss_plain(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tu
     return loss, nll
 
 
-def agreeing_loss_and_gradients(
+def r_drop_loss_and_gradients(
     first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of two logits of every label: the mean of both, and α/4 (KL(p‖q) + KL(q‖p)) added to the loss."""
-    chosen = agreeing_loss_kernel if triton is not None and first.is_cuda else agreeing_loss_plain
-    return chosen(first, second, labels, smoothing, alpha, pad)
+    """R-Drop: mean loss and −log p of two passes, with α/4 (KL(p‖q) + KL(q‖p)) added to the loss; logits as above."""
+    implementation = r_drop_loss_kernel if triton is not None and first.is_cuda else r_drop_loss_plain
+    return implementation(first, second, labels, smoothing, alpha, pad)
 
 
-def agreeing_loss_plain(
+def r_drop_loss_plain(
     first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
 ) -> tuple[Tensor, Tensor]:
     log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
     sums = [loss_plain(logits, labels, smoothing, pad) for logits in (first, second)]
     loss, nll = ((one + other) / 2 for one, other in zip(*sums, strict=True))
-    real, p, q, above = (labels != pad)[:, None], log_p.exp(), log_q.exp(), log_p - log_q
-    forth, back = (p * above).sum(1, keepdim=True), -(q * above).sum(1, keepdim=True)
-    first.copy_(first / 2 + alpha / 4 * real * (p * (above - forth) + p - q))
-    second.copy_(second / 2 + alpha / 4 * real * (q * (-above - back) + q - p))
+    real, p, q, log_ratio = (labels != pad)[:, None], log_p.exp(), log_q.exp(), log_p - log_q
+    forth, back = (p * log_ratio).sum(1, keepdim=True), -(q * log_ratio).sum(1, keepdim=True)
+    first.copy_(first / 2 + alpha / 4 * real * (p * (log_ratio - forth) + p - q))
+    second.copy_(second / 2 + alpha / 4 * real * (q * (-log_ratio - back) + q - p))
     return loss + alpha / 4 * (real * (forth + back)).squeeze(1), nll
 
 
 def loss_kernel(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     loss, nll = logits.new_empty(2, rows, dtype=torch.float).unbind()
-    step = 8 if vocab % 8 == 0 else 1  # a constant: the compiler then loads so many at once
+    step = 8 if vocab % 8 == 0 else 1  # a compile-time divisor of the vocabulary allows vectorised loads
     _loss[(rows,)](logits, labels, loss, nll, vocab // step, pad, smoothing, step=step, block=8192, num_warps=8)
     return loss, nll
 
 
-def agreeing_loss_kernel(
+def r_drop_loss_kernel(
     first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
 ) -> tuple[Tensor, Tensor]:
     rows, vocab = first.shape
     loss, nll = first.new_empty(2, rows, dtype=torch.float).unbind()
     step = 8 if vocab % 8 == 0 else 1
-    _agreeing_loss[(rows,)](
+    _r_drop_loss[(rows,)](
         first, second, labels, loss, nll, vocab // step, pad, smoothing, alpha, step=step, block=4096, num_warps=8
     )
     return loss, nll
@@ -228,7 +228,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _loss(logits, labels, loss, nll, vocab, pad, smoothing, step: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program a row, read twice: the second time it comes from the cache."""
+        """One program per row, which is read twice; the second read hits the cache."""
         row = tl.program_id(0).to(tl.int64)
         vocab *= step
         logits += row * vocab
@@ -248,16 +248,16 @@ if triton is not None:
         for start in range(0, vocab, block):
             real = start + inside < vocab
             value = tl.load(logits + start + inside, mask=real, other=float("-inf")).to(tl.float32)
-            above = tl.maximum(highest, tl.max(value, axis=0))
-            total = total * tl.exp(highest - above) + tl.exp(value - above)
+            new_highest = tl.maximum(highest, tl.max(value, axis=0))
+            total = total * tl.exp(highest - new_highest) + tl.exp(value - new_highest)
             added += tl.where(real, value, 0.0)
-            highest = above
+            highest = new_highest
         log_z = highest + tl.log(tl.sum(total, axis=0))
-        own = log_z - tl.load(logits + label).to(tl.float32)
+        label_nll = log_z - tl.load(logits + label).to(tl.float32)
         mean = log_z - tl.sum(added, axis=0) / vocab
-        tl.store(loss + row, (1 - smoothing) * own + smoothing * mean)
-        tl.store(nll + row, own)
-        tl.debug_barrier()  # the label's logit has been read
+        tl.store(loss + row, (1 - smoothing) * label_nll + smoothing * mean)
+        tl.store(nll + row, label_nll)
+        tl.debug_barrier()  # the label's logit is loaded
         for start in range(0, vocab, block):
             real = start + inside < vocab
             value = tl.load(logits + start + inside, mask=real, other=float("-inf")).to(tl.float32)
@@ -266,10 +266,10 @@ if triton is not None:
             tl.store(logits + start + inside, gradient.to(logits.dtype.element_ty), mask=real)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _agreeing_loss(  # type: ignore[no-untyped-def]
+    def _r_drop_loss(  # type: ignore[no-untyped-def]
         first, second, labels, loss, nll, vocab, pad, smoothing, alpha, step: tl.constexpr, block: tl.constexpr
     ):
-        """One program a row of both; the divergences need no third reading, as their sums are scaled as they grow."""
+        """One program per pair of rows; the divergences are accumulated online, so that two reads are enough."""
         row = tl.program_id(0).to(tl.int64)
         vocab *= step
         first += row * vocab
@@ -304,19 +304,19 @@ if triton is not None:
         log_a, log_b = highest_a + tl.log(z_a), highest_b + tl.log(z_b)
         forth = tl.sum(apart_a, axis=0) / z_a - (log_a - log_b)  # KL(p‖q)
         back = log_a - log_b - tl.sum(apart_b, axis=0) / z_b  # KL(q‖p)
-        own = (log_a - tl.load(first + label).to(tl.float32) + log_b - tl.load(second + label).to(tl.float32)) / 2
+        label_nll = (log_a - tl.load(first + label).to(tl.float32) + log_b - tl.load(second + label).to(tl.float32)) / 2
         mean = (log_a + log_b - tl.sum(added, axis=0) / vocab) / 2
-        tl.store(loss + row, (1 - smoothing) * own + smoothing * mean + alpha / 4 * (forth + back))
-        tl.store(nll + row, own)
-        tl.debug_barrier()  # the label's logits have been read
+        tl.store(loss + row, (1 - smoothing) * label_nll + smoothing * mean + alpha / 4 * (forth + back))
+        tl.store(nll + row, label_nll)
+        tl.debug_barrier()  # the label's logits are loaded
         for start in range(0, vocab, block):
             real = start + inside < vocab
             log_p = tl.load(first + start + inside, mask=real, other=float("-inf")).to(tl.float32) - log_a
             log_q = tl.load(second + start + inside, mask=real, other=float("-inf")).to(tl.float32) - log_b
             p, q = tl.exp(log_p), tl.exp(log_q)
-            above = tl.where(real, log_p - log_q, 0.0)
-            wanted = tl.where(start + inside == label, 1 - smoothing, 0.0) + smoothing / vocab
-            d_a = (p - wanted) / 2 + alpha / 4 * (p * (above - forth) + p - q)
-            d_b = (q - wanted) / 2 + alpha / 4 * (q * (-above - back) + q - p)
+            log_ratio = tl.where(real, log_p - log_q, 0.0)
+            target = tl.where(start + inside == label, 1 - smoothing, 0.0) + smoothing / vocab
+            d_a = (p - target) / 2 + alpha / 4 * (p * (log_ratio - forth) + p - q)
+            d_b = (q - target) / 2 + alpha / 4 * (q * (-log_ratio - back) + q - p)
             tl.store(first + start + inside, d_a.to(first.dtype.element_ty), mask=real)
             tl.store(second + start + inside, d_b.to(second.dtype.element_ty), mask=real)
