@@ -244,12 +244,11 @@ class Config:
         """Read a config file; an unknown key, a wrong type or a bad value is an error that names it."""
         try:
             text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+            return cls.from_dict(tomllib.loads(text))
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}: give a config file, a preset or a run folder") from None
         except UnicodeDecodeError:
             raise UsageError(f"{path}: not a text file: a config file is TOML in UTF-8") from None
-        try:
-            return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
         except UsageError as error:

@@ -7,7 +7,6 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -245,6 +244,21 @@ def prepare(
     return PreparedText.open(place)
 
 
+def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
+    """Return everything but the text itself that decides the result, as plain values."""
+    described = [[c.format.key, c.sides, c.weight, c.tag, c.column and [c.column.name, c.column.key]] for c in corpora]
+    settings = {
+        "text": text.name,
+        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
+        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
+        "tokenizer": vocabulary,
+        "train": described[:train],
+        "valid": described[train:],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
 class Scan:
     """All pairs of the text: their blocks, and in a file their hashes and dispositions."""
 
@@ -294,10 +308,8 @@ class Scan:
         def lines(side: int) -> Iterator[str]:
             return chain.from_iterable(self.map(self.text.sample, lambda block: (side, share, (seed, block))))
 
-        if self.corpora[0].sides == 1:
-            options = dataclasses.replace(options, shared=True)
-            return learn_tokenizers((), lines(0), options, tags, pairs=kept, learner=learner)
-        return learn_tokenizers(lines(0), lines(1), options, tags, pairs=kept, learner=learner)
+        sides = [lines(side) for side in range(self.corpora[0].sides)]
+        return learn_tokenizers(sides, options, tags, pairs=kept, learner=learner)
 
     def tokenise(self, draft: Path, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Write ids, lengths and validation text of all kept pairs; return the manifest."""
@@ -343,11 +355,10 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
     """Keep the first of equal pairs."""
     parts = np.uint64(len(pairs) // HASHES_AT_ONCE + 1)
     for part in range(int(parts)):
-        usable = (
-            start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0))
-            for start, stop in slices(len(pairs))
-        )
-        rows = np.concatenate(list(usable))
+        found = [np.empty(0, np.int64)]
+        for start, stop in slices(len(pairs)):
+            found.append(start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0)))
+        rows = np.concatenate(found)
         values = pairs[rows]
         order = np.argsort(values, kind="stable")
         repeated = values[order][1:] == values[order][:-1]
@@ -359,7 +370,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
 
     Sources are taken in the order of a seeded hash; never more than a tenth of the pairs.
     """
-    usable = sum(int(np.count_nonzero(dispositions[start:stop] == 0)) for start, stop in slices(len(dispositions)))
+    usable = int(np.count_nonzero(dispositions == Disposition.TRAIN))
     most = usable // 10
     if wanted > most > 0:
         raise UsageError(
@@ -400,24 +411,3 @@ def _mix(values: Hashes, seed: int) -> Hashes:
 def slices(length: int) -> Iterator[tuple[int, int]]:
     """Divide so many rows, which may not fit into memory together."""
     return ((start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))
-
-
-# ---- the key ---------------------------------------------------------------------------------------------------------
-
-
-def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
-    """Return everything but the text itself that decides the result, as plain values."""
-    described = [
-        [each.format.key, each.sides, each.weight, each.tag, each.column and [each.column.name, each.column.key]]
-        for each in corpora
-    ]
-    settings = {
-        "text": text.name,
-        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
-        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
-        "tokenizer": vocabulary,
-        "train": described[:train],
-        "valid": described[train:],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain

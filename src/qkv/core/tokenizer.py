@@ -252,15 +252,14 @@ def learn_bpe(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer
 
 
 def learn_tokenizers(
-    src_lines: Iterable[str],
-    tgt_lines: Iterable[str],
+    sides: Sequence[Iterable[str]],
     options: TokenizerConfig,
     tags: Sequence[str] = (),
     *,
     pairs: int,
     learner: Learner = learn_bpe,
 ) -> TokenizerPair:
-    """Learn one vocabulary for both sides, or one for each, from a sample of a corpus of so many pairs."""
+    """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
 
     def learn(lines: Iterable[str]) -> Tokenizer:
         base = len(SPECIALS) + len(tags) + len(PRINTABLE)
@@ -278,10 +277,9 @@ def learn_tokenizers(
             )
         return tokenizer
 
-    if options.shared:
-        one = learn(chain(src_lines, tgt_lines))
-        return TokenizerPair(one, one)
-    return TokenizerPair(learn(src_lines), learn(tgt_lines))
+    src, *others = [chain(*sides)] if options.shared else sides
+    learned = [learn(src), *map(learn, others)]
+    return TokenizerPair(learned[0], learned[-1])
 
 
 def default_size(pairs: int) -> int:

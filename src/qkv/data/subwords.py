@@ -53,7 +53,7 @@ def learn(
     """Learn the vocabularies of a whole corpus, of the kind in the options; running text has target lines only."""
     src_lines, tgt_lines = list(src_lines), list(tgt_lines)
     pairs = max(len(src_lines), len(tgt_lines))
-    return learn_tokenizers(src_lines, tgt_lines, options, tags, pairs=pairs, learner=learner_for(options.kind))
+    return learn_tokenizers([src_lines, tgt_lines], options, tags, pairs=pairs, learner=learner_for(options.kind))
 
 
 def learn_unigram(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer:

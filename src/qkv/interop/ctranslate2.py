@@ -21,15 +21,25 @@ from qkv.interop.conversion import LinearWeights, attention_projections, check_s
 from qkv.options import TransformerConfig
 
 POSITIONS = 4096  # rows of sinusoids written to the file: CTranslate2's default formula differs
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "kind": ("transformer",),
+    "positions": ("sinusoidal", "learned", "rotary", "none"),
+    "activation": ("relu", "gelu", "swiglu"),
+    "attention": ("scaled", "dot", "general"),
+    "norm": ("post", "pre"),
+    "rms_norm": (False, True),
+    "window": (0,),
+    "bias": (False, True),
+}
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 
 def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:
     """Write the weights in fp32; `ctranslate2.Translator(folder, compute_type="int8")` quantises them when loading."""
     spec = model.config
-    check_supported(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})
+    check_supported(spec, "CTranslate2", SUPPORTED)
     if spec.positions == "rotary":  # the rotation comes between W^Q and the W of `general`: no folding
-        check_supported(spec, "CTranslate2 with rotary positions", {"attention": ("scaled", "dot")})
+        check_supported(spec, "CTranslate2 with rotary positions", SUPPORTED | {"attention": ("scaled", "dot")})
     if spec.key_width != spec.value_width:
         raise UsageError(f"model.d_v = {spec.value_width}: CTranslate2 supports only d_v = d_k, {spec.key_width} here")
     target = _empty_model(spec)

@@ -36,6 +36,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention": ("scaled", "dot", "general"),
     "rms_norm": (False,),
     "window": (0,),
+    "kind": ("transformer",),
+    "norm": ("post", "pre"),
+    "bias": (False, True),
 }
 
 
