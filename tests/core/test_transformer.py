@@ -200,3 +200,16 @@ def test_layers_refuse_what_only_rings_have() -> None:
             Transformer(Extended(**change), 13, 13)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"model\.positions = rotary"):
         Transformer(Extended(positions="rotary"), 13, 13)
+
+
+def test_layers_build_the_parts_and_every_sublayer_has_its_own_norm() -> None:
+    class WithoutPositions(Layers):
+        def positions(self) -> None:
+            return None
+
+    model = Transformer(SMALL, 13, 13, WithoutPositions(SMALL))
+    assert model.source.positions is None
+    assert isinstance(Transformer(SMALL, 13, 13).source.positions, SinusoidalPositions)
+    norms = [name for name, part in model.named_modules() if isinstance(part, nn.LayerNorm)]
+    expected = [f"encoder.{i}.residuals.{j}.norm" for i in range(2) for j in range(2)]
+    assert norms == expected + [f"decoder.{i}.residuals.{j}.norm" for i in range(2) for j in range(3)]
