@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ from qkv.core.validation import Task
 MAX_SKIPPED = 10  # updates in a row without a finite loss before training gives up
 RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator uses
 
-# ---- the seams -------------------------------------------------------------------------------------------------------
-
 
 class Outcome(NamedTuple):
     """Result of one update: loss and −log p for each token, gradient norm before clipping, number of tokens."""
@@ -62,38 +60,16 @@ Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]  # model, batch → lo
 StepHook = Callable[[int, nn.Module], None]  # called after each update with its number; may be a WeightAverage too
 
 
-class TrainStep(Protocol):
-    """Changes the weights by one update; CUDA graphs and sharded weights are other implementations."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
-    device: torch.device
-    max_in_flight: int  # updates that may be started before the outcome of the first one is read
-
-    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
-        """Start update `number`, counted from 1; the returned function waits for its outcome."""
-
-    def probe(self) -> None:
-        """Try the largest micro-batch before the first update, so that a lack of memory shows at once."""
-
-    def padded(self, update: Update) -> list[Batch]:
-        """Return the update as padded batches, to be written to a file."""
-
-    def evaluated_model(self) -> AbstractContextManager[Any]:
-        """Give the model with the weights that are validated and kept; on rank 0 only, it is complete."""
-
-    def spare_model(self) -> Any:
-        """Return a model of this shape to overwrite after the training."""
-
-
 # ---- one update ------------------------------------------------------------------------------------------------------
 
 
 class PlainTrainStep:
-    """The update of the paper: teacher forcing, the gradient of the mean loss of a token, Adam."""
+    """The update of the paper: teacher forcing, the gradient of the mean loss of a token, Adam.
 
-    max_in_flight = 0
+    Subclasses replay CUDA graphs, divide the weights among ranks, or cut batches that do not fit into memory.
+    """
+
+    max_in_flight = 0  # updates that may be started before the outcome of the first one is read
 
     def __init__(
         self,
@@ -113,11 +89,11 @@ class PlainTrainStep:
         self.precision = choose_precision(options.precision, self.device)
 
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
-        """Change the weights, unless the loss is not finite; the outcome is the same on every rank.
+        """Change the weights, unless the loss is not finite; the returned function waits for the outcome.
 
         The loss is a sum over tokens, divided once by the token count of the whole update, so neither micro-batches nor
-        ranks change it. Dropout is seeded by step number and rank, so a resumed run draws what an uninterrupted one
-        would have drawn.
+        ranks change it, and every rank has the same outcome. Dropout is seeded by step number and rank, so a resumed
+        run draws what an uninterrupted one would have drawn.
         """
         torch.manual_seed(self.seed(number))
         sums = self.gradients(update)  # loss, −log p and tokens
@@ -125,7 +101,7 @@ class PlainTrainStep:
         tokens = sums[2]
         norm = self.norm(gradients) / tokens
         clipped = (self.options.clip / (norm + 1e-6)).clamp(max=1.0) if self.options.clip else torch.ones_like(norm)
-        self.scale(gradients, clipped / tokens)
+        torch._foreach_mul_(gradients, clipped / tokens)
         loss, nll, count, size = torch.cat([sums, norm[None]]).tolist()  # the only wait for the device
         outcome = Outcome(loss / count, nll / count, size, int(count))
         if outcome.finite:
@@ -169,33 +145,34 @@ class PlainTrainStep:
     def norm(self, gradients: list[Tensor]) -> Tensor:
         return torch.as_tensor(torch.nn.utils.get_total_norm(gradients))
 
-    def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
-        torch._foreach_mul_(gradients, factor)
-
     def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def probe(self) -> None: ...
+    def probe(self) -> None:
+        """Try the largest micro-batch before the first update, so that a lack of memory shows at once."""
 
     def padded(self, update: Update) -> list[Batch]:
+        """Return the update as padded batches, to be written to a file."""
         return update.micro_batches
 
     @contextmanager
-    def evaluated_model(self) -> Iterator[Model]:
-        """Give the model with the average of its weights, if there is one; the weights come back afterwards."""
-        if self.average is None or not self.world.first:
+    def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
+        """Give the model with these weights, by default those that are validated; complete on rank 0 only.
+
+        They are the average of the weights, if there is one; its own weights come back afterwards.
+        """
+        if weights is None and self.average is not None:
+            weights = self.average.tensors()
+        if weights is None or not self.world.first:
             yield self.model
             return
         own = dict(self.model.named_parameters())
         kept = {name: weight.detach().clone() for name, weight in own.items()}
-        load_weights(own, self.average.tensors(), Path("ema"))
+        load_weights(own, weights, Path("weights"))
         try:
             yield self.model
         finally:
             load_weights(own, kept, Path("weights"))
-
-    def spare_model(self) -> Model:
-        return self.model
 
 
 class Trainer:
@@ -205,7 +182,7 @@ class Trainer:
         self,
         config: Config,
         text: PreparedText,
-        step: TrainStep,
+        step: PlainTrainStep,
         task: Task,
         updates: UpdateStream,
         *,
@@ -220,7 +197,7 @@ class Trainer:
         """Continue reading the text at this position, with the micro-batches that the position counts."""
         self.progress = progress
         self.updates.micro_tokens = progress.micro_tokens or self.updates.micro_tokens
-        self._planned: tuple[int, Plan] | None = None
+        self.planned: dict[int, Plan] = {}  # by the number of the next update
 
     def restore(self, state: Path) -> None:
         step = self.train_step
@@ -233,9 +210,9 @@ class Trainer:
     def plan(self) -> Plan:
         """Return the schedule's plan of the next update."""
         number = self.progress.step + 1
-        if self._planned is None or self._planned[0] != number:
-            self._planned = number, self.schedule.plan(number, self.progress.seconds)
-        return self._planned[1]
+        if number not in self.planned:
+            self.planned = {number: self.schedule.plan(number, self.progress.seconds)}
+        return self.planned[number]
 
     def done(self) -> bool:
         return self.progress.step >= self.plan().last_step or 0 < self.config.train.patience <= self.progress.worse
@@ -359,15 +336,13 @@ class Loop:
 
         Report skipped updates; after too many in a row write the batch, as ids and as text, and give up.
         """
-        outcome, progress = None, self.trainer.progress
+        outcome, progress, path = None, self.trainer.progress, self.run.path / "bad-batch.json"
         while len(self.in_flight) > but:
             number, update, read = self.in_flight.popleft()
             outcome = read()
-            if outcome.finite:
-                continue
-            self.say(f"step {number}: the loss is not finite, update skipped ({progress.skipped} in all)")
+            if not outcome.finite:
+                self.say(f"step {number}: the loss is not finite, update skipped ({progress.skipped} in all)")
             if progress.skipped_in_a_row >= MAX_SKIPPED:
-                path = self.run.path / "bad-batch.json"
                 if self.trainer.world.first:
                     self.write_batch(path, update, number)
                 raise QkvError(
@@ -437,10 +412,9 @@ class Loop:
         scores = {**self.run.scores, "chosen": "best", "finished": trainer.progress.step}
         kept = self.run.checkpoints()[-options.average :] if options.average else []
         if len(kept) > 1:
-            model = trainer.train_step.spare_model()
-            load_weights(dict(model.named_parameters()), average_checkpoints(kept), kept[-1])
-            self.keep_weights("average", model)
-            result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
+            with trainer.train_step.evaluated_model(average_checkpoints(kept)) as model:
+                self.keep_weights("average", model)
+                result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
             scores["average"] = {"of": [path.stem for path in kept], **result.to_dict()}
             if trainer.progress.best is None or result.value(options.metric) > trainer.progress.best:
                 scores["chosen"] = "average"
