@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from qkv.core.batches import Batch, Update, UpdateStream
 from qkv.core.checkpoint import (
     Clock,
     Progress,
-    WeightAverage,
     average_checkpoints,
     clear_away,
     latest_state,
@@ -58,6 +57,14 @@ class Outcome(NamedTuple):
 
 Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]  # model, batch → loss and −log p, both summed over tokens
 StepHook = Callable[[int, nn.Module], None]  # called after each update with its number; may be a WeightAverage too
+
+
+@runtime_checkable
+class WeightAverage(Protocol):
+    """A StepHook with weights that are validated and kept in place of the trained ones, e.g. their moving average."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the average itself, by parameter name: what is copied into these tensors changes it."""
 
 
 # ---- one update ------------------------------------------------------------------------------------------------------
@@ -187,10 +194,9 @@ class Trainer:
         updates: UpdateStream,
         *,
         schedule: Schedule,
-        world: World = ALONE,
     ) -> None:
         self.config, self.text, self.train_step, self.task, self.updates = config, text, step, task, updates
-        self.schedule, self.world, self.model, self.device = schedule, world, step.model, step.device
+        self.schedule, self.world, self.model, self.device = schedule, step.world, step.model, step.device
         self.go_on_from(Progress(micro_tokens=updates.micro_tokens))
 
     def go_on_from(self, progress: Progress) -> None:
@@ -200,12 +206,10 @@ class Trainer:
         self.planned: dict[int, Plan] = {}  # by the number of the next update
 
     def restore(self, state: Path) -> None:
-        step = self.train_step
-        self.go_on_from(restore_state(state, self.model, step.optimizer, step.average, self.world))
+        self.go_on_from(restore_state(state, self.train_step))
 
     def save(self, run: Run) -> None:
-        step = self.train_step
-        save_state(run, self.progress, self.model, step.optimizer, step.average, self.world)
+        save_state(run, self.progress, self.train_step)
 
     def plan(self) -> Plan:
         """Return the schedule's plan of the next update."""
@@ -250,7 +254,7 @@ def fit(run: Run, trainer: Trainer, sinks: Sequence[LogSink] = ()) -> bool:
     if state:
         trainer.restore(Path(state))
     elif run.start.exists():
-        start_from(run.start, trainer.model, trainer.train_step.average, world)
+        start_from(run.start, trainer.train_step)
     progress = trainer.progress
     if world.broadcast("finished" if trainer.done() and run.scores.get("finished") == progress.step else ""):
         remedy = "raise its limit with --set (train.steps, train.epochs or train.patience)"
