@@ -64,7 +64,7 @@ class WeightAverage(Protocol):
     """A StepHook with weights that are validated and kept in place of the trained ones, e.g. their moving average."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the average itself, by parameter name: what is copied into these tensors changes it."""
+        """Return the average itself, by parameter name; a state is loaded by copying into these tensors."""
 
 
 # ---- one update ------------------------------------------------------------------------------------------------------
@@ -321,19 +321,10 @@ class Loop:
                 self.log("progress")
                 if logged and outcome is not None:
                     speed, stalled = clock.read()
-                    self.log(
-                        "train",
-                        epoch=progress.epoch,
-                        loss=outcome.loss,
-                        nll=outcome.nll,
-                        norm=outcome.gradient_norm,
-                        learning_rate=progress.learning_rate,
-                        tokens=progress.tokens,
-                        skipped=progress.skipped,
-                        tokens_per_second=speed,
-                        stalled=stalled,
-                        seconds=progress.seconds,
-                    )
+                    found = {"loss": outcome.loss, "nll": outcome.nll, "norm": outcome.gradient_norm}
+                    rates = {"learning_rate": progress.learning_rate, "tokens": progress.tokens}
+                    times = {"tokens_per_second": speed, "stalled": stalled, "seconds": progress.seconds}
+                    self.log("train", epoch=progress.epoch, **found, **rates, skipped=progress.skipped, **times)
 
     def settle(self, but: int = 0) -> Outcome | None:
         """Wait for all updates in flight but the last few; return the outcome of the last one waited for.
@@ -394,15 +385,9 @@ class Loop:
             minutes, seconds = divmod(int(progress.seconds), 60)
             better = "  best" if progress.best_step == progress.step else ""
             self.say(f"step {progress.step:>7,}  {result}  {minutes}:{seconds:02d}{better}")
-            self.log(
-                "valid",
-                **result.to_dict(),
-                sample=result.sample,
-                **result.details,
-                tokens=progress.tokens,
-                seconds=progress.seconds,
-                training_seconds=progress.training_seconds,
-            )
+            measured = {**result.to_dict(), "sample": result.sample, **result.details}
+            times = {"seconds": progress.seconds, "training_seconds": progress.training_seconds}
+            self.log("valid", **measured, tokens=progress.tokens, **times)
         trainer.save(self.run)
         self.clock.read(training=False)  # saving does not count as training either
 
