@@ -26,8 +26,12 @@ from qkv.core.search import SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
+from qkv.data.subwords import unique_names
 from qkv.decoding.search_request import score_all
+from qkv.interop import ctranslate2 as ctranslate2_export
+from qkv.interop import huggingface as huggingface_export
 from qkv.interop import to_ctranslate2, to_huggingface
+from qkv.interop.conversion import check_supported
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -37,7 +41,7 @@ WORDS = 40  # learned tokens; the vocabulary has the bytes too
 EXTRA = 30  # extra tokens of a translation, more than the trained models usually need
 TOKENIZER = Tokenizer("word", [f"w{i}" for i in range(WORDS)], tags=("it",))
 TOKENIZERS = TokenizerPair(TOKENIZER, TOKENIZER)
-NAMES = TOKENIZER.names
+NAMES = unique_names(TOKENIZER)
 SMALL: dict[str, Any] = {
     "d_model": 32,
     "d_ff": 48,
@@ -191,7 +195,7 @@ def test_text_and_scores_are_the_same(norm: str, beam: int, tmp_path: Path) -> N
 
 def test_every_token_has_a_name_of_its_own() -> None:
     tokenizer = Tokenizer("word", ["<s>", "<2it>", "Ġ<s>", "ab"], tags=("it",))
-    names = tokenizer.names
+    names = unique_names(tokenizer)
     assert len(set(names)) == len(names) == tokenizer.size
     assert names[:4] == ["<pad>", "<s>", "</s>", "<2it>"]
 
@@ -351,3 +355,23 @@ def test_a_missing_package_is_refused_with_an_install_command(
     }
     with pytest.raises(UsageError, match=f"pip install {package}"):
         export[package](some_model())
+
+
+@pytest.mark.parametrize("supported", [ctranslate2_export.SUPPORTED, huggingface_export.SUPPORTED])
+def test_an_option_or_a_value_that_an_exporter_does_not_name_is_refused(supported: dict[str, Any]) -> None:
+    check_supported(TransformerConfig(), "it", supported)
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name in supported:
+            changed = TransformerConfig()
+            object.__setattr__(changed, field.name, "unknown")
+            with pytest.raises(UsageError, match=f"model.{field.name} = 'unknown'"):
+                check_supported(changed, "it", supported)
+    with pytest.raises(UsageError, match=r"model\.sharpness: the export to it"):
+        check_supported(Sharper(), "it", supported)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharper(TransformerConfig):
+    """A model with an option that no exporter has heard of."""
+
+    sharpness: float = 1.0

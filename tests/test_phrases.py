@@ -19,6 +19,7 @@ from qkv.core.search import Hypothesis, SearchState, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
 from qkv.core.translate import token_logprobs
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
@@ -124,7 +125,7 @@ def test_just_those_tokens_are_forbidden_that_complete_a_phrase(before: list[int
     assume(not holds(before))
     forbidden = avoid.forbidden(before)
     for token in range(WORDS.offset, WORDS.size):
-        assert (token in forbidden) == holds([*before, token]), WORDS.tokens([*before, token])
+        assert (token in forbidden) == holds([*before, token]), readable_tokens(WORDS, [*before, token])
     assert WORDS.eos not in forbidden
 
 

@@ -119,7 +119,7 @@ def test_the_map_names_existing_modules() -> None:
 
 
 def defined_in(path: Path) -> set[str]:
-    """Return the functions, classes, methods, fields and constants that a module defines."""
+    """Return the functions, classes, methods, fields and constants that a module defines, also without their class."""
 
     def names(body: list[ast.stmt], prefix: str = "") -> set[str]:
         defined = set()
@@ -133,7 +133,8 @@ def defined_in(path: Path) -> set[str]:
                 defined |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
         return defined
 
-    return names(ast.parse(path.read_text(encoding="utf-8")).body)
+    defined = names(ast.parse(path.read_text(encoding="utf-8")).body)
+    return defined | {name.split(".")[-1] for name in defined}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
 from qkv.options import DecodeConfig
@@ -115,7 +116,7 @@ def test_the_tree_replays_the_search(
     assert {n["fate"] for n in finished} <= {"finished", "winner"}
     assert [n for n in nodes if n["fate"] == "winner"] == finished[:1]
     for node, hypothesis in zip(finished, told.hypotheses, strict=False):
-        assert path(nodes, node) == BYTES.tgt.tokens(hypothesis.tokens)
+        assert path(nodes, node) == readable_tokens(BYTES.tgt, hypothesis.tokens)
         assert node["logprob"] == hypothesis.logprob
         assert node["score"] == pytest.approx(hypothesis.score, rel=1e-6)
     assert len(finished) >= len(told.hypotheses)
@@ -188,7 +189,7 @@ def check_reasons(
 def test_a_garden_path_computed_by_hand() -> None:
     """a 0.5, b 0.4, "" 0.1; then a </s> 0.2, b </s> 0.36; the others have at most 0.15 (see test_search)."""
     told = tell(GARDEN_PATH, 5, DecodeConfig(beam=2, length_penalty="none"))
-    a, b = BYTES.tgt.tokens([3, 4])
+    a, b = readable_tokens(BYTES.tgt, [3, 4])
     rows = [(n["parent"], n["step"], n["token"], n["fate"], n["why"]) for n in told.beam["nodes"]]
     assert rows[:6] == [
         (None, 0, "<s>", "went on", "start of every hypothesis"),
@@ -265,8 +266,8 @@ def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam
     told = trace_search(model, BYTES, [0], DecodeConfig(beam=beam, extra_length=6), CPU)
     assert model.encoded == 1
     written = told.hypotheses[0].tokens
-    assert [s["chosen"] for s in told.steps] == [*BYTES.tgt.tokens(written), "</s>"]
-    assert [s["fed"] for s in told.steps] == ["<s>", *BYTES.tgt.tokens(written)]
+    assert [s["chosen"] for s in told.steps] == [*readable_tokens(BYTES.tgt, written), "</s>"]
+    assert [s["fed"] for s in told.steps] == ["<s>", *readable_tokens(BYTES.tgt, written)]
     for i, (step, token) in enumerate(zip(told.steps, [*written, EOS], strict=True)):
         row = model.table(0, tuple(written[:i]))
         assert step["probability"] == pytest.approx(row[token], abs=1e-6)
@@ -275,7 +276,9 @@ def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam
             np.sort(row)[::-1][:CANDIDATES], abs=1e-6
         )
         assert [c["id"] for c in step["candidates"]] == np.argsort(-row)[:CANDIDATES].tolist()
-        assert [c["token"] for c in step["candidates"]] == BYTES.tgt.tokens(c["id"] for c in step["candidates"])
+        assert [c["token"] for c in step["candidates"]] == readable_tokens(
+            BYTES.tgt, [c["id"] for c in step["candidates"]]
+        )
     assert math.prod(s["probability"] for s in told.steps) == pytest.approx(
         math.exp(told.hypotheses[0].logprob), rel=1e-4
     )

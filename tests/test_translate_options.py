@@ -21,6 +21,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import SearchRequest
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
@@ -39,7 +40,7 @@ def translator(tiny: Path) -> Translator:
 def assert_own_logprob(translator: Translator, source: str, found: Translation) -> None:
     """Forced decoding of these tokens, which may differ from the tokenizer's for the same text."""
     tgt = translator.tokenizers.tgt
-    names = {name: token for token, name in reversed(list(enumerate(tgt.tokens(range(tgt.size)))))}
+    names = {name: token for token, name in reversed(list(enumerate(readable_tokens(tgt, range(tgt.size)))))}
     ids = torch.tensor([[*translator.tokenizers.src.encode(source), 2]])
     written = [names[token] for token in found.tokens]
     memory = translator.model.encode(ids, torch.tensor([ids.shape[1]]))

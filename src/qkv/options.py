@@ -299,8 +299,8 @@ class Config(config.Config):
         sharded = train.parallel == "sharded"
         if not isinstance(model, AttentionModelConfig):
             if train.checkpointing or sharded:
-                chosen = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
-                raise UsageError(f"train.{chosen} is for layers of attention, not for {model.kind}: leave it out")
+                setting = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
+                raise UsageError(f"train.{setting} is for layers of attention, not for {model.kind}: leave it out")
         elif sharded and train.optimizer in ("muon", "soap"):
             raise UsageError(
                 f'train.optimizer = "{train.optimizer}" needs whole matrices, which train.parallel = "sharded" '

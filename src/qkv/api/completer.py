@@ -17,7 +17,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
-from qkv.data.subwords import encode_text, newline_of
+from qkv.data.subwords import encode_text, newline_of, readable_tokens
 from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.language_models import DecoderOnly
@@ -136,7 +136,7 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         ids = self._ids(prompt)[-self.context :]
         logits, _ = self.model.step(torch.tensor([ids], device=self.device), self.model.start())
         likeliest = logits[0, -1].float().softmax(-1).topk(min(n, self.tokenizer.size))
-        names = self.tokenizer.tokens(likeliest.indices.tolist())
+        names = readable_tokens(self.tokenizer, likeliest.indices.tolist())
         return list(zip(names, likeliest.values.tolist(), strict=True))
 
     def _ids(self, prompt: str) -> list[int]:
@@ -201,4 +201,4 @@ class _Continuation:
     def completion(self, tokenizer: Tokenizer) -> Completion:
         text = self.text if self.stopped else self.text + self.decoder.close()
         reason = "stop" if self.stopped else "length"
-        return Completion(text, sum(self.logprobs), tokenizer.tokens(self.ids), self.logprobs, reason)
+        return Completion(text, sum(self.logprobs), readable_tokens(tokenizer, self.ids), self.logprobs, reason)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.translate import TranslatedLine
+from qkv.data.subwords import readable_tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Translation:
         best, written = ranks[0], [token for hypothesis in line.hypotheses[0] for token in hypothesis.tokens]
         return cls(
             **vars(best),
-            tokens=tgt.tokens(written),
+            tokens=readable_tokens(tgt, written),
             alternatives=ranks[1:],
             pieces=len(line.hypotheses[0]),
             finish_reason="length" if best.truncated else "stop",

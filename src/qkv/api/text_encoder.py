@@ -19,6 +19,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.translate import by_length
 from qkv.data.lm_data import mask_tokens
+from qkv.data.subwords import readable_tokens
 from qkv.models.language_models import EncoderOnly
 
 GAP = "<mask>"
@@ -131,7 +132,7 @@ class Encoder(LoadedRun[EncoderOnly]):
         filled = [token if i == place else each for i, each in enumerate(ids)]
         spelled = [part for each in filled for part in (open_gap if each == self.tokenizer.bos else [each])]
         text = self.tokenizer.decode(spelled).replace(STAND_IN, GAP)
-        (name,) = self.tokenizer.tokens([token])
+        (name,) = readable_tokens(self.tokenizer, [token])
         return Filling(gap, name, probability, text)
 
     def _with_gaps(self, text: str) -> list[int]:

@@ -24,6 +24,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import translate_lines
+from qkv.data.subwords import readable_tokens
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, score_all, without_spaces
@@ -256,7 +257,7 @@ class Translator(Explainer):
         request = SearchRequest.of(self.config, self.tokenizers.tgt, beam=beam)
         ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
         written = tgt.encode(translation)
-        spans = words(tgt.tokens(written))
+        spans = words(readable_tokens(tgt, written))
         if not 0 <= position <= len(spans):
             raise UsageError(
                 f"position {position}: give 0 to {len(spans) - 1} for a word, or {len(spans)} for the next word"
@@ -282,7 +283,7 @@ class Translator(Explainer):
     ) -> list[OtherWord]:
         """Return `alternatives` in the sentence of the word, joined with the other sentences."""
         tgt, number = self.tokenizers.tgt, 0
-        counts = [len(words(tgt.tokens(tgt.encode(piece)))) for piece in targets]
+        counts = [len(words(readable_tokens(tgt, tgt.encode(piece)))) for piece in targets]
         while number + 1 < len(counts) and position >= counts[number]:
             position, number = position - counts[number], number + 1
         others = self.alternatives(sources.pieces[number], targets.pieces[number], position, n, **options)
@@ -361,7 +362,10 @@ class Translator(Explainer):
                 )
         model = self.runner.plain
         logprobs = score_all(model, sources, targets, self.tokenizers, device=self.device, progress=progress)
-        return [Scored(sum(row), [*tgt.tokens(ids), "</s>"], row) for ids, row in zip(targets, logprobs, strict=True)]
+        return [
+            Scored(sum(row), [*readable_tokens(tgt, ids), "</s>"], row)
+            for ids, row in zip(targets, logprobs, strict=True)
+        ]
 
     def _pieces(self, line: str, prefix: int, *, sentences: bool) -> Pieces:
         room = self.config.data.max_length - prefix

@@ -25,6 +25,7 @@ from qkv.core.tokenizer import TokenizerPair
 Indices = NDArray[np.int64]
 Lengths = NDArray[np.integer]
 PlannedUpdate = list[Indices]  # the micro-batches of one optimizer step
+Seed = tuple[int, ...]
 
 MAX_PADDING = 0.05  # share of padding that micro-batches of the chosen size stay below
 MIN_TOKENS = 512  # of a micro-batch: smaller ones cost more time than their padding would
@@ -237,7 +238,7 @@ class UpdateStream(ABC):
         """Plan the updates of an epoch, each a list of micro-batches."""
 
     @abstractmethod
-    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+    def batch(self, micro: Indices, seed: Seed) -> Batch:
         """Return the tensors of a micro-batch; all randomness in it follows from the seed."""
 
     @abstractmethod
@@ -267,9 +268,13 @@ class UpdateStream(ABC):
                 yield self.make(share(plan[number], self.rank, self.world), (self.seed, epoch, number), after)
             epoch, first = epoch + 1, 0
 
-    def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> Update:
+    def make(self, planned: PlannedUpdate, seed: Seed, after: Position) -> Update:
         """Return the tensors of one rank's share of an update."""
         return Update([self.batch(micro, seed).to(self.device) for micro in planned], after)
+
+
+Cut = Callable[[TokenizerPair], Callable[[list[Rows], Indices, Seed], list[Rows]]] | None
+Align = Callable[[TokenStore, Indices], Tensor] | None
 
 
 class PairBatches(UpdateStream):
@@ -279,13 +284,7 @@ class PairBatches(UpdateStream):
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        tokenizers: TokenizerPair,
-        *,
-        cut: Callable[[TokenizerPair], Callable[[list[Rows], Indices, tuple[int, ...]], list[Rows]]] | None = None,
-        align: Callable[[TokenStore, Indices], Tensor] | None = None,
-        **options: Any,
+        self, store: TokenStore, tokenizers: TokenizerPair, *, cut: Cut = None, align: Align = None, **options: Any
     ) -> None:
         super().__init__(store, **options)
         self.tokenizers, self.align = tokenizers, align
@@ -304,8 +303,8 @@ class PairBatches(UpdateStream):
         indices = visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
         if not len(indices):
             raise UsageError(f"epoch {epoch} visits no sentence: raise a weight in data.train")
-        budget = {"tokens": self.tokens, "micro_tokens": self.micro_tokens}
-        return plan_epoch(indices, self.src_widths, self.tgt_widths, seed=self.seed, epoch=epoch, **budget)
+        options = {"tokens": self.tokens, "micro_tokens": self.micro_tokens, "seed": self.seed, "epoch": epoch}
+        return plan_epoch(indices, self.src_widths, self.tgt_widths, **options)
 
     def describe(self, epoch: int) -> str:
         plan = self.plan(epoch)
@@ -315,11 +314,11 @@ class PairBatches(UpdateStream):
             f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
         )
 
-    def sides(self, micro: Indices, seed: tuple[int, ...]) -> list[Rows]:
+    def sides(self, micro: Indices, seed: Seed) -> list[Rows]:
         rows = [self.store.rows(side, micro) for side in ("src", "tgt")]
         return self.cut(rows, micro, seed) if self.cut else rows
 
-    def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
+    def batch(self, micro: Indices, seed: Seed) -> Batch:
         sources, targets = (np.split(ids, np.cumsum(lengths))[:-1] for ids, lengths in self.sides(micro, seed))
         batch = collate(sources, targets, self.tokenizers)
         return replace(batch, alignment=self.align(self.store, micro)) if self.align else batch

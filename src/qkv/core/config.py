@@ -208,9 +208,8 @@ class Config:
                 _check_value(path, spec, value)
         self.model.check(self.longest())
         if getattr(self.model, "tie", "") == "all" and not self.tokenizer.shared:
-            raise UsageError(
-                'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output" for two vocabularies'
-            )
+            remedy = 'set model.tie = "output" for two vocabularies'
+            raise UsageError(f'model.tie = "all" needs tokenizer.shared = true: {remedy}')
         train = self.train
         if train.micro_tokens > train.tokens_per_step:
             raise UsageError(
@@ -245,12 +244,11 @@ class Config:
         """Read a config file; an unknown key, a wrong type or a bad value is an error that names it."""
         try:
             text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+            return cls.from_dict(tomllib.loads(text))
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}: give a config file, a preset or a run folder") from None
         except UnicodeDecodeError:
             raise UsageError(f"{path}: not a text file: a config file is TOML in UTF-8") from None
-        try:
-            return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise UsageError(f"{path}: not valid TOML: {error}") from None
         except UsageError as error:
@@ -265,14 +263,12 @@ class Config:
         """Write the config as TOML, every option included; `load` returns an equal config."""
         lines: list[str] = []
         for section, values in vars(self).items():
+            tables = {name: value for name, value in vars(values).items() if isinstance(value, tuple)}
             lines.append(f"[{section}]")
-            lines += [
-                f"{name} = {_toml(value)}" for name, value in vars(values).items() if not isinstance(value, tuple)
-            ]
-            for name, value in vars(values).items():
-                for item in value if isinstance(value, tuple) else ():
-                    lines.append(f"\n[[{section}.{name}]]")
-                    lines += [f"{key} = {_toml(part)}" for key, part in vars(item).items()]
+            lines += [f"{name} = {_toml(value)}" for name, value in vars(values).items() if name not in tables]
+            for name, item in ((name, item) for name, items in tables.items() for item in items):
+                lines.append(f"\n[[{section}.{name}]]")
+                lines += [f"{key} = {_toml(value)}" for key, value in vars(item).items()]
             lines.append("")
         return "\n".join(lines)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -144,8 +144,7 @@ def decompress(path: Path, reader: Reader, copy: Path) -> tuple[Path, str]:
     """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
     digest = hashlib.blake2b(digest_size=16)
     plain = path.suffix not in COMPRESSED and not is_stream(path)
-    with ExitStack() as stack:
-        out = None if plain else stack.enter_context(open(copy, "wb"))
+    with nullcontext() if plain else open(copy, "wb") as out:
         for part in reader(path):
             digest.update(part)
             if out:
@@ -225,17 +224,12 @@ def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | Non
 
 
 def decode_line(line: bytes, where: str, on_bad: str) -> str | None:
-    """Return a line as text; if it is not UTF-8, raise an error, or return None with on_bad = "skip".
-
-    With on_bad = "" the error message does not offer the choice to skip.
-    """
+    """Return a line as text, or None if it is not UTF-8 and on_bad = "skip"; with "", no such choice is offered."""
     try:
         return line.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
         if on_bad == "skip":
             return None
         choice = ', or leave such lines out with --on-bad skip (data.on_bad = "skip")' if on_bad else ""
-        raise QkvError(
-            f"{where}: not UTF-8 (byte 0x{line[error.start]:02X} at position {error.start + 1}): "
-            f"convert the file{choice}"
-        ) from None
+        place = f"byte 0x{line[error.start]:02X} at position {error.start + 1}"
+        raise QkvError(f"{where}: not UTF-8 ({place}): convert the file{choice}") from None

@@ -85,9 +85,8 @@ class TokenStore:
     def lengths(self, column: str) -> NDArray[np.uint32]:
         """Return the number of ids of every sentence."""
         if column not in self.columns:
-            raise UsageError(
-                f"{self.folder}: plain text, which has no {column} side: train a model without a source on it"
-            )
+            remedy = "train a model without a source on it"
+            raise UsageError(f"{self.folder}: plain text, which has no {column} side: {remedy}")
         return self._lengths[column]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all: written beside their place, flushed to disk, then renamed."""
+"""Atomic file writes: under a temporary name in the same folder, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
-        temporary.chmod(mode)  # safetensors would make it readable for nobody else
+        temporary.chmod(mode)  # safetensors makes files that only their owner can read
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
@@ -73,6 +73,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def reason(error: Exception) -> str:
-    # safetensors tells the system's error only in its text: "… (os error 28) …".
+    # safetensors has the system's error only in its text: "… (os error 28) …".
     number = re.search(r"os error (\d+)", str(error))
     return os.strerror(int(number[1])) if number else str(getattr(error, "strerror", None) or error)

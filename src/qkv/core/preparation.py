@@ -7,7 +7,6 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -186,7 +185,6 @@ class Sentences:
             mark_duplicates(train["pair"], train["disposition"])
         if scan.given:
             given[given == Disposition.TRAIN] = Disposition.VALID
-            scan.in_training = count_repeated(scan)
         else:
             hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
 
@@ -246,6 +244,21 @@ def prepare(
     return PreparedText.open(place)
 
 
+def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
+    """Return everything but the text itself that decides the result, as plain values."""
+    described = [[c.format.key, c.sides, c.weight, c.tag, c.column and [c.column.name, c.column.key]] for c in corpora]
+    settings = {
+        "text": text.name,
+        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
+        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
+        "tokenizer": vocabulary,
+        "train": described[:train],
+        "valid": described[train:],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
 class Scan:
     """All pairs of the text: their blocks, and in a file their hashes and dispositions."""
 
@@ -262,7 +275,7 @@ class Scan:
         self.text, self.corpora, self.train = text, corpora, train
         self.parallel_map, self.progress = parallel_map, progress
         self.given = len(corpora) > train  # whether there is a validation set
-        self.in_training = [0] * len(corpora)  # pairs of each validation corpus that occur in the training text
+        self.notes: list[dict[str, Any]] = [{} for _ in corpora]  # more numbers for the report, set by `choose`
         divided = text.blocks(corpora, plain, scratch, parallel_map)
         self.counts = [sum(block.count for block in blocks) for blocks in divided]  # pairs of each corpus
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
@@ -295,10 +308,8 @@ class Scan:
         def lines(side: int) -> Iterator[str]:
             return chain.from_iterable(self.map(self.text.sample, lambda block: (side, share, (seed, block))))
 
-        if self.corpora[0].sides == 1:
-            options = dataclasses.replace(options, shared=True)
-            return learn_tokenizers((), lines(0), options, tags, pairs=kept, learner=learner)
-        return learn_tokenizers(lines(0), lines(1), options, tags, pairs=kept, learner=learner)
+        sides = [lines(side) for side in range(self.corpora[0].sides)]
+        return learn_tokenizers(sides, options, tags, pairs=kept, learner=learner)
 
     def tokenise(self, draft: Path, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Write ids, lengths and validation text of all kept pairs; return the manifest."""
@@ -317,7 +328,7 @@ class Scan:
         report = [
             {"name": str(corpus), "part": "train" if number < self.train else "valid", "read": sum(found)}
             | dict(zip(reasons, found, strict=True))
-            | {"in_training": self.in_training[number]}
+            | self.notes[number]
             for number, (corpus, found) in enumerate(zip(self.corpora, counts.tolist(), strict=True))
         ]
         manifest: dict[str, Any] = {
@@ -344,26 +355,14 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
     """Keep the first of equal pairs."""
     parts = np.uint64(len(pairs) // HASHES_AT_ONCE + 1)
     for part in range(int(parts)):
-        usable = (
-            start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0))
-            for start, stop in _slices(len(pairs))
-        )
-        rows = np.concatenate(list(usable))
+        found = [np.empty(0, np.int64)]
+        for start, stop in slices(len(pairs)):
+            found.append(start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0)))
+        rows = np.concatenate(found)
         values = pairs[rows]
         order = np.argsort(values, kind="stable")
         repeated = values[order][1:] == values[order][:-1]
         dispositions[rows[order[1:][repeated]]] = Disposition.DUPLICATE
-
-
-def count_repeated(scan: Scan) -> list[int]:
-    """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
-    usable = scan.dispositions[scan.trained :] == Disposition.VALID
-    pairs, valid = scan.rows["pair"], scan.rows["pair"][scan.trained :]
-    wanted = np.unique(valid[usable])
-    common = [wanted[np.isin(wanted, pairs[start:stop])] for start, stop in _slices(scan.trained)]
-    repeated = usable & np.isin(valid, np.concatenate(common))
-    by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
-    return [0] * scan.train + [int(part.sum()) for part in by_corpus]
 
 
 def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int) -> None:
@@ -371,7 +370,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
 
     Sources are taken in the order of a seeded hash; never more than a tenth of the pairs.
     """
-    usable = sum(int(np.count_nonzero(dispositions[start:stop] == 0)) for start, stop in _slices(len(dispositions)))
+    usable = int(np.count_nonzero(dispositions == Disposition.TRAIN))
     most = usable // 10
     if wanted > most > 0:
         raise UsageError(
@@ -383,7 +382,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
     while total < goal and share < 1:  # among a share of the sources, and a larger share if their pairs are not enough
         share, total, chosen = min(1.0, 8 * share), 0, []
         parts = []
-        for start, stop in _slices(len(sources)):
+        for start, stop in slices(len(sources)):
             part = sources[start:stop][dispositions[start:stop] == Disposition.TRAIN]
             parts.append(part[_mix(part, seed) <= share * (2.0**64 - 1)])
         candidates, counts = np.unique(np.concatenate(parts), return_counts=True)
@@ -397,7 +396,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
             f"sources: give a validation set: {VALIDATION_OPTIONS}"
         )
-    for start, stop in _slices(len(dispositions)):
+    for start, stop in slices(len(dispositions)):
         part = dispositions[start:stop]
         held_out = np.isin(sources[start:stop], np.array(chosen, np.uint64))
         part[held_out & (part == Disposition.TRAIN)] = Disposition.VALID
@@ -409,26 +408,6 @@ def _mix(values: Hashes, seed: int) -> Hashes:
     return (values ^ (values >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
 
 
-def _slices(length: int) -> Iterator[tuple[int, int]]:
+def slices(length: int) -> Iterator[tuple[int, int]]:
+    """Divide so many rows, which may not fit into memory together."""
     return ((start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))
-
-
-# ---- the key ---------------------------------------------------------------------------------------------------------
-
-
-def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
-    """Return everything but the text itself that decides the result, as plain values."""
-    described = [
-        [each.format.key, each.sides, each.weight, each.tag, each.column and [each.column.name, each.column.key]]
-        for each in corpora
-    ]
-    settings = {
-        "text": text.name,
-        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
-        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
-        "tokenizer": vocabulary,
-        "train": described[:train],
-        "valid": described[train:],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain

@@ -142,23 +142,12 @@ class Tokenizer:
         """Return the bytes of one token; special tokens have none."""
         return self._bytes[token]
 
-    def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return each token for display: "▁" for a space before it, <0xE2> for part of a character."""
-        names = self.special_names
-        return [names[i] if i < len(names) else _readable(self._bytes[i]) for i in ids]
-
     def tag(self, name: str) -> int:
         """Return the id of a language tag."""
         if name not in self.tags:
             known = ", ".join(self.tags) or "none"
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
         return len(SPECIALS) + self.tags.index(name)
-
-    @property
-    def names(self) -> list[str]:
-        """A unique name for each token: that of the special token, or its bytes as printable characters."""
-        pieces = (f"{piece} " if piece in self.special_names else piece for piece in self.index)  # text may contain <s>
-        return [*self.special_names, *pieces]
 
     def pre_tokenize(self, text: str) -> list[str]:
         """Split a text into the parts that no token crosses, written in printable bytes."""
@@ -263,15 +252,14 @@ def learn_bpe(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer
 
 
 def learn_tokenizers(
-    src_lines: Iterable[str],
-    tgt_lines: Iterable[str],
+    sides: Sequence[Iterable[str]],
     options: TokenizerConfig,
     tags: Sequence[str] = (),
     *,
     pairs: int,
     learner: Learner = learn_bpe,
 ) -> TokenizerPair:
-    """Learn one vocabulary for both sides, or one for each, from a sample of a corpus of so many pairs."""
+    """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
 
     def learn(lines: Iterable[str]) -> Tokenizer:
         base = len(SPECIALS) + len(tags) + len(PRINTABLE)
@@ -289,19 +277,11 @@ def learn_tokenizers(
             )
         return tokenizer
 
-    if options.shared:
-        one = learn(chain(src_lines, tgt_lines))
-        return TokenizerPair(one, one)
-    return TokenizerPair(learn(src_lines), learn(tgt_lines))
+    src, *others = [chain(*sides)] if options.shared else sides
+    learned = [learn(src), *map(learn, others)]
+    return TokenizerPair(learned[0], learned[-1])
 
 
 def default_size(pairs: int) -> int:
     """Return the vocabulary size for a corpus of so many pairs when tokenizer.vocab is 0."""
     return next(size for least, size in VOCABULARY_SIZES if pairs >= least)
-
-
-def _readable(piece: bytes) -> str:
-    # Bytes that are no text decode to lone surrogates, which do not print either.
-    text, errors = piece.decode("utf-8", "surrogateescape"), "surrogateescape"
-    shown = {c: "".join(f"<0x{byte:02X}>" for byte in c.encode("utf-8", errors)) for c in text if not c.isprintable()}
-    return "".join(shown.get(c, c) for c in text).replace(" ", "▁")

@@ -49,7 +49,7 @@ SOON = 0.01  # seconds
 
 @dataclass(frozen=True)
 class ParsedLines(LineFormat):
-    """Layout in which one file holds all sides: `parse` returns the texts in a line, or raises ValueError."""
+    """Layout with all sides in one file: `parse` returns the texts of a line, or raises ValueError."""
 
     parse: Callable[[str], Texts]
 

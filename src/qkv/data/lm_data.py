@@ -62,7 +62,7 @@ class RunningText(Sentences):
 
     def choose(self, scan: Scan) -> None:
         """Choose the last lines of each corpus for validation: a tenth of all, at most 5000, or data.valid_size."""
-        dispositions = scan.dispositions
+        dispositions, scan.notes = scan.dispositions, [{"in_training": 0} for _ in scan.corpora]
         dispositions[dispositions == Disposition.EMPTY] = Disposition.TRAIN
         if scan.given:
             valid = dispositions[scan.trained :]

@@ -53,7 +53,7 @@ def learn(
     """Learn the vocabularies of a whole corpus, of the kind in the options; running text has target lines only."""
     src_lines, tgt_lines = list(src_lines), list(tgt_lines)
     pairs = max(len(src_lines), len(tgt_lines))
-    return learn_tokenizers(src_lines, tgt_lines, options, tags, pairs=pairs, learner=learner_for(options.kind))
+    return learn_tokenizers([src_lines, tgt_lines], options, tags, pairs=pairs, learner=learner_for(options.kind))
 
 
 def learn_unigram(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer:
@@ -140,6 +140,28 @@ def decode_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """Return the running text of ids, without the space that `encode_text` adds before each line."""
     joined = b"".join(map(tokenizer.bytes_of, ids))
     return joined.replace(b"\n ", b"\n").removeprefix(b" ").decode("utf-8", "replace")
+
+
+# ---- names of tokens -------------------------------------------------------------------------------------------------
+
+
+def readable_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Return each token for display: "▁" for a space before it, <0xE2> for part of a character."""
+    names = tokenizer.special_names
+    return [names[i] if i < len(names) else _readable(tokenizer.bytes_of(i)) for i in ids]
+
+
+def unique_names(tokenizer: Tokenizer) -> list[str]:
+    """Return a unique name for each token: that of the special token, or its bytes as printable characters."""
+    special = tokenizer.special_names
+    return [*special, *(f"{piece} " if piece in special else piece for piece in tokenizer.index)]  # text may hold <s>
+
+
+def _readable(piece: bytes) -> str:
+    # Bytes that are no text decode to lone surrogates, which do not print either.
+    text, errors = piece.decode("utf-8", "surrogateescape"), "surrogateescape"
+    shown = {c: "".join(f"<0x{byte:02X}>" for byte in c.encode("utf-8", errors)) for c in text if not c.isprintable()}
+    return "".join(shown.get(c, c) for c in text).replace(" ", "▁")
 
 
 # ---- BPE-dropout -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qkv.console import say
 from qkv.core.corpus import COMPRESSED, Progress
 from qkv.core.dataset import DRAFT, PreparedText, StoreFolder
 from qkv.core.errors import UsageError
-from qkv.core.preparation import Filter, Sentences, prepare
+from qkv.core.preparation import Disposition, Filter, Scan, Sentences, prepare, slices
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.formats import find_text
 from qkv.data.subwords import learner_for
@@ -46,7 +48,7 @@ def prepare_text(
     With `running_text`, plain text is read on across lines: nothing is dropped, newlines are tokens, and its end is
     held out for validation.
     """
-    kind: type[Sentences] = Sentences
+    kind: type[Sentences] = ReportedSentences
     if running_text:
         from qkv.data.lm_data import RunningText  # which loads torch
 
@@ -81,6 +83,26 @@ def prepare_text(
             parallel_map=pool.map,
             progress=progress,
         )
+
+
+class ReportedSentences(Sentences):
+    """Sentences; the report also has the number of validation pairs that occur in the training text."""
+
+    def choose(self, scan: Scan) -> None:
+        super().choose(scan)
+        repeated = count_repeated(scan) if scan.given else [0] * len(scan.corpora)
+        scan.notes = [{"in_training": count} for count in repeated]
+
+
+def count_repeated(scan: Scan) -> list[int]:
+    """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
+    usable = scan.dispositions[scan.trained :] == Disposition.VALID
+    pairs, valid = scan.rows["pair"], scan.rows["pair"][scan.trained :]
+    wanted = np.unique(valid[usable])
+    common = [wanted[np.isin(wanted, pairs[start:stop])] for start, stop in slices(scan.trained)]
+    repeated = usable & np.isin(valid, np.concatenate(common))
+    by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
+    return [0] * scan.train + [int(part.sum()) for part in by_corpus]
 
 
 class SharedStores(StoreFolder):

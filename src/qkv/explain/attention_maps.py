@@ -23,6 +23,7 @@ from qkv.core.batches import collate
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
+from qkv.data.subwords import readable_tokens
 from qkv.explain import figure_files
 from qkv.explain.attention_hooks import record_attention
 from qkv.explain.head_analysis import LEGEND, MEASURES, HeadMeasures, measure_head, rare_tokens
@@ -180,10 +181,10 @@ def attention_map(
     batch = collate([np.asarray(source, np.int64)], [np.asarray(target, np.int64)], tokenizers).to(device)
     with record_attention() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
-    tokens = tokenizers.tgt.tokens(target)
+    tokens = readable_tokens(tokenizers.tgt, target)
     first_learned = tokenizers.src.offset + 256  # ids of bytes come before those of learned pieces
     return AttentionMap(
-        source=[*tokenizers.src.tokens(source), "</s>"],
+        source=[*readable_tokens(tokenizers.src, source), "</s>"],
         fed=["<s>", *tokens],
         written=[*tokens, "</s>"],
         text=text,

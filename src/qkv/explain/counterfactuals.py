@@ -18,6 +18,7 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
@@ -110,7 +111,7 @@ def what_if(
 
 
 def _outcome(tgt: Tokenizer, source: str, best: Hypothesis) -> Outcome:
-    return Outcome(source, tgt.decode(best.tokens), tgt.tokens(best.tokens), best.logprob, best.score)
+    return Outcome(source, tgt.decode(best.tokens), readable_tokens(tgt, best.tokens), best.logprob, best.score)
 
 
 def source_words(src: Tokenizer, text: str) -> list[str]:
@@ -139,7 +140,7 @@ def edit(src: Tokenizer, text: str, drop: Collection[int], replace: Mapping[int,
 def _pieces(src: Tokenizer, text: str) -> list[str]:
     """Return the words, each with its leading space; joined, they give the text after one space."""
     ids = src.encode(text)
-    spans = words(src.tokens(ids))
+    spans = words(readable_tokens(src, ids))
     return [b"".join(map(src.bytes_of, ids[i:j])).decode("utf-8", "replace") for i, j in spans]
 
 

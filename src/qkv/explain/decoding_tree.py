@@ -30,6 +30,7 @@ from qkv.core.search import (
 )
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
+from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.options import DecodeConfig
 
@@ -130,7 +131,7 @@ def _steps(source: EncodedSource, target: Sequence[int]) -> list[dict[str, Any]]
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.tokens([token])[0]
+    return readable_tokens(tokenizer, [token])[0]
 
 
 # ---- the trace of a search -------------------------------------------------------------------------------------------

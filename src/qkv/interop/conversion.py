@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
+from qkv.engines import SIZES
 from qkv.models.variants import score_of
 from qkv.options import DecodeConfig, TransformerConfig
 
@@ -25,7 +27,13 @@ def import_optional(name: str) -> Any:
 
 
 def check_supported(spec: TransformerConfig, toolkit: str, supported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse a model with options that the toolkit does not support, naming all of them in one error."""
+    """Refuse a model with options that the toolkit does not support, naming all of them in one error.
+
+    Like the engines' allow-lists, `supported` names every option but sizes: one that it does not name is refused.
+    """
+    for field in dataclasses.fields(spec):
+        if field.name not in supported and field.name not in SIZES:
+            raise UsageError(f"model.{field.name}: the export to {toolkit} does not support this option")
     lacking = {option: values for option, values in supported.items() if getattr(spec, option) not in values}
     if lacking:
         given = " and ".join(f"model.{option} = {getattr(spec, option)!r}" for option in lacking)

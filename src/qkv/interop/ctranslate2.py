@@ -1,6 +1,6 @@
 """Write a Transformer as a model folder of CTranslate2: model.bin, config.json and vocabularies.
 
-CTranslate2 reads tokens, not text: `tokenizer.names[i]` is its name of token i. It does not add </s> to a source: the
+CTranslate2 reads tokens, not text: `unique_names(tokenizer)` has its names. It does not add </s> to a source: the
 caller appends it.
 """
 
@@ -16,19 +16,30 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
 from qkv.core.transformer import DecoderLayer, EncoderLayer, LearnedPositions, Transformer, sinusoids
+from qkv.data.subwords import unique_names
 from qkv.interop.conversion import LinearWeights, attention_projections, check_supported, import_optional
 from qkv.options import TransformerConfig
 
 POSITIONS = 4096  # rows of sinusoids written to the file: CTranslate2's default formula differs
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "kind": ("transformer",),
+    "positions": ("sinusoidal", "learned", "rotary", "none"),
+    "activation": ("relu", "gelu", "swiglu"),
+    "attention": ("scaled", "dot", "general"),
+    "norm": ("post", "pre"),
+    "rms_norm": (False, True),
+    "window": (0,),
+    "bias": (False, True),
+}
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
 
 
 def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:
     """Write the weights in fp32; `ctranslate2.Translator(folder, compute_type="int8")` quantises them when loading."""
     spec = model.config
-    check_supported(spec, "CTranslate2", {"window": (0,), "attention": ("scaled", "dot", "general")})
+    check_supported(spec, "CTranslate2", SUPPORTED)
     if spec.positions == "rotary":  # the rotation comes between W^Q and the W of `general`: no folding
-        check_supported(spec, "CTranslate2 with rotary positions", {"attention": ("scaled", "dot")})
+        check_supported(spec, "CTranslate2 with rotary positions", SUPPORTED | {"attention": ("scaled", "dot")})
     if spec.key_width != spec.value_width:
         raise UsageError(f"model.d_v = {spec.value_width}: CTranslate2 supports only d_v = d_k, {spec.key_width} here")
     target = _empty_model(spec)
@@ -44,7 +55,7 @@ def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | 
         if spec.norm == "pre":
             _set_norm(stack.layer_norm, getattr(model, f"{side}_norm"))
         register = target.register_source_vocabulary if side == "encoder" else target.register_target_vocabulary
-        register(tokenizer.names)
+        register(unique_names(tokenizer))
     target.decoder.projection.weight = model.output.weight.detach().cpu()
     target.config.layer_norm_epsilon = 1e-5
     target.config.unk_token = SPECIALS[0]  # required by the format; qkv has no unknown tokens

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
 from qkv.core.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.data.subwords import unique_names
 from qkv.interop.conversion import (
     LinearWeights,
     attention_projections,
@@ -35,6 +36,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention": ("scaled", "dot", "general"),
     "rms_norm": (False,),
     "window": (0,),
+    "kind": ("transformer",),
+    "norm": ("post", "pre"),
+    "bias": (False, True),
 }
 
 
@@ -86,7 +90,7 @@ def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokeniz
         unused = [(name, UNUSED_SCORE) for name in special]
         model = tokenizers.models.Unigram([*unused, *zip(tokenizer.index, tokenizer.scores, strict=True)])
     else:  # without merges, a word that is not in the vocabulary is written in bytes
-        ids = {name: number for number, name in enumerate(tokenizer.names)}
+        ids = {name: number for number, name in enumerate(unique_names(tokenizer))}
         model = tokenizers.models.BPE(ids, list(tokenizer.merges), ignore_merges=tokenizer.kind != "bpe")
     library = tokenizers.Tokenizer(model)
     library.normalizer = tokenizers.normalizers.Sequence(

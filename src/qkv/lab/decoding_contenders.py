@@ -25,6 +25,7 @@ from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
+from qkv.data.subwords import unique_names
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
@@ -225,8 +226,8 @@ def _ctranslate2(subject: DecodingSetup, dtype: str, replicas: int, threads: int
         raise UsageError(f"ctranslate2 cannot use this {device}: {error}") from None
     finally:
         torch.set_num_threads(ours)  # ctranslate2 shares OpenMP with torch and changes its number of threads
-    names = subject.run.tokenizers.src.names
-    ids = {name: token for token, name in enumerate(subject.run.tokenizers.tgt.names)}
+    names = unique_names(subject.run.tokenizers.src)
+    ids = {name: token for token, name in enumerate(unique_names(subject.run.tokenizers.tgt))}
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
         results = translator.translate_batch(

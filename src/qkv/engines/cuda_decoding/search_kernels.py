@@ -172,8 +172,8 @@ if triton is not None:
         sentence = tl.program_id(0).to(tl.int64)
         at = tl.load(length + sentence)
         limit = at >= tl.load(longest + sentence)
-        given = tl.load(forced + sentence * capacity + at)
-        return at, limit, tl.where(given >= 0, given, eos).to(tl.int32), (given >= 0) | limit
+        prefix = tl.load(forced + sentence * capacity + at)
+        return at, limit, tl.where(prefix >= 0, prefix, eos).to(tl.int32), (prefix >= 0) | limit
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _rank(  # type: ignore[no-untyped-def]

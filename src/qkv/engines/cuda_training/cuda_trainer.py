@@ -263,10 +263,10 @@ class CudaGraphs:
         self.totals[:2] += self.passes.run(batch, tuple(self.max_rows))  # compiles new kernels before the capture
         static_batch = PackedBatch(batch.tensor.clone(), batch.sizes, batch.counts, batch.tokens)
 
-        def function() -> None:
+        def run_pass() -> None:
             self.totals[:2] += self.passes.run(static_batch, tuple(self.max_rows))
 
-        self.graphs[batch.sizes] = static_batch.tensor, self._capture(function)
+        self.graphs[batch.sizes] = static_batch.tensor, self._capture(run_pass)
 
     @torch.no_grad()
     def update(self, *, rate: float, ema_weight: float = 0.0) -> None:
