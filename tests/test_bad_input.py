@@ -354,7 +354,7 @@ def test_a_missing_or_damaged_part(copy: Path, call: Call) -> None:
     for name, text, code, words in [
         ("tokenizer.json", "{", 1, "not a tokenizer, or cut off"),
         ("tokenizer.json", '{"format": "other"}', 1, "not a qkv tokenizer"),
-        ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 9}', 1, "tokenizer format version 9"),
+        ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 9}', 1, "tokenizer version 9"),
         ("tokenizer.json", '{"format": "qkv-tokenizer", "version": 1, "sides": [{}]}', 1, "damaged tokenizer"),
         ("tokenizer.json", None, 2, "cannot read the tokenizer"),
         ("config.toml", "[model]\nhead = 3\n", 2, "unknown option model.head"),

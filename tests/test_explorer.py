@@ -192,7 +192,7 @@ def test_hovering_a_token_shows_its_lines_only(opened: Open, small: AttentionMap
     assert (
         page.locator("#readout")
         .inner_text()
-        .startswith(f"{small.written[4]} looks most at {best} {weights[4].max():.4f}")
+        .startswith(f"{small.written[4]} attends most to {best} {weights[4].max():.4f}")
     )
     assert 0 < page.evaluate(ink) < everything / 2
     titles = page.evaluate("[...document.querySelectorAll('.key .token')].map(token => token.title)")
@@ -375,7 +375,7 @@ def test_nothing_sticks_out(width: int, opened: Open) -> None:
 def test_without_scripts_there_is_a_note(opened: Open, small: AttentionMap) -> None:
     page = opened(small, java_script_enabled=False)
     text = page.locator("body").inner_text()
-    assert "JavaScript, which is switched off" in text
+    assert "JavaScript, which is disabled" in text
     assert small.text in text
     assert small.translation in text
     assert not page.locator("#grid").is_visible()

@@ -1,4 +1,4 @@
-"""Greedy and beam search (section 6.1), and the scores of given targets by forced decoding.
+"""Greedy and beam search (section 6.1).
 
 A hypothesis is a sequence of tokens that ends in </s>. Its log-probability is the sum over its tokens, </s> included;
 its score is that sum divided by the length penalty. At the longest length allowed only </s> may follow, so every
@@ -129,16 +129,14 @@ class SearchState:
         length, cut = (part[:, None].expand_as(totals) for part in (self.length, truncated))
         entries = torch.cat([self.finished_scores, torch.stack([scores, totals, length, cut], dim=-1)], dim=1)
         _, order = top_k(entries[:, :, 0], self.finished_scores.shape[1])
-        self.finished_scores.copy_(entries.gather(1, order[:, :, None].expand(-1, -1, 4)))
-        capacity = self.tokens.shape[2]
-        written = self.tokens.gather(1, rows[:, :, None].expand(-1, -1, capacity))
-        written = torch.cat([self.finished_tokens, written], dim=1)
-        self.finished_tokens.copy_(written.gather(1, order[:, :, None].expand(-1, -1, capacity)))
+        written = torch.cat([self.finished_tokens, self.tokens.take_along_dim(rows[:, :, None], 1)], dim=1)
+        self.finished_scores.copy_(entries.take_along_dim(order[:, :, None], 1))
+        self.finished_tokens.copy_(written.take_along_dim(order[:, :, None], 1))
 
     def go_on(self, rows: Tensor | None, tokens: Tensor, logprob: Tensor, done: Tensor) -> None:
         """Continue `rows` (None: each its own) with one token each: all (sentences, rows), but `done` (sentences,)."""
         if rows is not None:
-            self.tokens.copy_(self.tokens.gather(1, rows[:, :, None].expand_as(self.tokens)))
+            self.tokens.copy_(self.tokens.take_along_dim(rows[:, :, None], 1))
         self.length.add_(1).clamp_(max=self.tokens.shape[2] - 1)
         self.tokens.scatter_(2, self.length[:, None, None].expand(-1, self.tokens.shape[1], 1), tokens[:, :, None])
         self.newest.copy_(tokens)
@@ -156,20 +154,18 @@ class Search:
         device, self.rows = state.done.device, state.tokens.shape[1]
         self.decoder: Any = None  # the model's state
         self.numbers = list(range(len(state.done)))  # number of the sentence in each slot
-        # Gets all scores (sentences, rows, vocab); of the ranked, best first, their flat places and totals, -inf: none;
-        # and which of the ranked go on (sentences, rows).
+        # Hook: scores (sentences, rows, vocab); flat places and totals of the ranked, -inf: none; which of them go on.
         self.on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
         self.processors = options.logits_processors()
         self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
         self.never = torch.tensor([special.pad, special.bos], device=device)
         lengths = torch.arange(1, state.tokens.shape[2] + 2, device=device)
-        self.penalties = torch.ones(len(lengths), device=device) * length_penalty(lengths.float(), options)
+        self.penalties: Tensor = torch.ones(len(lengths), device=device) * length_penalty(lengths.float(), options)
         self.eager = device.type == "cpu"  # reading a value from the device costs nothing: skip what no sentence needs
 
     def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
         """Start sentences in these slots; `forced` (sentences, lengths) are the tokens they begin with, then -1."""
-        longest = longest.maximum((forced >= 0).sum(1))
-        self.state.place(slots, self.special.bos, longest, forced, self.first)
+        self.state.place(slots, self.special.bos, longest.maximum((forced >= 0).sum(1)), forced, self.first)
 
     def advance(self) -> None:
         """Write one more token to every row."""
@@ -189,7 +185,7 @@ class Search:
         """
         state, eos = self.state, self.special.eos
         values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
-        shift = logits.new_zeros(len(logits), dtype=torch.float) if self.processors else -values.logsumexp(-1)
+        shift = values.new_zeros(len(values)) if self.processors else -log_sum_exp(values)
         values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
         values.index_fill_(2, self.never, -math.inf)
         if self.options.min_length:
@@ -205,8 +201,7 @@ class Search:
         bound = is_forced | state.at_limit[:, None, None]
         if not self.eager or bool(bound.any()):  # then only one token may follow; processors cannot forbid a forced one
             value = torch.where(is_forced, given, values.gather(2, place))
-            others = torch.arange(values.shape[2], device=values.device) != place
-            values.masked_fill_(others & bound, -math.inf).scatter_(2, place, value)
+            values.masked_fill_(bound, -math.inf).scatter_(2, place, value)  # where nothing is bound, </s> stays itself
         return values, shift
 
     def preferred(self, values: Tensor) -> Tensor:
@@ -310,8 +305,7 @@ class BeamSearch(Search):
 
     def finish_score(self, totals: Tensor, parents: Tensor) -> Tensor:
         """Return the scores of hypotheses that end now; they continue the rows `parents` (sentences, beam)."""
-        scores: Tensor = totals / self.penalties[self.state.length][:, None]
-        return scores
+        return totals / self.penalties[self.state.length][:, None]
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -333,6 +327,11 @@ def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     places = torch.cat([places, rest], dim=1)
     best, order = values.gather(1, places).sort(dim=1, descending=True, stable=True)
     return best[:, :k], places.gather(1, order[:, :k])
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return log Σ exp of each row: best logit minus its log p, in two thirds of the time of `logsumexp`."""
+    return logits.amax(-1).float() - logits.log_softmax(-1, dtype=torch.float).amax(-1)
 
 
 StartSearch = Callable[..., Search]  # returns a search for a batch, as `start_search` does

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens, log_sum_exp
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
 from qkv.engines import SEARCH_STEP, AllowList
@@ -86,7 +86,7 @@ def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple
 def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
     """Plain PyTorch version of `scan`."""
     largest = _chunk_maxima(logits)
-    total = logits.float().logsumexp(1)
+    total = log_sum_exp(logits)
     logits.index_fill_(1, never, -math.inf)
     if early is not None:
         logits[:, eos].masked_fill_(early, -math.inf)
