@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from qkv.core.batches import Batch, Update, UpdateStream
 from qkv.core.checkpoint import (
     Clock,
     Progress,
+    WeightAverage,
     average_checkpoints,
     clear_away,
     latest_state,
@@ -57,14 +58,6 @@ class Outcome(NamedTuple):
 
 Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]  # model, batch → loss and −log p, both summed over tokens
 StepHook = Callable[[int, nn.Module], None]  # called after each update with its number; may be a WeightAverage too
-
-
-@runtime_checkable
-class WeightAverage(Protocol):
-    """A StepHook with weights that are validated and kept in place of the trained ones, e.g. their moving average."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the average itself, by parameter name; a state is loaded by copying into these tensors."""
 
 
 # ---- one update ------------------------------------------------------------------------------------------------------
