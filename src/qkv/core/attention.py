@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SPARE = 16  # positions by which a cache grows
+SPARE = 16  # free positions of a cache that has just grown
 
 # ---- equation 1 ------------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def attention_mask(
 ) -> Tensor:
     """Boolean mask (batch or 1, 1, queries, keys): True where a query may attend to a key.
 
-    The last query has the position of the last key, so the same call serves a whole sequence and its newest tokens.
+    The last query has the position of the last key: one rule for whole sequences and for their newest tokens.
     """
     device = key_lengths.device if key_lengths is not None else device
     key = torch.arange(keys, device=device)
@@ -50,7 +50,7 @@ def attention_mask(
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]  # q, k, v, mask, causal -> heads
 Wrap = Callable[[Any, Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
-# Of the innermost block last. While there are any, engines leave attention to the plain model.
+# The innermost last. Engines without this hook must not replace the model while the tuple is not empty.
 wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
 
 

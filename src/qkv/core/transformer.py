@@ -48,7 +48,7 @@ class Positions(nn.Module):
 
 
 class SinusoidalPositions(Positions):
-    """Sinusoids, whose table grows when a longer sequence comes."""
+    """Table of sinusoids, extended for longer sequences."""
 
     def __init__(self, d_model: int, length: int = 512) -> None:
         super().__init__()

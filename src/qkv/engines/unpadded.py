@@ -1,7 +1,7 @@
-"""Training without padding: the tokens of a batch are one long row, and only attention sees them as padded rows.
+"""Training without padding: the tokens of a batch are one long row, padded to rows inside attention alone.
 
 Embedding, projections, feed-forward and norms work on (1, tokens, d_model), so that no time is spent on padding. Inside
-attention, where one position looks at others, the heads are padded to (batch, heads, length, width) and packed again.
+attention, the heads are padded to (batch, heads, length, width) and packed again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def supports(config: ModelConfig) -> str | None:
 
 
 class ShortDropout(nn.Dropout):
-    """Dropout whose mask on a CPU takes 16 random bits per number, drawn four times as fast as PyTorch's."""
+    """Dropout with 16 random bits per number for its mask on a CPU, drawn four times as fast as PyTorch's mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         out_of = 2**16

@@ -47,7 +47,7 @@ def head_counts(model: Any, device: torch.device) -> dict[str, int]:
 def mute_heads(heads: Iterable[HeadName], known: Mapping[str, int]) -> Iterator[None]:
     """Inside the block these heads contribute zero to the concatenation before W^O; no weight is changed.
 
-    A name means all heads of an attention, and `decoder.1` or `encoder` all attentions whose names begin so; a pair is
+    A name means all heads of an attention, a prefix such as `decoder.1` or `encoder` all attentions below it, a pair
     one head. `known` is the result of `head_counts`. Nested blocks add up.
     """
     muted: dict[str, set[int]] = {}

@@ -1,6 +1,6 @@
 """Variants of the Transformer's layers: other scores, windows, positions, norms, activations and dropouts.
 
-`VariantLayers` builds the paper's own part wherever a config asks for nothing else, and a part from below otherwise.
+`VariantLayers` builds the paper's part where an option has its default value, and a part of this module otherwise.
 A new variant is a class here, a branch in `VariantLayers` and a choice among the options.
 """
 
@@ -100,7 +100,7 @@ def attention_scores(q: Tensor, k: Tensor, score: str = "scaled", weight: Tensor
     """How well each key matches each query, before the softmax: (…, queries, keys).
 
     `scaled` is qᵀk/√d_k (equation 1) and `dot` qᵀk. With learned weights, `general` is qᵀWk (Luong et al., 2015) and
-    `additive` wᵀtanh(q + k) (Bahdanau et al., 2015), whose two matrices are the projections that made q and k.
+    `additive` wᵀtanh(q + k) (Bahdanau et al., 2015); its two matrices are the projections of q and k.
     """
     if score == "additive":
         assert weight is not None
@@ -221,7 +221,7 @@ def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
 
 
 def rotary_of(attention: MultiHeadAttention) -> SinusoidalPositions | None:
-    """The table by which an attention turns queries and keys, if it does."""
+    """The sinusoids of rotary positions; None without them."""
     return attention.rotary if isinstance(attention, VariantAttention) else None
 
 
@@ -258,7 +258,7 @@ def attend_in_window(
 ) -> Tensor:
     """Attention to a window in O(window · n): blocks of `window` queries, each with the keys around it.
 
-    A block sees its own keys and those of the block before it and, unless causal, after it. Blocks become rows of the
+    The keys of a block are its own, those of the block before and, unless causal, after it. Blocks become rows of the
     batch, so that the kernel works on (batch · blocks, heads, window, 3 · window) and nothing is n × n.
     """
     batch, n = q.shape[0], q.shape[2]
@@ -284,7 +284,7 @@ def attend_in_window(
 
 
 class WindowCache(KVCache):
-    """Cache of which the newest queries see no more than a window."""
+    """KV cache that returns only the keys within a window of the newest queries."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
