@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,7 @@ from qkv.options import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from qkv.core.batches import Update
     from qkv.core.dataset import PreparedText
@@ -212,6 +214,13 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
 def _written(stream: io.TextIOWrapper) -> str:
     stream.seek(0)
     return stream.read()
+
+
+def step_of(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Return what a state saves of a training step: the model and the optimizer, in one process, without an average."""
+    from qkv.core.device import ALONE
+
+    return SimpleNamespace(model=model, optimizer=optimizer, average=None, world=ALONE)
 
 
 def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import tiny_config
+from conftest import step_of, tiny_config
 from qkv.assembly import Run, build_model, optimizer_for
 from qkv.core import checkpoint, files
 from qkv.core.optimizer import learning_rate
@@ -272,12 +272,12 @@ def test_the_saved_state_of_an_optimizer_is_complete(name: str, at: int, tmp_pat
     run = Run(tmp_path)
     for step in range(13):
         if step == at:
-            checkpoint.save_state(run, checkpoint.Progress(step=step), model, optimizer, None)
+            checkpoint.save_state(run, checkpoint.Progress(step=step), step_of(model, optimizer))
         descend(model, optimizer, regression(model), 1)
     other, resumed = made()
     folder = checkpoint.latest_state(run)
     assert folder is not None
-    assert checkpoint.restore_state(folder, other, resumed, None).step == at
+    assert checkpoint.restore_state(folder, step_of(other, resumed)).step == at
     descend(other, resumed, regression(other), 13 - at)
     for (key, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q), key

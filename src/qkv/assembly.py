@@ -286,4 +286,4 @@ def trainer_for(
         parts["pad"] = tokenizers.tgt.pad
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
-    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule, world=world)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule)

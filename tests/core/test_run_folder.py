@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import qkv
-from conftest import begun, sentences, tiny_config, updates, write_pairs
+from conftest import begun, sentences, step_of, tiny_config, updates, write_pairs
 from qkv.assembly import Run, trainer_for
 from qkv.core import checkpoint
 from qkv.core.errors import UsageError
@@ -62,9 +62,9 @@ def test_a_state_is_saved_though_the_older_one_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(2, 2)
-    adam = torch.optim.Adam(model.parameters())
+    step = step_of(model, torch.optim.Adam(model.parameters()))
     run = Run(tmp_path)
-    checkpoint.save_state(run, checkpoint.Progress(step=1), model, adam)
+    checkpoint.save_state(run, checkpoint.Progress(step=1), step)
     remove = shutil.rmtree
 
     def busy(path: Path, ignore_errors: bool = False) -> None:
@@ -74,13 +74,13 @@ def test_a_state_is_saved_though_the_older_one_cannot_be_removed(
             raise OSError(errno.EBUSY, "a file in it is open")
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    checkpoint.save_state(run, checkpoint.Progress(step=2), model, adam)
+    checkpoint.save_state(run, checkpoint.Progress(step=2), step)
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["step-0000001", "step-0000002"]
     latest = checkpoint.latest_state(run)
     assert latest is not None
-    assert checkpoint.restore_state(latest, model, adam).step == 2
+    assert checkpoint.restore_state(latest, step).step == 2
     monkeypatch.setattr(shutil, "rmtree", remove)
-    checkpoint.save_state(run, checkpoint.Progress(step=3), model, adam)
+    checkpoint.save_state(run, checkpoint.Progress(step=3), step)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-0000003"]
 
 

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.core import files
 from qkv.core.batches import Position, Update
-from qkv.core.device import ALONE, World
+from qkv.core.device import World
 from qkv.core.errors import QkvError
 from qkv.core.run import Run, by_step, load_weights
 
@@ -78,25 +78,27 @@ class Clock:
 
 @runtime_checkable
 class WeightAverage(Protocol):
-    """Weights that are validated and kept in place of the trained ones, e.g. their moving average."""
+    """A StepHook with weights that are validated and kept in place of the trained ones, e.g. their moving average."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the average itself, by parameter name: what is copied into these tensors changes it."""
+        """Return the average itself, by parameter name; a state is loaded by copying into these tensors."""
+
+
+class Trained(Protocol):
+    """Parts of a training step that a state records."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
+    world: World
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def save_state(
-    run: Run,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None = None,
-    world: World = ALONE,
-) -> None:
-    """Write the state of this step, then remove older ones; when this returns, on any rank, it is on disk."""
-    own = dict(model.named_parameters())
+def save_state(run: Run, progress: Progress, step: Trained) -> None:
+    """Write the state of this update, then remove older ones; when this returns, on any rank, it is on disk."""
+    own, optimizer, average, world = dict(step.model.named_parameters()), step.optimizer, step.average, step.world
     slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in optimizer.state.get(p, {}).items()}
     tensors = {"weights": own, "optimizer": slots} | ({} if average is None else {"ema": average.tensors()})
     folder = run.path / "state" / f"step-{progress.step:07d}"
@@ -130,19 +132,13 @@ def latest_state(run: Run) -> Path | None:
     return max(by_step(run.path / "state").items(), default=(0, None))[1]
 
 
-def restore_state(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None = None,
-    world: World = ALONE,
-) -> Progress:
+def restore_state(folder: Path, step: Trained) -> Progress:
     """Load a state into model, optimizer and average; return its progress."""
-    start_from(folder / "weights.safetensors", model, average, world)
+    start_from(folder / "weights.safetensors", step)
+    own, optimizer, average, world = dict(step.model.named_parameters()), step.optimizer, step.average, step.world
     kept = folder / "ema.safetensors"
     if average is not None and kept.exists():  # an average that this resume adds begins at the weights
         load_weights(average.tensors(), files.read_tensors(kept), kept, world)
-    own = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in files.read_tensors(folder / "optimizer.safetensors").items():
         name, _, slot = key.rpartition("/")
@@ -155,12 +151,12 @@ def restore_state(
         raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
 
 
-def start_from(weights: Path, model: nn.Module, average: WeightAverage | None = None, world: World = ALONE) -> None:
+def start_from(weights: Path, step: Trained) -> None:
     """Load the weights of another training, without its optimizer and progress."""
     tensors = files.read_tensors(weights)
-    load_weights(dict(model.named_parameters()), tensors, weights, world)
-    if average is not None:
-        load_weights(average.tensors(), tensors, weights, world)
+    load_weights(dict(step.model.named_parameters()), tensors, weights, step.world)
+    if step.average is not None:
+        load_weights(step.average.tensors(), tensors, weights, step.world)
 
 
 def clear_away(run: Run, progress: Progress) -> None:

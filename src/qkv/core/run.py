@@ -83,7 +83,7 @@ class Run:
             about["start"] = str(start.path.resolve())
             run.start.parent.mkdir(exist_ok=True)
             shutil.copyfile(start.weights(), run.start)
-        files.write_text(run.marker, json.dumps(about, indent=2) + "\n")
+        files.write_text(path / "run.json", json.dumps(about, indent=2) + "\n")
         return run
 
     @classmethod
@@ -94,25 +94,18 @@ class Run:
             raise UsageError(f"{path}: no such run folder: train one with `qkv train … --run {path}`")
         if not run.exists():
             raise UsageError(f"{path}: not a run folder (no run.json in it): give the folder that --run named")
-        version = run.about.get("format")
-        if version != FORMAT:
-            raise QkvError(
-                f"{path}: run folder of format {version}, but this qkv reads format {FORMAT}: "
-                f"use the qkv version named in {run.marker}"
-            )
+        if (version := run.about.get("format")) != FORMAT:
+            problem = f"run folder of format {version}, but this qkv reads format {FORMAT}"
+            raise QkvError(f"{path}: {problem}: use the qkv version named in {run.path / 'run.json'}")
         return run
 
-    @property
-    def marker(self) -> Path:
-        return self.path / "run.json"
-
     def exists(self) -> bool:
-        return self.marker.is_file()
+        return (self.path / "run.json").is_file()
 
     @cached_property
     def about(self) -> dict[str, Any]:
         """The content of run.json: format, versions, date and command of the creation."""
-        return _read_json(self.marker)
+        return _read_json(self.path / "run.json")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ from qkv.core.validation import Task
 MAX_SKIPPED = 10  # updates in a row without a finite loss before training gives up
 RANK_SEED = 0x9E3779B1  # 2³² over the golden ratio: far apart in the 32 bits that a CPU's generator uses
 
-# ---- the seams -------------------------------------------------------------------------------------------------------
-
 
 class Outcome(NamedTuple):
     """Result of one update: loss and −log p for each token, gradient norm before clipping, number of tokens."""
@@ -62,38 +60,16 @@ Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]  # model, batch → lo
 StepHook = Callable[[int, nn.Module], None]  # called after each update with its number; may be a WeightAverage too
 
 
-class TrainStep(Protocol):
-    """Changes the weights by one update; CUDA graphs and sharded weights are other implementations."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
-    device: torch.device
-    max_in_flight: int  # updates that may be started before the outcome of the first one is read
-
-    def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
-        """Start update `number`, counted from 1; the returned function waits for its outcome."""
-
-    def probe(self) -> None:
-        """Try the largest micro-batch before the first update, so that a lack of memory shows at once."""
-
-    def padded(self, update: Update) -> list[Batch]:
-        """Return the update as padded batches, to be written to a file."""
-
-    def evaluated_model(self) -> AbstractContextManager[Any]:
-        """Give the model with the weights that are validated and kept; on rank 0 only, it is complete."""
-
-    def spare_model(self) -> Any:
-        """Return a model of this shape to overwrite after the training."""
-
-
 # ---- one update ------------------------------------------------------------------------------------------------------
 
 
 class PlainTrainStep:
-    """The update of the paper: teacher forcing, the gradient of the mean loss of a token, Adam."""
+    """The update of the paper: teacher forcing, the gradient of the mean loss of a token, Adam.
 
-    max_in_flight = 0
+    Subclasses replay CUDA graphs, divide the weights among ranks, or cut batches that do not fit into memory.
+    """
+
+    max_in_flight = 0  # updates that may be started before the outcome of the first one is read
 
     def __init__(
         self,
@@ -113,11 +89,11 @@ class PlainTrainStep:
         self.precision = choose_precision(options.precision, self.device)
 
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
-        """Change the weights, unless the loss is not finite; the outcome is the same on every rank.
+        """Change the weights, unless the loss is not finite; the returned function waits for the outcome.
 
         The loss is a sum over tokens, divided once by the token count of the whole update, so neither micro-batches nor
-        ranks change it. Dropout is seeded by step number and rank, so a resumed run draws what an uninterrupted one
-        would have drawn.
+        ranks change it, and every rank has the same outcome. Dropout is seeded by step number and rank, so a resumed
+        run draws what an uninterrupted one would have drawn.
         """
         torch.manual_seed(self.seed(number))
         sums = self.gradients(update)  # loss, −log p and tokens
@@ -125,7 +101,7 @@ class PlainTrainStep:
         tokens = sums[2]
         norm = self.norm(gradients) / tokens
         clipped = (self.options.clip / (norm + 1e-6)).clamp(max=1.0) if self.options.clip else torch.ones_like(norm)
-        self.scale(gradients, clipped / tokens)
+        torch._foreach_mul_(gradients, clipped / tokens)
         loss, nll, count, size = torch.cat([sums, norm[None]]).tolist()  # the only wait for the device
         outcome = Outcome(loss / count, nll / count, size, int(count))
         if outcome.finite:
@@ -169,33 +145,34 @@ class PlainTrainStep:
     def norm(self, gradients: list[Tensor]) -> Tensor:
         return torch.as_tensor(torch.nn.utils.get_total_norm(gradients))
 
-    def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
-        torch._foreach_mul_(gradients, factor)
-
     def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def probe(self) -> None: ...
+    def probe(self) -> None:
+        """Try the largest micro-batch before the first update, so that a lack of memory shows at once."""
 
     def padded(self, update: Update) -> list[Batch]:
+        """Return the update as padded batches, to be written to a file."""
         return update.micro_batches
 
     @contextmanager
-    def evaluated_model(self) -> Iterator[Model]:
-        """Give the model with the average of its weights, if there is one; the weights come back afterwards."""
-        if self.average is None or not self.world.first:
+    def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
+        """Give the model with these weights, by default those that are validated; complete on rank 0 only.
+
+        They are the average of the weights, if there is one; its own weights come back afterwards.
+        """
+        if weights is None and self.average is not None:
+            weights = self.average.tensors()
+        if weights is None or not self.world.first:
             yield self.model
             return
         own = dict(self.model.named_parameters())
         kept = {name: weight.detach().clone() for name, weight in own.items()}
-        load_weights(own, self.average.tensors(), Path("ema"))
+        load_weights(own, weights, Path("weights"))
         try:
             yield self.model
         finally:
             load_weights(own, kept, Path("weights"))
-
-    def spare_model(self) -> Model:
-        return self.model
 
 
 class Trainer:
@@ -205,37 +182,34 @@ class Trainer:
         self,
         config: Config,
         text: PreparedText,
-        step: TrainStep,
+        step: PlainTrainStep,
         task: Task,
         updates: UpdateStream,
         *,
         schedule: Schedule,
-        world: World = ALONE,
     ) -> None:
         self.config, self.text, self.train_step, self.task, self.updates = config, text, step, task, updates
-        self.schedule, self.world, self.model, self.device = schedule, world, step.model, step.device
+        self.schedule, self.world, self.model, self.device = schedule, step.world, step.model, step.device
         self.go_on_from(Progress(micro_tokens=updates.micro_tokens))
 
     def go_on_from(self, progress: Progress) -> None:
         """Continue reading the text at this position, with the micro-batches that the position counts."""
         self.progress = progress
         self.updates.micro_tokens = progress.micro_tokens or self.updates.micro_tokens
-        self._planned: tuple[int, Plan] | None = None
+        self.planned: dict[int, Plan] = {}  # by the number of the next update
 
     def restore(self, state: Path) -> None:
-        step = self.train_step
-        self.go_on_from(restore_state(state, self.model, step.optimizer, step.average, self.world))
+        self.go_on_from(restore_state(state, self.train_step))
 
     def save(self, run: Run) -> None:
-        step = self.train_step
-        save_state(run, self.progress, self.model, step.optimizer, step.average, self.world)
+        save_state(run, self.progress, self.train_step)
 
     def plan(self) -> Plan:
         """Return the schedule's plan of the next update."""
         number = self.progress.step + 1
-        if self._planned is None or self._planned[0] != number:
-            self._planned = number, self.schedule.plan(number, self.progress.seconds)
-        return self._planned[1]
+        if number not in self.planned:
+            self.planned = {number: self.schedule.plan(number, self.progress.seconds)}
+        return self.planned[number]
 
     def done(self) -> bool:
         return self.progress.step >= self.plan().last_step or 0 < self.config.train.patience <= self.progress.worse
@@ -273,7 +247,7 @@ def fit(run: Run, trainer: Trainer, sinks: Sequence[LogSink] = ()) -> bool:
     if state:
         trainer.restore(Path(state))
     elif run.start.exists():
-        start_from(run.start, trainer.model, trainer.train_step.average, world)
+        start_from(run.start, trainer.train_step)
     progress = trainer.progress
     if world.broadcast("finished" if trainer.done() and run.scores.get("finished") == progress.step else ""):
         remedy = "raise its limit with --set (train.steps, train.epochs or train.patience)"
@@ -340,34 +314,23 @@ class Loop:
                 self.log("progress")
                 if logged and outcome is not None:
                     speed, stalled = clock.read()
-                    self.log(
-                        "train",
-                        epoch=progress.epoch,
-                        loss=outcome.loss,
-                        nll=outcome.nll,
-                        norm=outcome.gradient_norm,
-                        learning_rate=progress.learning_rate,
-                        tokens=progress.tokens,
-                        skipped=progress.skipped,
-                        tokens_per_second=speed,
-                        stalled=stalled,
-                        seconds=progress.seconds,
-                    )
+                    found = {"loss": outcome.loss, "nll": outcome.nll, "norm": outcome.gradient_norm}
+                    rates = {"learning_rate": progress.learning_rate, "tokens": progress.tokens}
+                    times = {"tokens_per_second": speed, "stalled": stalled, "seconds": progress.seconds}
+                    self.log("train", epoch=progress.epoch, **found, **rates, skipped=progress.skipped, **times)
 
     def settle(self, but: int = 0) -> Outcome | None:
         """Wait for all updates in flight but the last few; return the outcome of the last one waited for.
 
         Report skipped updates; after too many in a row write the batch, as ids and as text, and give up.
         """
-        outcome, progress = None, self.trainer.progress
+        outcome, progress, path = None, self.trainer.progress, self.run.path / "bad-batch.json"
         while len(self.in_flight) > but:
             number, update, read = self.in_flight.popleft()
             outcome = read()
-            if outcome.finite:
-                continue
-            self.say(f"step {number}: the loss is not finite, update skipped ({progress.skipped} in all)")
+            if not outcome.finite:
+                self.say(f"step {number}: the loss is not finite, update skipped ({progress.skipped} in all)")
             if progress.skipped_in_a_row >= MAX_SKIPPED:
-                path = self.run.path / "bad-batch.json"
                 if self.trainer.world.first:
                     self.write_batch(path, update, number)
                 raise QkvError(
@@ -415,15 +378,9 @@ class Loop:
             minutes, seconds = divmod(int(progress.seconds), 60)
             better = "  best" if progress.best_step == progress.step else ""
             self.say(f"step {progress.step:>7,}  {result}  {minutes}:{seconds:02d}{better}")
-            self.log(
-                "valid",
-                **result.to_dict(),
-                sample=result.sample,
-                **result.details,
-                tokens=progress.tokens,
-                seconds=progress.seconds,
-                training_seconds=progress.training_seconds,
-            )
+            measured = {**result.to_dict(), "sample": result.sample, **result.details}
+            times = {"seconds": progress.seconds, "training_seconds": progress.training_seconds}
+            self.log("valid", **measured, tokens=progress.tokens, **times)
         trainer.save(self.run)
         self.clock.read(training=False)  # saving does not count as training either
 
@@ -437,10 +394,9 @@ class Loop:
         scores = {**self.run.scores, "chosen": "best", "finished": trainer.progress.step}
         kept = self.run.checkpoints()[-options.average :] if options.average else []
         if len(kept) > 1:
-            model = trainer.train_step.spare_model()
-            load_weights(dict(model.named_parameters()), average_checkpoints(kept), kept[-1])
-            self.keep_weights("average", model)
-            result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
+            with trainer.train_step.evaluated_model(average_checkpoints(kept)) as model:
+                self.keep_weights("average", model)
+                result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
             scores["average"] = {"of": [path.stem for path in kept], **result.to_dict()}
             if trainer.progress.best is None or result.value(options.metric) > trainer.progress.best:
                 scores["chosen"] = "average"

@@ -234,31 +234,27 @@ class ShardedTrainStep(PlainTrainStep):
         return self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
 
     def sum_over_ranks(self, sums: Tensor) -> list[Tensor]:
+        """Sum `sums`; return this rank's parts of the gradients."""
         self.world.sum([sums])
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        square = super().norm([_local(gradient) for gradient in gradients]).square()
+        square = super().norm(gradients).square()
         self.world.sum([square])
         return square.sqrt()
 
-    def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
-        super().scale([_local(gradient) for gradient in gradients], factor)
-
     @contextmanager
-    def evaluated_model(self) -> Iterator[Model]:
+    def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
         """Give a model with whole weights on rank 0; the other ranks send their parts and get no usable model."""
-        own = dict(self.model.named_parameters())
-        weights = self.world.gather(own if self.average is None else self.average.tensors())
+        if weights is None:
+            own = dict(self.model.named_parameters())
+            weights = self.world.gather(own if self.average is None else self.average.tensors())
         if not self.world.first:
             yield self.model
             return
         model = self.build()
         load_weights(dict(model.named_parameters()), weights, Path("weights"))
         yield model
-
-    def spare_model(self) -> Model:
-        return self.build()
 
 
 def shard(model: nn.Module, device: torch.device, world: World) -> None:
