@@ -60,6 +60,7 @@ class Tree:
     own: Path
     places: dict[str, Path]
     threads: int
+    new: bool = False  # whether intended changes since the old commit are undone by options
 
     def __post_init__(self) -> None:
         self.own.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,8 @@ class Tree:
         """Start a process for the jobs that have no result yet."""
         known = self.results
         missing = [self.filled(job) for job in jobs if job["id"] not in known]
+        if self.new:
+            missing = [{**job, "argv": as_before(job["argv"])} for job in missing]
         if not missing:
             return None
         file = self.own / f"jobs-{time.monotonic_ns()}.json"
@@ -100,6 +103,16 @@ class Tree:
                 {"id": value["id"]} if "id" in value else {}
             )
         return [self.filled(part) for part in value] if isinstance(value, list) else value
+
+
+def as_before(argv: list[str]) -> list[str]:
+    """Undo intended changes by options: inputs cut into sentences, and a seed of its own for the data."""
+    if argv[0] == "translate":
+        return [*argv, "--no-split"]
+    if argv[0] == "train" and argv[1].endswith(".toml"):
+        train = tomllib.loads(Path(argv[1]).read_text(encoding="utf-8")).get("train", {})
+        return [*argv, "--set", f"data.seed={train.get('seed', 1)}"]
+    return argv
 
 
 class Comparison:
@@ -161,7 +174,9 @@ def gate_1(trees: Comparison) -> None:
 
 def preset(tree: Tree, name: str) -> dict[str, Any]:
     """The config of a preset, as tables: the order of the options does not count."""
-    return tomllib.loads(tree.results[f"config {name}"]["stdout"])
+    tables = tomllib.loads(tree.results[f"config {name}"]["stdout"])
+    tables["data"].pop("seed", None)  # an option that the old commit has not
+    return tables
 
 
 # ---- gate 2: decoding ------------------------------------------------------------------------------------------------
@@ -353,7 +368,7 @@ def main() -> None:
         places = {"old": base / "old", "text": base / "text", "config": base / "configs"}
         places |= {"lines": base / "lines.txt", "refs": base / "references.txt"}
         old = Tree(source, base / "old", places, given.threads)
-        new = Tree(NEW, base / "new", places, given.threads)
+        new = Tree(NEW, base / "new", places, given.threads, new=True)
         trees = Comparison(old, new, given.processes)
         try:
             compare(trees, given.only, given.speed)
