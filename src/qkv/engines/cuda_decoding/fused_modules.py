@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkv.core.transformer import Embedding, FeedForward, Residual
+from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
 from qkv.engines.cuda_decoding.inference_kernels import add_norm_kernel, triton
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash
 from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
@@ -39,6 +39,8 @@ class FusedEmbedding(Embedding):
     def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
         if self.training or not isinstance(position, Tensor) or position.dim() != 1:
             return super().forward(ids, position)
+        if not isinstance(self.positions, SinusoidalPositions | LearnedPositions | None):
+            return super().forward(ids, position)  # the kernel adds rows of a table, and knows no other positions
         table: Tensor | None = getattr(self.positions, "table", None)
         no_dropout = DropoutHash(0.0, position, 0)
         tokens = Tokens(ids.squeeze(1).contiguous(), position, self.scale, no_dropout, no_dropout)
