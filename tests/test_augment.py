@@ -695,7 +695,7 @@ def test_training_on_both(tiny: Path, call: Call, text: Path, tmp_path: Path, sm
 def test_also_is_read(
     given: str, expected: tuple[str, float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qkv.cli.arguments import with_extra_pairs
+    from qkv.cli.training_verbs import with_extra_pairs
 
     monkeypatch.chdir(tmp_path)
     for name in ("pairs.tsv", "a:2.tsv"):

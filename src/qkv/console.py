@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     import torch
 
 Report = Callable[[str, int, int | None], None]
+
+
+def command_line() -> str:
+    """Return the command line, for the model card."""
+    return shlex.join(["qkv", *sys.argv[1:]])
 
 
 def say(text: str) -> None:

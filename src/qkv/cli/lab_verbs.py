@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qkv.cli.arguments import Device, Settings, command_line, with_pairs
+from qkv.cli.arguments import Device, Settings
+from qkv.cli.training_verbs import with_pairs
 
 Output = Annotated[
     list[str] | None,
@@ -71,6 +72,7 @@ def speed(
 
     All contenders have the same weights, and their outputs are compared first.
     """
+    from qkv.console import command_line
     from qkv.lab.decoding_speed import measure_speed
 
     measure_speed(
@@ -127,6 +129,7 @@ def table2(
 
     All models have the same number of parameters and the same training cost.
     """
+    from qkv.console import command_line
     from qkv.lab.table2 import measure
 
     measure(
@@ -171,6 +174,7 @@ def table3(
 
     Widths, layers and text are scaled down to fit the device.
     """
+    from qkv.console import command_line
     from qkv.lab.table3 import measure
 
     measure(
@@ -221,6 +225,7 @@ def ablate(
 
     sources, targets = ([each] if each else [] for each in (src, tgt))
     config = with_pairs(find_config(what), sources, targets, valid_src or None, valid_tgt or None)
+    from qkv.console import command_line
     from qkv.lab.ablation import measure
 
     measure(

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli import arguments
-from qkv.cli.arguments import RunArgument, Settings, command_line, with_extra_pairs, with_pairs, with_text
+from qkv.cli.arguments import RunArgument, Settings
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.pair_filters import WordNoise
     from qkv.assembly import Run
     from qkv.core.dataset import PreparedText
-    from qkv.options import Config
+    from qkv.options import Config, CorpusConfig
 
 
 def train(
@@ -62,6 +62,7 @@ def train(
     from qkv.api import auto_recipe
     from qkv.api.run_training import train as run_training
     from qkv.assembly import Run
+    from qkv.console import command_line
     from qkv.options import option_path
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
@@ -134,6 +135,72 @@ def config(
         return
     for path, ours, theirs in shown.difference(find_config(other)):
         print(f"{path}\t{ours}\t{theirs}")
+
+
+# ---- training text, as corpora of a config ---------------------------------------------------------------------------
+
+
+def with_pairs(
+    config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
+) -> Config:
+    """Return the config with the parallel text of --src, --tgt, --valid-src and --valid-tgt."""
+    from qkv.options import Config, CorpusConfig
+
+    if config is None and not src:
+        raise UsageError("no training text: give a preset, a config file, --src and --tgt, or --text")
+    if tgt and len(tgt) != len(src):
+        raise UsageError(f"{len(src)} --src but {len(tgt)} --tgt: give one --tgt for each --src")
+    if valid_tgt and not valid_src:
+        raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
+    config = config or Config()
+    data = config.data
+    if src:
+        corpora = tuple(CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
+        data = dataclasses.replace(data, train=corpora, valid=(), root="")
+    if valid_src:
+        data = dataclasses.replace(data, valid=(CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
+    return dataclasses.replace(config, data=data)
+
+
+def with_extra_pairs(config: Config, also: list[str]) -> Config:
+    """Return the config with the corpora of --also added to its own."""
+    if also and not config.data.valid:
+        # A held-out part of all text would contain synthetic pairs, and select the checkpoint closest to machine text.
+        raise UsageError(f"--also {also[0]}: synthetic pairs cannot be validated on: give --valid-src and --valid-tgt")
+    more = tuple(_corpus(each, config.data.root) for each in also)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
+
+
+def _corpus(given: str, root: str) -> CorpusConfig:
+    """Parse a value of --also: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
+    from qkv.options import CorpusConfig
+
+    # A file name may contain colons: take the longest prefix that exists.
+    ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
+    end = next((end for end in reversed(ends) if Path(given[:end]).exists()), ends[0])
+    name, (weight, _, tag) = given[:end], given[end + 1 :].partition(":")
+    try:
+        value = float(weight or "1")
+    except ValueError:
+        raise UsageError(f'--also {given}: "{weight}" is not a number: write FILE:WEIGHT, e.g. {name}:0.5') from None
+    # A path is relative to the working directory on the command line, to data.root in a config.
+    path = str(Path(name).absolute()) if root and name != "-" else name
+    return CorpusConfig(src=path, weight=value, tag=tag)
+
+
+def with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
+    """Return the config with the monolingual text of --text and --valid-text; by default it is a language model's."""
+    from qkv.options import Config, CorpusConfig, DecoderOnlyConfig
+
+    if config is None and not text:
+        raise UsageError(f"--valid-text {valid_text}: give --text too")
+    config = config or Config(model=DecoderOnlyConfig())
+    data = config.data
+    if text:
+        data = dataclasses.replace(data, train=tuple(CorpusConfig(text=t) for t in text), valid=(), root="")
+    if valid_text:
+        data = dataclasses.replace(data, valid=(CorpusConfig(text=valid_text),))
+    return dataclasses.replace(config, data=data)
 
 
 # ---- augment ---------------------------------------------------------------------------------------------------------
@@ -250,7 +317,7 @@ def augment(
     from qkv.api import augment as make
     from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
-    from qkv.console import counter, say
+    from qkv.console import command_line, counter, say
 
     values = {name: context.params[name] for name in PASSED_ON}
     options = {
@@ -270,7 +337,7 @@ def augment(
             filters=Filters(max_ratio, min_logprob, keep, tuple(reason.value for reason in allow or ())),
             back=round_trip,
             on_bad=on_bad.value,
-            command=arguments.command_line(),
+            command=command_line(),
             progress=advance,
             **options,
         )

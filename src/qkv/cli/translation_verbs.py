@@ -71,6 +71,7 @@ def translate(
     """
     from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import ProcessGroup, translate_file
+    from qkv.console import command_line
 
     options = _given(context.params)
     runs, group = [run, *(others or [])], ProcessGroup.from_environment()
@@ -95,7 +96,7 @@ def translate(
                 work,
                 size=CHUNK,
                 task=task,
-                about={"command": arguments.command_line(), "input": file},
+                about={"command": command_line(), "input": file},
                 group=group,
                 progress=advance,
             )
