@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peers.torch_layers import TorchTransformer
 from qkv.assembly import build_model
 from qkv.core import batches
 from qkv.core.attention import SPARE
@@ -24,7 +25,6 @@ from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.search_request import score_all
 from qkv.explain.attention_hooks import record_attention
-from qkv.lab.training_contenders import TorchTransformer
 from qkv.options import TransformerConfig
 
 SPEC = TransformerConfig(d_model=16, d_ff=32, heads=4, encoder_layers=2, decoder_layers=2, dropout=0.0)
