@@ -84,7 +84,7 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 # ---- learns ----------------------------------------------------------------------------------------------------------
 
 
-# How each kind learns to copy and to reverse in half a minute; models of plain text are in test_plain_text.py.
+# How each kind learns to copy and to reverse in half a minute; models of plain text are in data/test_lm_data.py.
 KINDS: dict[str, ModelConfig] = {
     "transformer": TransformerConfig(
         d_model=64, d_ff=256, heads=4, encoder_layers=1, decoder_layers=1, norm="pre", dropout=0.0

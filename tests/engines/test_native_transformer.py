@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_packed_linear import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 from torch import Tensor
 
 from conftest import sentences
@@ -28,9 +29,8 @@ from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, start_native
 from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig, TranslationConfig
-from test_packed import BOUND, CPU, KINDS, LENGTHS, MODERN, VOCAB, draw, made, walk
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 HERE = library()
 needed = pytest.mark.skipif(isinstance(HERE, str), reason=f"not native: {HERE}")

@@ -23,7 +23,7 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
 from qkv.decoding.ensemble import Ensemble
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
-from test_search import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
+from search_tables import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
 
 VOCAB = 14
 KINDS: list[Any] = [

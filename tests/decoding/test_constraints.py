@@ -24,7 +24,7 @@ from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
-from test_search import SPECIAL, Prefix, TableModel
+from search_tables import SPECIAL, Prefix, TableModel
 
 PIECES = [" cat", "cat", " c", "c", "at", "s", "egory", " dog", " the", ".", " (", ")", " é", "t"]
 WORDS = Tokenizer("word", [printable(piece) for piece in PIECES if len(piece.encode()) > 1])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_training_report import Page
 
 from browsing import launched, needs_chromium
 from conftest import Call, sentences, write_pairs
@@ -26,7 +27,6 @@ from qkv.explain.evaluation_page import (
     sentence_lists,
     write_evaluation_page,
 )
-from test_report import Page
 
 EVIL = "</script><script>alert('x')</script> & \"quoted\" <!-- {{title}} <b>bold</b>"
 SOURCES, REFERENCES = [list(side) for side in zip(*sentences(80, seed=3), strict=True)]
@@ -154,7 +154,7 @@ def test_wrong_calls_are_refused(tmp_path: Path, call: Call) -> None:
     assert (done.code, "written as .html" in done.error) == (2, True)
 
 
-DOCS = Path(__file__).parents[1] / "docs" / "evaluating.md"
+DOCS = Path(__file__).parents[2] / "docs" / "evaluating.md"
 
 
 def test_the_documentation_defines_every_flag() -> None:

@@ -17,7 +17,7 @@ from qkv.core.errors import QkvError
 from qkv.core.validation import corpus_bleu
 from qkv.evaluation import metrics
 
-SRC = Path(__file__).parents[1] / "src"
+SRC = Path(__file__).parents[2] / "src"
 VOCABULARY = (
     "the a cat Dog house tree Red blue big small runs sleeps sees loves and or but with under Peter , never".split()
 )

@@ -22,7 +22,7 @@ from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
 from qkv.options import DecodeConfig
-from test_search import (
+from search_tables import (
     BOS,
     EOS,
     GARDEN_PATH,

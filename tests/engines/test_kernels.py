@@ -234,7 +234,7 @@ print("equal")
 @pytest.mark.parametrize("checks", [CHECKS, SEARCHES, MODULES], ids=["models", "searches", "modules"])
 def test_kernels_equal_their_plain_twins(checks: str) -> None:
     pytest.importorskip("triton", reason="Triton is not on this platform")
-    paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "QKV_NATIVE": "0",

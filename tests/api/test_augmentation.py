@@ -48,7 +48,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
 
-DOCS = Path(__file__).parents[1] / "docs" / "augmenting.md"
+DOCS = Path(__file__).parents[2] / "docs" / "augmenting.md"
 
 
 def translated(line: str) -> str:

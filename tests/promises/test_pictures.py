@@ -21,7 +21,7 @@ from qkv.core.transformer import sinusoids
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1] / "docs")
+        patch.syspath_prepend(Path(__file__).parents[2] / "docs")
         return importlib.import_module("make_pictures")
 
 

@@ -247,7 +247,7 @@ KERNEL_FIXTURES = {
 def by_kernels() -> dict[str, list[Found]]:
     """The answers of the Triton kernels, which Triton's interpreter runs in another process."""
     pytest.importorskip("triton", reason="Triton is not on this platform")
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     paths = os.pathsep.join([str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(Path(__file__))]

@@ -359,7 +359,7 @@ KILLED = """
 import os, random, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import test_translate_files as tests
+import test_file_translation as tests
 from qkv.api import output_journal as journal
 
 def run(out, at):
@@ -497,7 +497,7 @@ SHARED = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import test_translate_files as tests
+import test_file_translation as tests
 from qkv import cli
 from qkv.api import Translation, file_translation as files, output_journal as journal
 
@@ -646,7 +646,7 @@ def test_every_option_is_on_the_page() -> None:
     from qkv import cli
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
-    page = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "decoding.md").read_text(encoding="utf-8")
     used = {word for line in page.splitlines() if line.startswith("$ ") for word in shlex.split(line)}
     options = {each.opts[0] for each in command.params if each.opts[0].startswith("--")} - {"--help"}
     assert options <= used

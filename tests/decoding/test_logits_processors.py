@@ -20,7 +20,7 @@ from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.explain.attention_hooks import record_attention
-from test_search import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
+from search_tables import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
 rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min_size=1, max_size=4)

@@ -54,7 +54,7 @@ def sabotage(place, at, number):
 
     def wrapped(*arguments, **options):
         if place == "sync" and ".preparing-" in str(arguments[0]):
-            return real(*arguments, **options)  # the text's own files: test_store.py
+            return real(*arguments, **options)  # the text's own files: data/test_text_preparation.py
         calls.append(0)
         if len(calls) == at:
             if place == "sync" and arguments[0].is_file():

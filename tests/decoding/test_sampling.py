@@ -18,8 +18,8 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import search_all
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.logits_processors import Sampling, draw, uniform_numbers
-from test_same_answer import model_of, some_text
-from test_search import EOS, SPECIAL, TableModel, random_table
+from random_models import model_of, some_text
+from search_tables import EOS, SPECIAL, TableModel, random_table
 
 CPU = torch.device("cpu")
 samplings = st.builds(

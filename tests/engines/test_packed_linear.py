@@ -1,6 +1,6 @@
 """The CPU engine with torch's kernels: packed fp32 is the plain model, for every kind; bf16 and int8 are near it.
 
-The C engine is turned off here; its tests are in test_native.py.
+The C engine is turned off here; its tests are in engines/test_native_transformer.py.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-
-from test_native import native
-from test_packed import KINDS, LENGTHS, VOCAB, draw, made
+from test_native_transformer import native
+from test_packed_linear import KINDS, LENGTHS, VOCAB, draw, made
 
 
 @torch.inference_mode()

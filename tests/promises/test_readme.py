@@ -18,7 +18,7 @@ from qkv import cli
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig, TrainConfig, TransformerConfig
 from serving import serving
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = ["--set", "train.steps=4", "--set", "train.tensorboard=false"]
 SMALLER = [

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_native_transformer import ROOT, needed
+from test_packed_linear import KINDS, made
 
 from qkv.core.transformer import Transformer
 from qkv.engines.cpu import choose, native_library, pack
 from qkv.engines.cpu.native_library import library, sources
-from test_native import ROOT, needed
-from test_packed import KINDS, made
 
 
 @needed

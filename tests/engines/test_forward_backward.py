@@ -316,7 +316,7 @@ print("equal")
 
 def test_kernels_equal_their_plain_twins() -> None:
     pytest.importorskip("triton", reason="Triton is not on this platform")
-    paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True, timeout=300)
     assert run.stdout.strip().endswith("equal"), run.stderr
