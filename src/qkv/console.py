@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 Report = Callable[[str, int, int | None], None]
-
-
-def command_line() -> str:
-    """Return the command line, for the model card."""
-    return shlex.join(["qkv", *sys.argv[1:]])
 
 
 def say(text: str) -> None:

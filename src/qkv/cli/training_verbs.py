@@ -11,48 +11,52 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli import arguments
-from qkv.cli.arguments import RunArgument, Settings
+from qkv.cli.arguments import (
+    RunArgument,
+    Settings,
+    command_line,
+    given,
+    option,
+    with_extra_pairs,
+    with_pairs,
+    with_text,
+)
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.pair_filters import WordNoise
     from qkv.assembly import Run
     from qkv.core.dataset import PreparedText
-    from qkv.options import Config, CorpusConfig
+    from qkv.options import Config
 
 
 def train(
     what: Annotated[
         str | None, typer.Argument(metavar="PRESET|CONFIG", help="Name of a preset, or a TOML file.")
     ] = None,
-    src: Annotated[
-        list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; repeatable.")
-    ] = None,
-    tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one per --src.")] = None,
+    src: Annotated[list[str] | None, option("Source text, or a .tsv/.jsonl file with both sides; repeatable.")] = None,
+    tgt: Annotated[list[str] | None, option("Target text, line by line; one per --src.")] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "More pairs (.tsv, .jsonl), e.g. from qkv augment; read WEIGHT times per epoch; repeatable.",
             metavar="FILE[:WEIGHT[:TAG]]",
-            help="More pairs (.tsv, .jsonl), e.g. from qkv augment; read WEIGHT times per epoch; repeatable.",
         ),
     ] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Validation source; default: held-out text.")] = None,
-    valid_tgt: Annotated[str | None, typer.Option(help="Validation target.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Monolingual text, for a language model; repeatable.")] = None,
-    valid_text: Annotated[str | None, typer.Option(help="Validation text; default: held-out text.")] = None,
+    valid_src: Annotated[str | None, option("Validation source; default: held-out text.")] = None,
+    valid_tgt: Annotated[str | None, option("Validation target.")] = None,
+    text: Annotated[list[str] | None, option("Monolingual text, for a language model; repeatable.")] = None,
+    valid_text: Annotated[str | None, option("Validation text; default: held-out text.")] = None,
     start: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Start from the weights of this run, e.g. to fine-tune it."),
+        Path | None, option("Start from the weights of this run, e.g. to fine-tune it.", "--from", metavar="RUN")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/NAME")] = None,
+    run: Annotated[Path | None, option("Run folder to create.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the training in the run folder.")] = False,
+    resume: Annotated[bool, option("Resume the training in the run folder.", "--resume")] = False,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.")
+        float, option("Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.", min=0)
     ] = 0.0,
-    on_bad: Annotated[
-        str | None, typer.Option(help="Line that is not UTF-8: error, or skip (drops the pair).", show_default=False)
-    ] = None,
+    on_bad: Annotated[str | None, option("Line that is not UTF-8: error, or skip (drops the pair).")] = None,
 ) -> None:
     """Train a model from a preset, a config file or text files.
 
@@ -62,7 +66,6 @@ def train(
     from qkv.api import auto_recipe
     from qkv.api.run_training import train as run_training
     from qkv.assembly import Run
-    from qkv.console import command_line
     from qkv.options import option_path
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
@@ -106,8 +109,8 @@ def _named_config(what: str | None, start: Run | None) -> Config | None:
 
 def average(
     run: RunArgument,
-    last: Annotated[int, typer.Option(help="Number of checkpoints to average; 0: all that are kept.")] = 0,
-    name: Annotated[str, typer.Option(help="Name of the new weights.", show_default="average_N")] = "",
+    last: Annotated[int, option("Number of checkpoints to average; 0: all that are kept.")] = 0,
+    name: Annotated[str, option("Name of the new weights.", show_default="average_N")] = "",
 ) -> None:
     """Average the last checkpoints of a run into new weights.
 
@@ -137,72 +140,6 @@ def config(
         print(f"{path}\t{ours}\t{theirs}")
 
 
-# ---- training text, as corpora of a config ---------------------------------------------------------------------------
-
-
-def with_pairs(
-    config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
-) -> Config:
-    """Return the config with the parallel text of --src, --tgt, --valid-src and --valid-tgt."""
-    from qkv.options import Config, CorpusConfig
-
-    if config is None and not src:
-        raise UsageError("no training text: give a preset, a config file, --src and --tgt, or --text")
-    if tgt and len(tgt) != len(src):
-        raise UsageError(f"{len(src)} --src but {len(tgt)} --tgt: give one --tgt for each --src")
-    if valid_tgt and not valid_src:
-        raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
-    config = config or Config()
-    data = config.data
-    if src:
-        corpora = tuple(CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
-        data = dataclasses.replace(data, train=corpora, valid=(), root="")
-    if valid_src:
-        data = dataclasses.replace(data, valid=(CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
-    return dataclasses.replace(config, data=data)
-
-
-def with_extra_pairs(config: Config, also: list[str]) -> Config:
-    """Return the config with the corpora of --also added to its own."""
-    if also and not config.data.valid:
-        # A held-out part of all text would contain synthetic pairs, and select the checkpoint closest to machine text.
-        raise UsageError(f"--also {also[0]}: synthetic pairs cannot be validated on: give --valid-src and --valid-tgt")
-    more = tuple(_corpus(each, config.data.root) for each in also)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
-
-
-def _corpus(given: str, root: str) -> CorpusConfig:
-    """Parse a value of --also: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
-    from qkv.options import CorpusConfig
-
-    # A file name may contain colons: take the longest prefix that exists.
-    ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
-    end = next((end for end in reversed(ends) if Path(given[:end]).exists()), ends[0])
-    name, (weight, _, tag) = given[:end], given[end + 1 :].partition(":")
-    try:
-        value = float(weight or "1")
-    except ValueError:
-        raise UsageError(f'--also {given}: "{weight}" is not a number: write FILE:WEIGHT, e.g. {name}:0.5') from None
-    # A path is relative to the working directory on the command line, to data.root in a config.
-    path = str(Path(name).absolute()) if root and name != "-" else name
-    return CorpusConfig(src=path, weight=value, tag=tag)
-
-
-def with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
-    """Return the config with the monolingual text of --text and --valid-text; by default it is a language model's."""
-    from qkv.options import Config, CorpusConfig, DecoderOnlyConfig
-
-    if config is None and not text:
-        raise UsageError(f"--valid-text {valid_text}: give --text too")
-    config = config or Config(model=DecoderOnlyConfig())
-    data = config.data
-    if text:
-        data = dataclasses.replace(data, train=tuple(CorpusConfig(text=t) for t in text), valid=(), root="")
-    if valid_text:
-        data = dataclasses.replace(data, valid=(CorpusConfig(text=valid_text),))
-    return dataclasses.replace(config, data=data)
-
-
 # ---- augment ---------------------------------------------------------------------------------------------------------
 
 
@@ -224,53 +161,43 @@ class Reason(StrEnum):
     ratio = "ratio"
 
 
-# Options that are passed to `qkv.api.augment` unchanged if they are given.
+# Options that are passed to `qkv.api.augment` if they are given.
 PASSED_ON = """
-    references closest_by beam sample temperature top_k top_p min_p seed rerank candidates tag others weights
+    references closest_by beam sample temperature top_k top_p min_p seed rerank candidates no_split tag others weights
     dtype device workers
 """.split()
 
 As = Annotated[
     Kind,
-    typer.Option(
-        "--as",
-        help="For back-translation RUN translates target text into the source language; else TEXT is source text.",
+    option(
+        "For back-translation RUN translates target text into the source language; else TEXT is source text.", "--as"
     ),
 ]
 Output = Annotated[
     str,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.",
+    option(
+        "Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.", "--output", "-o"
     ),
 ]
 References = Annotated[
-    str | None,
-    typer.Option(help="Distillation: references, line by line; the candidate closest to the reference is chosen."),
+    str | None, option("Distillation: references, line by line; the candidate closest to the reference is chosen.")
 ]
-ClosestBy = Annotated[str, typer.Option(help="Similarity to the reference: bleu or chrf.")]
-WithNoise = Annotated[
-    bool, typer.Option("--noise", help="Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.")
-]
-Drop = Annotated[float | None, typer.Option(help="Probability of dropping a source word.")]
-Blank = Annotated[float | None, typer.Option(help="Probability of blanking a source word.")]
-Shuffle = Annotated[int | None, typer.Option(help="Maximum distance that a source word moves.")]
-Allow = Annotated[
-    list[Reason] | None, typer.Option(help="Keep pairs that would be dropped for this reason; repeatable.")
-]
-MaxRatio = Annotated[float, typer.Option(help="Maximum length ratio of the two sides, in tokens; 0: no limit.")]
-MinLogprob = Annotated[float | None, typer.Option(help="Minimum mean log-probability per token.")]
-Keep = Annotated[float, typer.Option(help="Fraction of the remaining pairs to keep, most probable first.")]
+ClosestBy = Annotated[str, option("Similarity to the reference: bleu or chrf.")]
+WithNoise = Annotated[bool, option("Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.", "--noise")]
+Drop = Annotated[float | None, option("Probability of dropping a source word.")]
+Blank = Annotated[float | None, option("Probability of blanking a source word.")]
+Shuffle = Annotated[int | None, option("Maximum distance that a source word moves.")]
+Allow = Annotated[list[Reason] | None, option("Keep pairs that would be dropped for this reason; repeatable.")]
+MaxRatio = Annotated[float, option("Maximum length ratio of the two sides, in tokens; 0: no limit.")]
+MinLogprob = Annotated[float | None, option("Minimum mean log-probability per token.")]
+Keep = Annotated[float, option("Fraction of the remaining pairs to keep, most probable first.")]
 RoundTrip = Annotated[
     Path | None,
-    typer.Option(
-        metavar="RUN", help="Run of the opposite direction that scores the pairs for --keep and --min-logprob."
-    ),
+    option("Run of the opposite direction that scores the pairs for --keep and --min-logprob.", metavar="RUN"),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed of sampling and noise.")]
-Candidates = Annotated[int | None, typer.Option(help="Number of candidates for --rerank or --references.")]
-BadLines = Annotated[arguments.OnBad, typer.Option(help="Line that is not UTF-8: error, or skip.")]
+Seed = Annotated[int, option("Random seed of sampling and noise.")]
+Candidates = Annotated[int | None, option("Number of candidates for --rerank or --references.")]
+BadLines = Annotated[arguments.OnBad, option("Line that is not UTF-8: error, or skip.")]
 
 
 def augment(
@@ -317,14 +244,9 @@ def augment(
     from qkv.api import augment as make
     from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
-    from qkv.console import command_line, counter, say
+    from qkv.console import counter, say
 
-    values = {name: context.params[name] for name in PASSED_ON}
-    options = {
-        name: value for name, value in values.items() if value is not None and value is not False and value != ""
-    }
-    if no_split:
-        options["split"] = False
+    options = given({name: context.params[name] for name in PASSED_ON})
     first = not ProcessGroup.from_environment().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:
@@ -337,7 +259,7 @@ def augment(
             filters=Filters(max_ratio, min_logprob, keep, tuple(reason.value for reason in allow or ())),
             back=round_trip,
             on_bad=on_bad.value,
-            command=command_line(),
+            command=arguments.command_line(),
             progress=advance,
             **options,
         )
