@@ -52,7 +52,7 @@ from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.models.language_models import DecoderOnly, EncoderOnly
+    from qkv.models.variants import DecoderOnly, EncoderOnly
     from qkv.worker_pool import ProcessWorkers
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
@@ -99,11 +99,11 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
             kind = Transformer if unpadded.supports(config) else unpadded.UnpaddedTransformer
             return kind(config, src_vocab, tgt_vocab, layers_for(config))
         case DecoderOnlyConfig():
-            from qkv.models.language_models import DecoderOnly
+            from qkv.models.variants import DecoderOnly
 
             return DecoderOnly(config, tgt_vocab, layers_for(config))
         case EncoderOnlyConfig():
-            from qkv.models.language_models import EncoderOnly
+            from qkv.models.variants import EncoderOnly
 
             return EncoderOnly(config, tgt_vocab, layers_for(config))
         case RnnConfig():

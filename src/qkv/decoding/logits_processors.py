@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import GreedySearch, SearchState, SpecialTokens
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Variants of the Transformer's layers: other scores, windows, positions, norms, activations and dropouts.
+"""Variants of the Transformer: its stacks by themselves; other scores, windows, positions, norms and activations.
 
-`VariantLayers` builds the paper's part where an option has its default value, and a part of this module otherwise.
+`DecoderOnly` is a language model, `EncoderOnly` fills in hidden tokens. `VariantLayers` builds the paper's part where an
+option has its default value, and a part of this module otherwise.
 A new variant is a class here, a branch in `VariantLayers` and a choice among the options.
 """
 
@@ -8,15 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import Attend, KVCache, MultiHeadAttention, Wrap, attention_mask
-from qkv.core.transformer import Embedding, Layers, Positions, Residual, SinusoidalPositions
+from qkv.core.attention import (
+    Attend,
+    CachedDecoding,
+    Context,
+    KVCache,
+    MultiHeadAttention,
+    WholeSequence,
+    Wrap,
+    attention_mask,
+)
+from qkv.core.transformer import (
+    DecoderLayer,
+    Embedding,
+    EncoderLayer,
+    Layers,
+    Model,
+    Positions,
+    Residual,
+    SinusoidalPositions,
+    run_stack,
+)
 from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
 
 
@@ -354,3 +374,56 @@ class PreNormResidual(Residual):
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         summed: Tensor = x + self.dropout(sublayer(self.norm(x)))
         return summed
+
+
+# ---- the stacks by themselves ----------------------------------------------------------------------------------------
+
+
+class DecoderOnly(Model):
+    """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
+
+    config: DecoderOnlyConfig
+    decoder: Sequence[DecoderLayer]
+
+    def __init__(self, config: DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.target = layers.embedding(vocab)
+        self.decoder = nn.ModuleList(DecoderLayer(layers, i, cross=False) for i in range(config.layers))  # type: ignore[assignment]
+        self.decoder_norm = layers.final_norm()
+        self.add_output(vocab, self.target if config.tie == "output" else None)
+
+    def hidden(self, target: Tensor) -> Tensor:
+        return self.run_decoder(target, WholeSequence())
+
+    def start(self, encoded: None = None, beam: int = 1) -> CachedDecoding:
+        """The state before the first token: without a source, it takes any number of rows."""
+        return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], [], None, beam)
+
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        logits = self.project(self.run_decoder(tokens, state))
+        state.advance(tokens.shape[1])
+        return logits, state
+
+    def run_decoder(self, target: Tensor, context: Context) -> Tensor:
+        return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
+
+
+class EncoderOnly(Model):
+    """Ids (batch, length), some of them hidden, to logits of the token at every position."""
+
+    config: EncoderOnlyConfig
+    encoder: Sequence[EncoderLayer]
+
+    def __init__(self, config: EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.source = layers.embedding(vocab)
+        self.encoder = nn.ModuleList(EncoderLayer(layers, i) for i in range(config.layers))  # type: ignore[assignment]
+        self.encoder_norm = layers.final_norm()
+        self.add_output(vocab, self.source if config.tie == "output" else None)
+
+    def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
+        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))

@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv.api.completer import LanguageModel, TextDecoder
 from qkv.data.subwords import encode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 
 Event = dict[str, Any]
 

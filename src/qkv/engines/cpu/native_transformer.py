@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
 from qkv.engines.cpu.native_library import DecoderStep, EncoderBatch, WeightPacking
-from qkv.models.language_models import DecoderOnly
-from qkv.models.variants import rotary_of
+from qkv.models.variants import DecoderOnly, rotary_of
 
 # ---- the KV cache ----------------------------------------------------------------------------------------------------
 
