@@ -424,8 +424,6 @@ def trainer_for(
         parts["updates"] = updates
     if issubclass(step, ShardedTrainStep):
         parts["build"] = build_on_device
-    if issubclass(step, CudaTrainStep):
-        parts["pad"] = tokenizers.tgt.pad
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
     return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule)

@@ -16,7 +16,8 @@ import torch
 
 import qkv
 from conftest import Call, sentences
-from qkv.api import OtherWord, Translation, Translator
+from qkv.api.results import OtherWord, Translation
+from qkv.api.translator import Translator
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair

@@ -17,9 +17,10 @@ from qkv.cli.arguments import given, option
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Translation, Translator
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
+    from qkv.api.results import Translation
+    from qkv.api.translator import Translator
     from qkv.data.formats import LineReader
 
 BYTES_PER_TOKEN = 4  # approximate, in European languages
@@ -71,8 +72,8 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import ProcessGroup, translate_file
+    from qkv.api.translator import CHUNK, Translator
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     runs, group = [run, *(others or [])], ProcessGroup.from_environment()
@@ -151,8 +152,8 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGr
 
 def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
     """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
-    from qkv.api import CHUNK
     from qkv.api.file_translation import translate_stream
+    from qkv.api.translator import CHUNK
     from qkv.console import writer
 
     with writer(output) as write:
@@ -252,7 +253,7 @@ def complete(
 
     When the context is full, its oldest tokens are dropped, so the length is unlimited.
     """
-    from qkv.api import LanguageModel
+    from qkv.api.completer import LanguageModel
 
     if not as_json and (n > 1 or stop):
         raise UsageError("-n and --stop need whole continuations: add --json")
@@ -288,7 +289,7 @@ def fill(
 
     Prints, for each <mask>, the most probable tokens with their probability and the completed text.
     """
-    from qkv.api import Encoder
+    from qkv.api.text_encoder import Encoder
 
     for gap in Encoder(run, weights=weights, device=device).fill(text, n):
         for guess in gap:

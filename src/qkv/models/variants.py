@@ -1,13 +1,12 @@
 """Variants of the Transformer: its stacks by themselves; other scores, windows, positions, norms and activations.
 
-`DecoderOnly` is a language model, `EncoderOnly` fills in hidden tokens. `VariantLayers` builds the paper's part where an
-option has its default value, and a part of this module otherwise.
+`DecoderOnly` is a language model, `EncoderOnly` fills in hidden tokens. `VariantLayers` builds the paper's part where
+an option has its default value, and a part of this module otherwise.
 A new variant is a class here, a branch in `VariantLayers` and a choice among the options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,18 +36,16 @@ from qkv.core.transformer import (
     SinusoidalPositions,
     run_stack,
 )
-from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
+from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig
 
 
 class VariantLayers(Layers):
     """Constructors for every option of an attention model."""
 
     config: AttentionModelConfig
-    implemented = frozenset(
-        field.name
-        for kind in (TransformerConfig, DecoderOnlyConfig, EncoderOnlyConfig)
-        for field in dataclasses.fields(kind)
-    )
+
+    def __init__(self, config: AttentionModelConfig) -> None:
+        self.config = config  # none of its options is refused
 
     def embedding(self, vocab: int) -> Embedding:
         c = self.config
