@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from qkv.core.run import LOCKED
 from qkv.core.search import Search, StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
-from qkv.core.transformer import Layers, Model, Transformer, TranslationModel
+from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
 from qkv.engines import unpadded
 from qkv.engines.cuda_training import cuda_trainer
@@ -52,7 +52,6 @@ from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.models.variants import DecoderOnly, EncoderOnly
     from qkv.worker_pool import ProcessWorkers
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
@@ -62,27 +61,7 @@ PATIENCE = 0.1  # seconds until a thread with a full queue checks whether it sho
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
 
-@overload
-def build_model(config: TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
-
-
-@overload
-def build_model(config: TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
-
-
-@overload
-def build_model(config: DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
-
-
-@overload
-def build_model(config: EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
-
-
-@overload
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
-
-
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Any:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
     unpadded.use_short_dropout(model)

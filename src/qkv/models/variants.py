@@ -330,8 +330,7 @@ class TokenDropoutEmbedding(Embedding):
             x = x * (torch.rand(ids.shape, device=x.device) >= self.rate)[..., None]
         if self.positions is not None:
             x = x + self.positions(position, ids.shape[1]).to(x.dtype)
-        dropped: Tensor = self.dropout(x)
-        return dropped
+        return self.dropout(x)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
@@ -361,16 +360,14 @@ class VariantFeedForward(nn.Module):
             hidden = hidden * self.gate(x)
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout, self.training)
-        mapped: Tensor = self.outer(hidden)
-        return mapped
+        return self.outer(hidden)
 
 
 class PreNormResidual(Residual):
     """x + Dropout(Sublayer(LayerNorm(x))): easier to train when deep; the stack then needs a norm at its end."""
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        summed: Tensor = x + self.dropout(sublayer(self.norm(x)))
-        return summed
+        return x + self.dropout(sublayer(self.norm(x)))
 
 
 # ---- the stacks by themselves ----------------------------------------------------------------------------------------

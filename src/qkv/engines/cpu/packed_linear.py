@@ -111,8 +111,7 @@ class FBGEMMInt8:
         self.reduced = not {"avx512_vnni", "avx_vnni"} & processor()
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.kernel(x, self.packed, self.reduced)
-        return y
+        return self.kernel(x, self.packed, self.reduced)
 
 
 class Int8:

@@ -307,8 +307,7 @@ class CudaGraphs:
 
         def wait() -> list[float]:
             copied.synchronize()
-            numbers: list[float] = host.tolist()
-            return numbers
+            return host.tolist()
 
         return wait
 
