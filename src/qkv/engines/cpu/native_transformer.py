@@ -264,10 +264,8 @@ class NativeTransformer(nn.Module):
             capacity=state.origin.shape[1], pages=state.pages.ctypes.data, pages_per_sentence=state.pages.shape[1],
         )  # fmt: skip
         if state.memory is not None:
-            arguments.source, arguments.source_length = (
-                state.memory.address.ctypes.data,
-                state.memory.length.ctypes.data,
-            )
+            arguments.source = state.memory.address.ctypes.data
+            arguments.source_length = state.memory.length.ctypes.data
         arguments.positions, arguments.rotary = map(_tensor_address, tables)
         size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(arguments))
         arguments.scratch = self.scratch.reserve(size)
