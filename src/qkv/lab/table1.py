@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qkv.console import counter, describe_device
 from qkv.core import files
 from qkv.core.device import choose_device
-from qkv.explain import figure_files
+from qkv.explain.pages import check_picture, new_figure
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
@@ -113,7 +113,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure for about `seconds`, print the table, and write JSON (`output`) and a plot (`plot`: .png, .svg)."""
     if plot:
-        figure_files.check_picture(plot)
+        check_picture(plot)
     chosen = choose_device(device)
     torch.manual_seed(0)
     # Full fp32: with TF32 in cuDNN only the recurrence would become faster.
@@ -392,7 +392,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def draw(result: dict[str, Any], path: str) -> None:
     """Draw the result of `measure`: time against n and against d on logarithmic axes."""
-    with figure_files.new_figure(path, (11, 5), font=10) as figure:
+    with new_figure(path, (11, 5), font=10) as figure:
         left, right = figure.subplots(1, 2)
         for axes, symbol, held, name in ((left, "n", "d", "sequence length n"), (right, "d", "n", "width d")):
             _panel(axes, result["complexity"], symbol, held)
