@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from qkv.assembly import Run
+from qkv.assembly import Run, parameters, shape, vocabulary
 from qkv.core import files
 from qkv.core.errors import UsageError
-from qkv.explain.model_card import parameters, shape, vocabulary
 from qkv.explain.pages import check_page, fill_template, script_data, table
 from qkv.options import TranslationConfig
 
