@@ -183,7 +183,7 @@ class HeadImportance:
 
 @torch.inference_mode()
 def head_importance(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
@@ -222,7 +222,7 @@ def head_importance(
     return sorted(importances, key=lambda h: -h.change)
 
 
-def _loss(model: StepModel[Any, Any], encoded: Any, batch: Batch, pad: int) -> float:
+def _loss(model: StepModel, encoded: Any, batch: Batch, pad: int) -> float:
     """Return −log p, summed over the labels of a batch without padding."""
     logits, _ = model.step(batch.target, model.start(encoded))  # (batch, target, vocab)
     nll: Tensor = torch.nn.functional.cross_entropy(
