@@ -64,6 +64,9 @@ def speed(
         typer.Option(help="Measure only contenders with this in their name; repeatable.", show_default=False),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Seconds per setting, at least three rounds.")] = 10.0,
+    peers: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Modules for other software, in a checkout of qkv.")
+    ] = Path("benchmarks/peers"),
     device: Device = "auto",
     output: Output = None,
 ) -> None:
@@ -86,6 +89,7 @@ def speed(
         device=device,
         outputs=output or (),
         command=command_line(),
+        folder=peers,
     )
 
 
