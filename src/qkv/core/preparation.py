@@ -98,8 +98,8 @@ class Sentences:
 
     name = "sentences"
 
-    def __init__(self, data: DataConfig, filters: Sequence[Filter] = ()) -> None:
-        self.data, self.filters = data, (*length_filters(data), *filters)
+    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
+        self.data, self.filters = data, filters
         self.reasons = [each.name.lower() for each in Disposition if each < Disposition.FILTERED]
         self.reasons += [each.name for each in self.filters]
 
@@ -140,9 +140,7 @@ class Sentences:
         else:
             hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
 
-    def sample(
-        self, block: TextBlock, dispositions: bytes, side: int, share: float, seed: tuple[int, ...]
-    ) -> list[str]:
+    def sample(self, block: TextBlock, dispositions: bytes, side: int, share: float, seed: Sequence[int]) -> list[str]:
         """Return a uniform share of one side of the block's training lines, to learn the vocabulary from."""
         rows = np.flatnonzero(np.frombuffer(dispositions, np.uint8) == Disposition.TRAIN)
         random = np.random.default_rng(seed)

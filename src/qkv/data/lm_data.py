@@ -39,7 +39,7 @@ class RunningText(Sentences):
         """Divide the text into blocks of lines, and long lines into parts if there are too few to hold some out."""
         if corpora[0].sides == 2:
             raise UsageError(f"corpus {corpora[0]}: a language model learns from running text: give text, not pairs")
-        divided = super().blocks(corpora, plain, scratch, parallel_map)
+        divided = super().blocks(corpora, scratch, parallel_map)
         total = sum(block.count for blocks in divided for block in blocks)
         if self._held_out(total) or any(corpus.format != LINES for corpus in corpora):
             return divided
