@@ -45,9 +45,8 @@ def find(
 ) -> list[list[Hypothesis]]:
     limits = torch.tensor([longest] * sentences if isinstance(longest, int) else longest)
     numbers = torch.arange(len(limits))[:, None]
-    ones = torch.ones(len(limits), dtype=torch.long)
-    model = TableModel(table)
-    return search(model, numbers, ones, SearchOptions.of(spec, n_best=n_best), SPECIAL, longest=limits)
+    options = SearchOptions(**vars(spec) | {"extra_length": 0}, n_best=n_best)
+    return search(TableModel(table), numbers, limits + 1, options, SPECIAL)
 
 
 def without_stopping(table: Table, longest: int, spec: DecodeConfig, beam: int) -> list[Hypothesis]:
@@ -107,8 +106,8 @@ def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
     steps = {}
     for penalty in ("none", "average"):
         model = TableModel(LONG_OR_SHORT)
-        limit, one = torch.tensor([6]), torch.tensor([[0]])
-        search(model, one, torch.tensor([1]), SearchOptions(beam=2, length_penalty=penalty), SPECIAL, longest=limit)
+        options = SearchOptions(beam=2, length_penalty=penalty, max_length=6)
+        search(model, torch.tensor([[0]]), torch.tensor([1]), options, SPECIAL)
         steps[penalty] = model.steps
     assert steps == {"none": 2, "average": 4}
 

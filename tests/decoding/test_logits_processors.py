@@ -29,9 +29,7 @@ rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min
 def state_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
     """A search state of one sentence; tokens beyond its length are random and must not be read."""
     state = SearchState(1, len(written), 1, capacity, torch.device("cpu"))
-    state.place(
-        torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
-    )
+    state.tokens[0, :, 0] = BOS
     state.tokens[0, :, 1:] = 3
     for row, tokens in enumerate(written):
         state.tokens[0, row, 1 : 1 + len(tokens)] = torch.tensor(tokens)
@@ -78,10 +76,9 @@ def found_by(
     (found,) = search(
         TableModel(table),
         torch.tensor([[0]]),
-        torch.tensor([1]),
-        dataclasses.replace(options, beam=beam, n_best=n_best),
+        torch.tensor([longest + 1]),
+        dataclasses.replace(options, beam=beam, n_best=n_best, extra_length=0),
         SpecialTokens(BOS, EOS, PAD),
-        longest=torch.tensor([longest]),
         start=start_variant,
         **more,
     )

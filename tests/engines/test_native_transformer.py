@@ -21,7 +21,7 @@ from conftest import sentences
 from qkv.assembly import Run
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens, search
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SpecialTokens, search
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all, token_logprobs
 from qkv.engines.cpu import native_search, pack
@@ -294,14 +294,14 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
 def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: int, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     sentences, capacity = 6, 12
-    board = SearchState(sentences, rows, n, capacity, CPU)
-    board.place(
-        torch.arange(sentences),
-        1,
-        torch.randint(1, 10, (sentences,), generator=draws),
-        draw(sentences, 0),
-        torch.zeros(rows),
-    )
+    options = SearchOptions(beam=rows, n_best=n, length_penalty="gnmt", min_length=3 * (seed % 2))
+    model: Any = None
+    sizes: dict[str, Any] = {"lengths": torch.ones(sentences), "capacity": capacity}
+    plain, ours = (BeamSearch, NativeBeamSearch) if rows > 1 else (GreedySearch, NativeGreedySearch)
+    plain_step, native_step = (kind(model, options, SPECIAL, **sizes) for kind in (plain, ours))
+    longest = torch.randint(1, 10, (sentences,), generator=draws)
+    native_step.place(torch.arange(sentences), longest, draw(sentences, 0))
+    board = native_step.state
     board.length.random_(0, 10, generator=draws)
     board.tokens.random_(3, vocab, generator=draws)
     board.logprob.copy_(-torch.rand(sentences, rows, generator=draws))
@@ -311,11 +311,8 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
     board.finished_scores[:, :1, 0] = -torch.rand(sentences, 1, generator=draws)
     twin, logits = copy.deepcopy(board), torch.randn(sentences * rows, vocab, generator=draws) * 3
     logits[:, 2] += 3 * torch.rand(sentences * rows, generator=draws)
-    options = SearchOptions(beam=rows, length_penalty="gnmt", min_length=3 * (seed % 2))
-    model: Any = None
-    plain, ours = (BeamSearch, NativeBeamSearch) if rows > 1 else (GreedySearch, NativeGreedySearch)
-    expected = plain(model, options, SPECIAL, twin).extend(logits.clone())
-    native_step = ours(model, options, SPECIAL, board)
+    plain_step.state = twin
+    expected = plain_step.extend(logits.clone())
     assert native_search.refused(native_step) is None
     found = native_step.extend(logits)
     alive, real = twin.logprob > -math.inf, twin.finished_scores[:, :, 0] > -math.inf

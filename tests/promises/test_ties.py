@@ -178,8 +178,9 @@ def found(name: str, fixture: Fixture) -> Found:
     hypotheses = search(
         TableModel(fixture),
         torch.arange(SENTENCES)[:, None],
-        torch.ones(SENTENCES, dtype=torch.long),
+        torch.full((SENTENCES,), fixture.longest + 1),
         SearchOptions(
+            extra_length=0,
             beam=fixture.beam,
             length_penalty=fixture.penalty,
             n_best=fixture.n_best,
@@ -187,7 +188,6 @@ def found(name: str, fixture: Fixture) -> Found:
             processors=(Nothing(True), Nothing(False)) if name == "processors" else (),
         ),
         SpecialTokens(BOS, EOS, PAD),
-        longest=torch.full((SENTENCES,), fixture.longest),
         prefix=torch.tensor([fixture.prefix] * SENTENCES, dtype=torch.long).view(SENTENCES, -1),
         start=STARTS[name],
     )
