@@ -326,15 +326,15 @@ class Scan:
             "tokenizer": tokenizers.fingerprint,
             "report": report,
         }
-        valid = [corpus.given for corpus in self.corpora]
-        held_out = valid if any(valid) else [True] * len(valid)  # without a validation set, from all
-        for part, chosen in ((Disposition.TRAIN, np.invert(valid)), (Disposition.VALID, held_out)):
-            name, pairs = part.name.lower(), counts[chosen, part].tolist()
+        given = [number for number, corpus in enumerate(self.corpora) if corpus.given]
+        train = [number for number, corpus in enumerate(self.corpora) if not corpus.given]
+        for part, corpora in ((Disposition.TRAIN, train), (Disposition.VALID, given or train)):  # held out from all
+            name, pairs = part.name.lower(), counts[corpora, part].tolist()
             if not sum(pairs):
                 totals = {"read": counts.sum()} | dict(zip(reasons[2:], counts.sum(axis=0)[2:], strict=True))
                 listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in totals.items() if n)
                 raise QkvError(f"nothing is left for {name} after filtering: {listed}")
-            manifest[name] = {"pairs": pairs, "weights": [self.corpora[i].weight for i in np.flatnonzero(chosen)]}
+            manifest[name] = {"pairs": pairs, "weights": [self.corpora[number].weight for number in corpora]}
         return manifest
 
 
