@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import leaves
+from qkv.assembly import parameter_count
 from qkv.core.search import SearchOptions, SpecialTokens, search
 from qkv.explain.attention_hooks import record_attention
-from qkv.explain.model_card import parameter_count
 from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 
