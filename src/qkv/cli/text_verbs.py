@@ -73,18 +73,22 @@ def translate(
     """
     from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import ProcessGroup, translate_file
+    from qkv.console import say
+    from qkv.engines.cpu.native_search import worker_count
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     runs, group = [run, *(others or [])], ProcessGroup.from_environment()
-    if workers is None and not others and group.world == 1:
-        workers = _default_workers(file)
+    if workers is None and not others and group.world == 1:  # for a large file, one process per core
+        workers = worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
     translator = Translator(
         run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
     )
-    if shortlist:
-        _ensure_shortlist(translator, run)
+    if shortlist and not (run / "shortlist.safetensors").exists():
+        say(f"{run}: computing the shortlist (likely translations of each source token), once")
+        translator.learn_shortlist()
     lines = _open_lines(run, file, output, on_bad.value, group)
-    _say_engine(translator, file, group)
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if _is_stream(output):
@@ -102,30 +106,6 @@ def translate(
                 progress=advance,
             )
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
-
-
-def _ensure_shortlist(translator: Translator, run: Path) -> None:
-    """Compute the shortlist of a run and save it there, unless it exists."""
-    from qkv.console import say
-
-    if not (run / "shortlist.safetensors").exists():
-        say(f"{run}: computing the shortlist (likely translations of each source token), once")
-        translator.learn_shortlist()
-
-
-def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
-    """Print the engine to a terminal, unless the text is typed there."""
-    from qkv.console import say
-
-    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
-
-
-def _default_workers(file: str) -> int:
-    """Return one process per core for a large file, and no extra process for a small one."""
-    from qkv.engines.cpu.native_search import worker_count
-
-    return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
 
 
 def _is_stream(output: str) -> bool:
