@@ -74,18 +74,22 @@ def translate(
     """
     from qkv.api.file_translation import ProcessGroup, translate_file
     from qkv.api.translator import CHUNK, Translator
+    from qkv.console import say
+    from qkv.engines.cpu.native_search import worker_count
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     runs, group = [run, *(others or [])], ProcessGroup.from_environment()
-    if workers is None and not others and group.world == 1:
-        workers = _default_workers(file)
+    if workers is None and not others and group.world == 1:  # for a large file, one process per core
+        workers = worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
     translator = Translator(
         run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
     )
-    if shortlist:
-        _ensure_shortlist(translator, run)
+    if shortlist and not (run / "shortlist.safetensors").exists():
+        say(f"{run}: computing the shortlist (likely translations of each source token), once")
+        translator.learn_shortlist()
     lines = _open_lines(run, file, output, on_bad.value, group)
-    _say_engine(translator, file, group)
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if _is_stream(output):
@@ -105,30 +109,6 @@ def translate(
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
-def _ensure_shortlist(translator: Translator, run: Path) -> None:
-    """Compute the shortlist of a run and save it there, unless it exists."""
-    from qkv.console import say
-
-    if not (run / "shortlist.safetensors").exists():
-        say(f"{run}: computing the shortlist (likely translations of each source token), once")
-        translator.learn_shortlist()
-
-
-def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
-    """Print the engine to a terminal, unless the text is typed there."""
-    from qkv.console import say
-
-    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
-
-
-def _default_workers(file: str) -> int:
-    """Return one process per core for a large file, and no extra process for a small one."""
-    from qkv.engines.cpu.native_search import worker_count
-
-    return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
-
-
 def _is_stream(output: str) -> bool:
     """Whether the output is a terminal, a pipe or a device, where a write cannot be undone or resumed."""
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
@@ -136,8 +116,8 @@ def _is_stream(output: str) -> bool:
 
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.core.corpus import COMPRESSED, is_stream
-    from qkv.data.formats import LineReader, layout_of, open_text
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
