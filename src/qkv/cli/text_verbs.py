@@ -31,32 +31,52 @@ def translate(
     context: typer.Context,
     run: arguments.RunArgument,
     file: arguments.TextFile = "-",
-    output: arguments.Output = "-",
+    output: Annotated[
+        str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
+    ] = "-",
     as_json: arguments.AsJson = False,
     beam: arguments.Beam = None,
-    n_best: arguments.NBest = None,
+    n_best: Annotated[
+        int | None, option("Translations per line, as tab-separated line number, rank, score and text.")
+    ] = None,
     length_penalty: arguments.Penalty = None,
     alpha: arguments.Alpha = None,
-    coverage: arguments.Coverage = None,
-    min_length: arguments.MinLength = None,
-    max_length: arguments.MaxLength = None,
-    repetition_penalty: arguments.RepetitionPenalty = None,
-    no_repeat_ngram: arguments.NoRepeatNgram = None,
-    groups: arguments.Groups = None,
-    diversity: arguments.Diversity = None,
+    coverage: Annotated[
+        float | None, option("Coverage penalty β for source tokens with little attention; 0 is off.")
+    ] = None,
+    min_length: Annotated[int | None, option("Minimum length of a translation, in tokens.")] = None,
+    max_length: Annotated[int | None, option("Maximum length of a translation, in tokens.")] = None,
+    repetition_penalty: Annotated[
+        float | None, option("Repetition penalty; above 1, tokens already generated become less likely.")
+    ] = None,
+    no_repeat_ngram: Annotated[
+        int | None, option("Never generate the same n-gram of this length twice.", metavar="N")
+    ] = None,
+    groups: Annotated[
+        int | None, option("Diverse beam search: number of groups that the beam is divided into.")
+    ] = None,
+    diversity: Annotated[
+        float | None, option("Diverse beam search: penalty for tokens that earlier groups chose.")
+    ] = None,
     sample: arguments.Sample = False,
     temperature: arguments.Temperature = None,
     top_k: arguments.TopK = None,
     top_p: arguments.TopP = None,
     min_p: arguments.MinP = None,
-    seed: arguments.Seed = None,
-    prefix: arguments.Prefix = None,
-    must_include: arguments.MustInclude = None,
-    ordered: arguments.Ordered = False,
-    avoid: arguments.Avoid = None,
-    shortlist: arguments.Shortlist = False,
+    seed: Annotated[int | None, option("Random seed of sampling; equal seeds give equal output.")] = None,
+    prefix: Annotated[str | None, option("Force every translation to begin with this text.", metavar="TEXT")] = None,
+    must_include: Annotated[
+        list[str] | None, option("Phrase that every translation must contain; repeatable.", metavar="TEXT")
+    ] = None,
+    ordered: Annotated[bool, option("Keep the phrases of --must-include in the given order.", "--ordered")] = False,
+    avoid: Annotated[
+        list[str] | None, option("Phrase that no translation may contain; repeatable.", metavar="TEXT")
+    ] = None,
+    shortlist: Annotated[
+        bool, option("Limit the output vocabulary to likely translations of the source; faster.", "--shortlist")
+    ] = False,
     rerank: arguments.Rerank = None,
-    candidates: arguments.Candidates = None,
+    candidates: Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")] = None,
     no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
@@ -64,7 +84,9 @@ def translate(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "auto",
     workers: arguments.Workers = None,
-    on_bad: arguments.BadLines = arguments.OnBad.error,
+    on_bad: Annotated[
+        arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
+    ] = arguments.OnBad.error,
 ) -> None:
     """Translate text line by line: N lines in, N lines out.
 
