@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from qkv.core import tokenizer as module
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import Tokenizer, TokenizerPair, default_size
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import subwords as subwords
 from qkv.data.subwords import VARIANTS, BpeDropout, learn, readable_tokens, unique_names
 from qkv.interop.huggingface import library_tokenizer
@@ -331,11 +331,6 @@ def test_the_vocabulary_has_the_requested_size(kind: str) -> None:
     assert learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=300), TAGS).src.size == 300
     with pytest.raises(UsageError, match="at least 261"):
         learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=260), TAGS)
-
-
-def test_default_sizes() -> None:
-    sizes = [default_size(pairs) for pairs in (1, 4_999, 29_000, 200_000, 1_000_000, 10**9)]
-    assert sizes == [2_000, 2_000, 8_000, 16_000, 32_000, 32_000]
 
 
 def test_separate_vocabularies_are_learned_from_their_own_side() -> None:
