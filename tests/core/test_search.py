@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.batches import collate
+from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import token_logprobs
-from qkv.options import DecodeConfig
 from search_tables import (
     BOS,
     EOS,
@@ -256,3 +256,12 @@ def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:
         found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), SPECIAL)
         totals.append(sum(h[0].logprob for h in found))
     assert totals == sorted(totals)
+
+
+@given(st.integers(1, 300), st.floats(0, 2))
+def test_length_penalties(length: int, alpha: float) -> None:
+    spec = DecodeConfig(length_penalty="gnmt", alpha=alpha)
+    assert length_penalty(length, spec) == pytest.approx((5 + length) ** alpha / (5 + 1) ** alpha)  # Wu et al., eq. 14
+    assert length_penalty(length, dataclasses.replace(spec, length_penalty="average")) == length
+    assert length_penalty(length, dataclasses.replace(spec, length_penalty="none")) == 1
+    assert float(length_penalty(torch.tensor(length), spec)) == pytest.approx(length_penalty(length, spec), rel=1e-5)

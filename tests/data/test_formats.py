@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from qkv.core import corpus as module
 from qkv.core.corpus import decompress, read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import formats
@@ -108,24 +107,6 @@ def test_jsonl_text(tmp_path: Path) -> None:
     assert pairs_of(tmp_path, CorpusConfig(text="a.jsonl")) == [("one\ntwo",), ("three",)]
 
 
-def test_ends_of_lines_and_files(tmp_path: Path) -> None:
-    bom = b"\xef\xbb\xbf"
-    spec = write_pair(tmp_path, bom + b"one\r\ntwo\r\r\n\xef\xbb\xbfthree\r", b"eins\nzwei\ndrei")
-    assert pairs_of(tmp_path, spec) == [("one", "eins"), ("two\r", "zwei"), ("\ufeffthree", "drei")]
-
-
-def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
-    src = [f"line {n} " + "x" * (n % 90) for n in range(200)]
-    tgt = [f"Zeile {n}" for n in range(200)]
-    spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
-    assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
-    (found,) = find_text((spec,), DataConfig(root=str(tmp_path)))
-    cut = split_into_blocks(found, found.paths)
-    assert len(cut) > 50
-    assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
-
-
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\teins\ntwo\tzwei\n")))
     assert pairs_of(tmp_path, CorpusConfig(src="-")) == [("one", "eins"), ("two", "zwei")]
@@ -135,32 +116,6 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_uneven_files(tmp_path: Path) -> None:
-    spec = write_pair(tmp_path, b"one\ntwo\nthree\n", b"eins\nzwei")
-    with pytest.raises(QkvError, match=r"a\.en has 3 lines but a\.de has 2 lines"):
-        pairs_of(tmp_path, spec)
-    spec = write_pair(tmp_path, b"one\n", b"eins\nzwei\ndrei\n\n")
-    with pytest.raises(QkvError, match=r"a\.en has 1 lines but a\.de has 4 lines"):
-        pairs_of(tmp_path, spec)
-
-
-def test_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(QkvError, match=r"a\.en: the file is empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"", b"eins\n"))
-    with pytest.raises(QkvError, match=r"a\.de: the file is empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"one\n", b"\xef\xbb\xbf"))
-    with pytest.raises(QkvError, match="empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"", b""))
-
-
-def test_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 20)
-    spec = write_pair(tmp_path, b"one\n" * 20 + b"tw\xf6\nthree\n", b"eins\n" * 22)
-    with pytest.raises(QkvError, match=r"a\.en, line 21: not UTF-8 \(byte 0xF6 at position 3\).*on_bad"):
-        pairs_of(tmp_path, spec)
-    assert pairs_of(tmp_path, spec, "skip") == [("one", "eins")] * 20 + [None, ("three", "eins")]
 
 
 def test_half_a_character_in_json(tmp_path: Path) -> None:
