@@ -14,10 +14,9 @@ import torch
 
 from conftest import Call, Done, sentences
 from qkv.api import auto_recipe
-from qkv.assembly import Run, updates_for
+from qkv.assembly import Run, parameters, updates_for
 from qkv.core.dataset import PreparedText
 from qkv.data.text_preparation import prepare_text
-from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
     CorpusConfig,

@@ -632,7 +632,7 @@ def test_every_option_of_decoding_is_there() -> None:
 
     from qkv import cli
     from qkv.api import Options
-    from qkv.cli.translation_verbs import NOT_SEARCH
+    from qkv.cli.text_verbs import NOT_SEARCH
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
     assert {each.name for each in command.params} - {*NOT_SEARCH, "help"} == {NEGATED.get(name, name) for name in HOW}
@@ -738,7 +738,7 @@ SLOW = """
 import itertools, os, signal, sys, time
 from qkv import api
 from qkv.api import output_journal as journal
-from qkv.cli import main, translation_verbs as translating
+from qkv.cli import main, text_verbs as translating
 
 api.CHUNK, journal.INTERVAL = 20, 0.0
 pause, fatal, hang = float(sys.argv[1]), int(os.environ.get("FATAL", -1)), int(os.environ.get("HELD", -1))

@@ -17,7 +17,6 @@ from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
 from search_tables import (
     BOS,
     EOS,
@@ -32,6 +31,7 @@ from search_tables import (
     TableModel,
     assert_same,
     everything,
+    label_logprobs,
     random_table,
     ranked,
     sources,
@@ -45,9 +45,8 @@ def find(
 ) -> list[list[Hypothesis]]:
     limits = torch.tensor([longest] * sentences if isinstance(longest, int) else longest)
     numbers = torch.arange(len(limits))[:, None]
-    ones = torch.ones(len(limits), dtype=torch.long)
-    model = TableModel(table)
-    return search(model, numbers, ones, SearchOptions.of(spec, n_best=n_best), SPECIAL, longest=limits)
+    options = SearchOptions(**vars(spec) | {"extra_length": 0}, n_best=n_best)
+    return search(TableModel(table), numbers, limits + 1, options, SPECIAL)
 
 
 def without_stopping(table: Table, longest: int, spec: DecodeConfig, beam: int) -> list[Hypothesis]:
@@ -107,8 +106,8 @@ def test_the_search_stops_when_it_is_decided_and_not_before() -> None:
     steps = {}
     for penalty in ("none", "average"):
         model = TableModel(LONG_OR_SHORT)
-        limit, one = torch.tensor([6]), torch.tensor([[0]])
-        search(model, one, torch.tensor([1]), SearchOptions(beam=2, length_penalty=penalty), SPECIAL, longest=limit)
+        options = SearchOptions(beam=2, length_penalty=penalty, max_length=6)
+        search(model, torch.tensor([[0]]), torch.tensor([1]), options, SPECIAL)
         steps[penalty] = model.steps
     assert steps == {"none": 2, "average": 4}
 
@@ -238,7 +237,7 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
         assert len(hypotheses) == n_best
         given_ = source[row, : lengths[row] - 1].numpy()
         batch = collate([given_] * n_best, [np.array(h.tokens, np.int64) for h in hypotheses], either)
-        for h, logprobs in zip(hypotheses, token_logprobs(transformer(), batch, PAD), strict=True):
+        for h, logprobs in zip(hypotheses, label_logprobs(transformer(), batch), strict=True):
             assert len(logprobs) == len(h.tokens) + 1
             assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
             assert h.score == pytest.approx(sum(logprobs) / length_penalty(len(logprobs), spec), abs=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from qkv.core.device import World
 from qkv.core.errors import QkvError
 from qkv.core.search import SearchOptions, start_search
 from qkv.core.transformer import Transformer
-from qkv.core.translate import search_all, token_logprobs
+from qkv.core.translate import search_all
 from qkv.core.validation import TranslationTask, Validation, corpus_bleu, update_options
+from search_tables import label_logprobs
 
 
 def test_a_score_that_is_not_a_number_is_never_the_best() -> None:
@@ -92,7 +94,7 @@ def test_the_loss_is_the_mean_of_all_labels(
     model.eval()
     for i in range(len(store)):
         batch = collate([store.src(i)], [store.tgt(i)], prepared.tokenizers)
-        scores += token_logprobs(model, batch, prepared.tokenizers.tgt.pad)[0]
+        scores += label_logprobs(model, batch)[0]
     assert found.loss == pytest.approx(-sum(scores) / len(scores), rel=1e-5)
     assert (found.bleu, found.sample) == (None, "")
     assert not TranslationTask().validate(model, prepared, config, CPU).details
@@ -107,15 +109,22 @@ def test_bleu_is_of_greedy_translations_and_raw_references(prepared: PreparedTex
         used.extend(each for each in arguments if isinstance(each, SearchOptions))
         return start_search(*arguments, **options)
 
-    found = TranslationTask(start, tokenize="char").validate(model, prepared, config, CPU)
+    compared: list[tuple[Sequence[str], Sequence[str]]] = []
+
+    def bleu(*texts: Sequence[str]) -> float:
+        compared.append((texts[0], texts[1]))
+        return 42.0
+
+    found = TranslationTask(start, bleu).validate(model, prepared, config, CPU)
     assert {(options.beam, options.extra_length) for options in used} == {(1, 3)}
     both, store = prepared.tokenizers, prepared.valid
     sources = [store.src(i).tolist() for i in range(len(store))]
     best = search_all(model.eval(), sources, SearchOptions(beam=1, extra_length=3), both, device=CPU)
     texts = [both.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in best]
     references = [target for _, target in distinct_pairs(9, seed=1)]
-    assert found.bleu == pytest.approx(corpus_bleu(texts, references, "char"))
-    assert found.sample == texts[0]
+    assert compared == [(texts, references)]
+    assert (found.bleu, found.sample) == (42.0, texts[0])
+    assert TranslationTask().bleu is corpus_bleu
 
 
 def test_updates_are_those_of_the_config(prepared: PreparedText) -> None:

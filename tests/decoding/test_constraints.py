@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from qkv.assembly import build_model
 from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, SearchState, search, start_search
+from qkv.core.search import Hypothesis, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
-from qkv.core.translate import token_logprobs
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
+from qkv.decoding.search_request import token_logprobs
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from search_tables import SPECIAL, Prefix, TableModel
 
@@ -60,10 +60,9 @@ def searched(
     **more: Any,
 ) -> Any:
     model = TableModel(lambda sentence, prefix: probabilities(seed, sentence, prefix))
-    limits, numbers = torch.full((sentences,), longest), torch.arange(sentences)[:, None]
-    ones = torch.ones(sentences, dtype=torch.long)
-    options = DecodingOptions(beam=beam, n_best=n_best, processors=processors, sampling=sampling)
-    return search(model, numbers, ones, options, SPECIAL, longest=limits, **more)
+    numbers, ones = torch.arange(sentences)[:, None], torch.ones(sentences, dtype=torch.long)
+    options = DecodingOptions(beam=beam, n_best=n_best, max_length=longest, processors=processors, sampling=sampling)
+    return search(model, numbers, ones, options, SPECIAL, **more)
 
 
 def text_of(hypothesis: Hypothesis) -> str:
@@ -219,11 +218,9 @@ def test_allowed_tokens_leave_room_for_missing_phrases(
     phrases: list[str], ordered: bool, tokens: list[int], spare: int
 ) -> None:
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
-    search_state = SearchState(1, 2, 1, 20, torch.device("cpu"))
     model: Any = None
-    search_ = ConstrainedBeamSearch(
-        model, DecodingOptions(), SPECIAL, search_state, required=[required], lengths=torch.tensor([1])
-    )
+    sizes: dict[str, Any] = {"lengths": torch.tensor([1]), "capacity": 20}
+    search_ = ConstrainedBeamSearch(model, DecodingOptions(), SPECIAL, required=[required], **sizes)
     left = required.need(tokens) + spare
     merit = torch.zeros(WORDS.size)
     search_._forbid(merit, required, tokens, left)
@@ -284,9 +281,8 @@ def test_a_sentence_alone_and_among_others() -> None:
     together = searched(5, 9, sentences=4, start=constrained(asked))
     for number, required in enumerate(asked):
         model = TableModel(lambda _, prefix, n=number: probabilities(5, n, prefix))
-        one = torch.tensor([[0]])
-        limit, start = torch.tensor([9]), constrained([required])
-        (alone,) = search(model, one, torch.tensor([1]), DecodingOptions(), SPECIAL, longest=limit, start=start)
+        one, options = torch.tensor([[0]]), DecodingOptions(max_length=9)
+        (alone,) = search(model, one, torch.tensor([1]), options, SPECIAL, start=constrained([required]))
         assert alone == together[number]
 
 

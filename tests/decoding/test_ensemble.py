@@ -20,8 +20,8 @@ from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
 from qkv.decoding.ensemble import Ensemble
+from qkv.decoding.search_request import token_logprobs
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from search_tables import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
 
@@ -65,9 +65,8 @@ def test_a_small_world_of_two_is_searched_by_their_mean(seed: int, average: str,
         return together / together.sum()
 
     model = Ensemble([TableModel(one), TableModel(other)], average)
-    spec = SearchOptions(beam=60, n_best=n_best)
-    limit, source = torch.tensor([3]), torch.tensor([[0]])
-    (found,) = search(model, source, torch.tensor([1]), spec, SPECIAL, longest=limit)
+    spec = SearchOptions(beam=60, n_best=n_best, max_length=3)
+    (found,) = search(model, torch.tensor([[0]]), torch.tensor([1]), spec, SPECIAL)
     assert_same(found, everything(mean, 3, 3, spec)[:n_best])
 
 

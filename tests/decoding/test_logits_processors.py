@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
+from qkv.core.search import Hypothesis, SearchState, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.explain.attention_hooks import record_attention
-from search_tables import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
+from search_tables import BOS, EOS, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
 rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min_size=1, max_size=4)
@@ -29,9 +30,7 @@ rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min
 def state_of(written: list[list[int]], length: int, capacity: int) -> SearchState:
     """A search state of one sentence; tokens beyond its length are random and must not be read."""
     state = SearchState(1, len(written), 1, capacity, torch.device("cpu"))
-    state.place(
-        torch.tensor([0]), BOS, torch.tensor([capacity - 2]), torch.empty(1, 0).long(), torch.zeros(len(written))
-    )
+    state.tokens[0, :, 0] = BOS
     state.tokens[0, :, 1:] = 3
     for row, tokens in enumerate(written):
         state.tokens[0, row, 1 : 1 + len(tokens)] = torch.tensor(tokens)
@@ -78,10 +77,9 @@ def found_by(
     (found,) = search(
         TableModel(table),
         torch.tensor([[0]]),
-        torch.tensor([1]),
-        dataclasses.replace(options, beam=beam, n_best=n_best),
-        SpecialTokens(BOS, EOS, PAD),
-        longest=torch.tensor([longest]),
+        torch.tensor([longest + 1]),
+        dataclasses.replace(options, beam=beam, n_best=n_best, extra_length=0),
+        Tokenizer("char", []),
         start=start_variant,
         **more,
     )

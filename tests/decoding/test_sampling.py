@@ -105,9 +105,8 @@ def test_samples_of_a_search_follow_the_models_probabilities() -> None:
         TableModel(table),
         source,
         torch.ones(count, dtype=torch.long),
-        DecodingOptions(sampling=Sampling(seed=1)),
+        DecodingOptions(sampling=Sampling(seed=1), max_length=1),
         SPECIAL,
-        longest=torch.full((count,), 1),
         start=start_variant,
     )
     drawn = Counter(tuple(hypotheses[0].tokens) for hypotheses in found)
@@ -125,11 +124,10 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
 
     def drawn(numbers: list[int]) -> list[Any]:
         source = torch.tensor(numbers)[:, None]
-        ones = torch.ones(len(numbers), dtype=torch.long)
-        longest = torch.tensor([3 + number % 4 for number in numbers])
-        options = DecodingOptions(beam=5, n_best=rows, sampling=Sampling(seed=seed, temperature=1.5))
-        more: dict[str, Any] = {"longest": longest, "numbers": numbers, "start": start_variant}
-        return search(TableModel(table), source, ones, options, SPECIAL, **more)
+        lengths = torch.tensor([4 + number % 4 for number in numbers])
+        sampling = Sampling(seed=seed, temperature=1.5)
+        options = DecodingOptions(beam=5, n_best=rows, extra_length=0, sampling=sampling)
+        return search(TableModel(table), source, lengths, options, SPECIAL, numbers=numbers, start=start_variant)
 
     together = drawn(order)
     for number, hypotheses in zip(order, together, strict=True):

@@ -21,9 +21,11 @@ from conftest import sentences
 from qkv.assembly import Run
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens, search
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
-from qkv.core.translate import search_all, token_logprobs
+from qkv.core.translate import search_all
+from qkv.decoding.search_request import token_logprobs
 from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, start_native
@@ -31,7 +33,7 @@ from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig, TranslationConfig
 
 ROOT = Path(__file__).parents[2]
-SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
+SPECIAL = Tokenizer("char", [])  # its special tokens have the ids 0, 1 and 2
 HERE = library()
 needed = pytest.mark.skipif(isinstance(HERE, str), reason=f"not native: {HERE}")
 NATIVE = [kind for kind in KINDS if kind in ("transformer", "modern", "learned")]
@@ -294,14 +296,14 @@ def test_none_of_the_ways_to_be_no_number_is_lost(bits: int, dtype: str) -> None
 def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: int, seed: int) -> None:
     draws = torch.Generator().manual_seed(seed)
     sentences, capacity = 6, 12
-    board = SearchState(sentences, rows, n, capacity, CPU)
-    board.place(
-        torch.arange(sentences),
-        1,
-        torch.randint(1, 10, (sentences,), generator=draws),
-        draw(sentences, 0),
-        torch.zeros(rows),
-    )
+    options = SearchOptions(beam=rows, n_best=n, length_penalty="gnmt", min_length=3 * (seed % 2))
+    model: Any = None
+    sizes: dict[str, Any] = {"lengths": torch.ones(sentences), "capacity": capacity}
+    plain, ours = (BeamSearch, NativeBeamSearch) if rows > 1 else (GreedySearch, NativeGreedySearch)
+    plain_step, native_step = (kind(model, options, SPECIAL, **sizes) for kind in (plain, ours))
+    longest = torch.randint(1, 10, (sentences,), generator=draws)
+    native_step.place(torch.arange(sentences), longest, draw(sentences, 0))
+    board = native_step.state
     board.length.random_(0, 10, generator=draws)
     board.tokens.random_(3, vocab, generator=draws)
     board.logprob.copy_(-torch.rand(sentences, rows, generator=draws))
@@ -311,11 +313,8 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
     board.finished_scores[:, :1, 0] = -torch.rand(sentences, 1, generator=draws)
     twin, logits = copy.deepcopy(board), torch.randn(sentences * rows, vocab, generator=draws) * 3
     logits[:, 2] += 3 * torch.rand(sentences * rows, generator=draws)
-    options = SearchOptions(beam=rows, length_penalty="gnmt", min_length=3 * (seed % 2))
-    model: Any = None
-    plain, ours = (BeamSearch, NativeBeamSearch) if rows > 1 else (GreedySearch, NativeGreedySearch)
-    expected = plain(model, options, SPECIAL, twin).extend(logits.clone())
-    native_step = ours(model, options, SPECIAL, board)
+    plain_step.state = twin
+    expected = plain_step.extend(logits.clone())
     assert native_search.refused(native_step) is None
     found = native_step.extend(logits)
     alive, real = twin.logprob > -math.inf, twin.finished_scores[:, :, 0] > -math.inf
@@ -342,8 +341,10 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
 @pytest.mark.parametrize("beam", [1, 3])
 def test_tokens_that_there_are_not_are_refused(beam: int) -> None:
     model = made(KINDS["transformer"])
+    beyond = Tokenizer("char", [])
+    beyond.eos = VOCAB
     for each in (model, native(model)):  # the step of the search alone, and all of it
-        for prefix, special in ((torch.full((5, 1), VOCAB), SPECIAL), (None, SPECIAL._replace(eos=VOCAB))):
+        for prefix, special in ((torch.full((5, 1), VOCAB), SPECIAL), (None, beyond)):
             with pytest.raises(IndexError):
                 search(
                     *(each, draw(5, 9), LENGTHS, SearchOptions(beam=beam), special), prefix=prefix, start=start_native

@@ -17,9 +17,9 @@ from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions
+from qkv.decoding.search_request import token_logprobs
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
 from qkv.options import DecodeConfig
 from search_tables import (
@@ -70,9 +70,8 @@ def tell(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> Deco
 
 
 def find(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> list[Hypothesis]:
-    model, limit, n_best = PrefixModel(table), torch.tensor([longest]), options.pop("n_best", 1)
-    asked = SearchOptions.of(spec, n_best=n_best)
-    (found,) = search(model, torch.tensor([[0]]), torch.tensor([1]), asked, SPECIAL, longest=limit, **options)
+    asked = SearchOptions(**vars(spec), n_best=options.pop("n_best", 1), max_length=longest)
+    (found,) = search(PrefixModel(table), torch.tensor([[0]]), torch.tensor([1]), asked, SPECIAL, **options)
     return found
 
 
@@ -225,7 +224,7 @@ def test_many_sentences_are_traced_as_each_alone(beam: int) -> None:
     options, together = SearchOptions(beam=beam, extra_length=4, n_best=beam), SearchTrace()
     plain = search(transformer(), source, lengths, options, SPECIAL)
     told = search(transformer(), source, lengths, options, SPECIAL, start=together.start)
-    search(transformer(), source[:2], lengths[:2], options, SPECIAL, start=together.start)  # added behind
+    search(transformer(), source[:2], lengths[:2], options, SPECIAL, numbers=[9, 10], start=together.start)  # added
     for found, expected in zip(told, plain, strict=True):
         assert_same(found, expected)
     assert len(together.sentences) == 11

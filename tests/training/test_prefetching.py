@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from batch_streams import FakeStore, plain, updates_of
 from conftest import PATIENCE, wait_until
+from qkv.assembly import prefetch
 from qkv.core import batches
 from qkv.core.batches import (
     Batch,
@@ -22,7 +23,6 @@ from qkv.core.batches import (
 )
 from qkv.core.dataset import Rows
 from qkv.data.subwords import pair_dropout
-from qkv.training.prefetching import prefetching
 
 
 def test_an_error_in_the_thread_reaches_the_reader() -> None:
@@ -32,7 +32,7 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
                 raise OSError("the disk is gone")
             return super().rows(side, indices)
 
-    steps = prefetching(updates_of(store=Broken())).starting(Position(0, 0))
+    steps = prefetch(updates_of(store=Broken()).starting(Position(0, 0)))
     with pytest.raises(OSError, match="the disk is gone"):
         list(islice(steps, 100))
     assert list(islice(steps, 1)) == []  # and that was the end
@@ -40,7 +40,7 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
 
 def test_the_thread_ends_with_its_reader() -> None:
     before = set(threading.enumerate())
-    steps = prefetching(updates_of()).starting(Position(0, 0))
+    steps = prefetch(updates_of().starting(Position(0, 0)))
     next(steps)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
@@ -59,7 +59,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
         return made[-1]
 
     monkeypatch.setattr(PairBatches, "batch", counted)
-    steps = prefetching(updates_of(micro_tokens=400)).starting(Position(0, 0))  # a micro-batch an update
+    steps = prefetch(updates_of(micro_tokens=400).starting(Position(0, 0)))  # a micro-batch an update
     next(steps)
     ahead = 1 + 4 + 1  # read, queued, and the one in hand
     wait_until(lambda: len(made) >= ahead)
@@ -73,5 +73,5 @@ def test_prefetched_updates_are_those_of_the_stream(dropout: float) -> None:
     whole = list(islice(updates_of(**cut).starting(Position(0, 0)), 20))
     for start in (0, 7):
         position = whole[start - 1].after if start else Position(0, 0)
-        tail = islice(prefetching(updates_of(**cut)).starting(position), 20 - start)
+        tail = islice(prefetch(updates_of(**cut).starting(position)), 20 - start)
         assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]

@@ -262,7 +262,7 @@ def test_validation_bleu_is_sacrebleu_of_greedy_translations(tiny: Path) -> None
         (run.store / f"valid.{side}.txt").read_text(encoding="utf-8").splitlines() for side in ("src", "tgt")
     )
     translator = qkv.load(run, weights="100")
-    ids, spec = list(map(run.tokenizers.src.encode, source)), SearchOptions.of(run.config.decode, beam=1)
+    ids, spec = list(map(run.tokenizers.src.encode, source)), SearchOptions(**vars(run.config.decode) | {"beam": 1})
     hypotheses = search_all(translator.model, ids, spec, run.tokenizers, device=torch.device("cpu"))
     found = [run.tokenizers.tgt.decode(each[0].tokens) for each in hypotheses]
     for text, translation in zip(found, translator.translate(source, beam=1), strict=True):

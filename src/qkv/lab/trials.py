@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.api import Translator
 from qkv.api.run_training import fit
-from qkv.assembly import Run, build_model, stored_at, updates_for
+from qkv.assembly import Run, build_model, parameters, stored_at, updates_for, vocabulary
 from qkv.console import bars, describe_device, say
 from qkv.core import files
 from qkv.core.batches import Position
@@ -42,7 +42,6 @@ from qkv.core.loss import label_smoothed_loss
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
 from qkv.evaluation.metrics import quick_bleu
-from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
@@ -205,13 +204,10 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
         for number, result in enumerate(finished, 1):
             results[result.key] = result
             _append(folder / RESULTS, result)
-            say(f"{number}/{len(waiting)}  {result}; {_time_left(started, number, len(waiting) - number)}")
+            seconds = (time.monotonic() - started) / number * (len(waiting) - number)
+            left = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+            say(f"{number}/{len(waiting)}  {result}; about {left} left")
     return [results[key] for key in keys]
-
-
-def _time_left(started: float, done: int, left: int) -> str:
-    seconds = (time.monotonic() - started) / done * left
-    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def _append(path: Path, result: Result) -> None:
