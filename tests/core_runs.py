@@ -17,7 +17,7 @@ from qkv.core.dataset import PreparedText, StoreFolder
 from qkv.core.device import ALONE, World
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
-from qkv.core.preparation import prepare
+from qkv.core.preparation import Filter, Sentences, length_filters, prepare
 from qkv.core.run import LogSink, Run
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.trainer import PlainTrainStep, StepHook, Trainer, fit
@@ -55,13 +55,20 @@ def settings(files: tuple[str, str], model: dict[str, Any] | None = None, **trai
 
 
 def prepare_text(
-    data: DataConfig, folder: Path, *, tokenizers: TokenizerPair | None = None, learn: bool = False, **options: Any
+    data: DataConfig,
+    folder: Path,
+    *,
+    tokenizers: TokenizerPair | None = None,
+    learn: bool = False,
+    filters: Sequence[Filter] = (),
+    **options: Any,
 ) -> PreparedText:
     """Prepare the text of a config, with tokenizers that know only bytes unless some are given or learned."""
     train, valid = ([find_corpus(corpus, data) for corpus in part] for part in (data.train, data.valid))
     known = None if learn else tokenizers or byte_tokenizers()
     store = StoreFolder(folder, options.pop("say", lambda line: None))
-    return prepare(train, valid, data, options.pop("tokenizer", TokenizerConfig()), store, tokenizers=known, **options)
+    text, tokenizer = Sentences(data, [*length_filters(data), *filters]), options.pop("tokenizer", TokenizerConfig())
+    return prepare(train, valid, text, tokenizer, store, tokenizers=known, **options)
 
 
 def trainer_for(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +26,7 @@ def lines(texts: list[str], end: str = "\n") -> bytes:
 def pairs_of(folder: Path, spec: CorpusConfig, on_bad: str = "error") -> list[tuple[str, ...] | None]:
     """All pairs of a corpus, block by block."""
     corpus = find_corpus(spec, DataConfig(root=str(folder)))
-    return [pair for block in split_into_blocks(corpus, corpus.paths) for pair in read_block(block, on_bad)]
+    return [pair for block in split_into_blocks(corpus) for pair in read_block(block, on_bad)]
 
 
 def test_ends_of_lines_and_files(tmp_path: Path) -> None:
@@ -45,7 +42,7 @@ def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
     assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
     (found,) = [find_corpus(spec, DataConfig(root=str(tmp_path)))]
-    cut = split_into_blocks(found, found.paths)
+    cut = split_into_blocks(found)
     assert len(cut) > 50
     assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
 
@@ -108,7 +105,7 @@ def test_a_corpus_keeps_weight_and_tag_and_the_names_of_the_config(tmp_path: Pat
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     corpus = find_corpus(write_pair(tmp_path, b"one\ntwo\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
-    (block,) = split_into_blocks(corpus, corpus.paths)
+    (block,) = split_into_blocks(corpus)
     (tmp_path / "a.en").write_bytes(b"one\n")
     with pytest.raises(QkvError, match=r"a\.en: the file changed while it was being read: start again"):
         read_block(block)
@@ -116,50 +113,21 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
 
 def test_a_line_that_is_not_utf8_offers_a_choice_where_there_is_one(tmp_path: Path) -> None:
     corpus = find_corpus(write_pair(tmp_path, b"one\ntw\xf6\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
-    (block,) = split_into_blocks(corpus, corpus.paths)
+    (block,) = split_into_blocks(corpus)
     with pytest.raises(QkvError, match=r"convert the file$"):
         module.read_column(block, 0)
     with pytest.raises(QkvError, match=r"convert the file, or leave such lines out with --on-bad skip"):
         read_block(block, "error")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(QkvError, match=r"gone: cannot be read: No such file"):
-        list(module.read_file(tmp_path / "gone"))
-
-
-def test_plain_files_are_hashed_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_BYTES", 3)
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n")
-    path, digest = module.decompress(tmp_path / "a.txt", module.read_file, tmp_path / "copy")
-    assert (path, digest) == (tmp_path / "a.txt", hashlib.blake2b(b"one\ntwo\n", digest_size=16).hexdigest())
-    assert not (tmp_path / "copy").exists()
-
-
-def test_compressed_files_and_pipes_are_copied_in_this_process(tmp_path: Path) -> None:
-    """The reader decompresses; a pipe can be read once only, so no other process may do it."""
-    (tmp_path / "a.gz").write_bytes(b"packed")
-    os.mkfifo(tmp_path / "pipe")
-    read, mapped = list[Path](), list[Path]()
-
-    def reader(path: Path) -> Iterator[bytes]:
-        read.append(path)
-        yield from (path.name.encode(), b" unpacked")
-
-    def parallel_map(function: Any, tasks: Any) -> Iterator[Any]:
-        tasks = list(tasks)
-        mapped.extend(task[0] for task in tasks)
-        return module.serial_map(function, tasks)
-
-    paths = (tmp_path / "a.gz", tmp_path / "pipe")
-    corpus = module.Corpus(("a.gz", "pipe"), paths, 2, reader=reader)
-    steps: list[tuple[str, int, int | None]] = []
-    ((one, two),), digests = module.decompress_all([corpus], tmp_path, parallel_map, lambda *step: steps.append(step))
-    assert (one.read_bytes(), two.read_bytes()) == (b"a.gz unpacked", b"pipe unpacked")
-    assert digests == [hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in (one, two)]
-    assert mapped == [tmp_path / "a.gz"]
-    assert sorted(read) == sorted(paths)
-    assert steps == [("unpack", 1, 2), ("unpack", 2, 2)]
-    assert module.is_stream(Path("-"))
-    assert module.file_state(tmp_path / "pipe") == {"path": str(tmp_path / "pipe"), "size": None, "mtime": None}
-    assert module.file_state(tmp_path / "a.gz")["size"] == 6
+def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(tmp_path: Path) -> None:
+    path, pipe = tmp_path / "a.en", tmp_path / "pipe"
+    path.write_bytes(b"one\n")
+    os.mkfifo(pipe)
+    before = module.file_state(path)
+    assert before == {"path": str(path), "size": 4, "mtime": path.stat().st_mtime_ns}
+    assert module.file_state(path) == before
+    os.utime(path, ns=(0, 1))
+    assert module.file_state(path) != before
+    assert module.file_state(pipe) == {"path": str(pipe), "size": None, "mtime": None}
+    assert [module.is_stream(each) for each in (path, pipe, Path("-"))] == [False, True, True]

@@ -209,7 +209,7 @@ def test_duplicates_are_found_part_by_part(monkeypatch: pytest.MonkeyPatch) -> N
 def test_progress_is_reported(split: DataConfig, tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
     prepare_text(split, tmp_path / "store", learn=True, progress=lambda *step: told.append(step))
-    assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["scan", "learn", "tokenise"]
     assert told[-1] == ("tokenise", 320, 320)
     assert ("scan", 320, 320) in told
 
@@ -236,7 +236,7 @@ def test_a_filter_is_part_of_the_key(split: DataConfig, tmp_path: Path, monkeypa
     assert filtered.report[0]["cats"] == 300 - len(expected)
     assert len(filtered.valid) == 20, "a given validation set is taken as it is"
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "decompress_all", None)  # must not be called
+        patch.setattr(preparation, "Scan", None)  # must not be called
         prepared(cats)
     dogs = prepared(cats._replace(keep=partial(without, word="dog"), key="no dog"))
     assert len(dogs.train) == sum("dog" not in src for src, _ in distinct_pairs(300))

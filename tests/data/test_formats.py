@@ -5,20 +5,23 @@ from __future__ import annotations
 import bz2
 import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import lzma
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from qkv.core.corpus import decompress, read_block, split_into_blocks
+from qkv.core.corpus import Corpus, read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import formats
-from qkv.data.formats import find_text, infer_languages, read_lines
+from qkv.data.formats import find_text, infer_languages, read_lines, unpack
 from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
@@ -41,9 +44,9 @@ def pairs_of(
     tmp_path: Path, spec: CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
 ) -> list[tuple[str, ...] | None]:
     data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
-    (found,) = find_text(data.train, data)
-    files = tuple(decompress(path, found.reader, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
-    return [pair for block in split_into_blocks(found, files) for pair in read_block(block, on_bad)]
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+    (found,), _ = unpack(find_text(data.train, data), tmp_path / "scratch", starmap, lambda stage, done, total: None)
+    return [pair for block in split_into_blocks(found) for pair in read_block(block, on_bad)]
 
 
 def lines(texts: list[str], end: str = "\n") -> bytes:
@@ -113,6 +116,37 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "a.de").write_bytes(b"eins\nzwei\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
     assert pairs_of(tmp_path, CorpusConfig(src="-", tgt="a.de")) == [("one", "eins"), ("two", "zwei")]
+
+
+def test_compressed_files_and_pipes_are_copied_and_pipes_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe can be read once only, so no other process may do it; plain files stay where they are."""
+    paths = [tmp_path / "plain", tmp_path / "a.gz", tmp_path / "pipe"]
+    paths[0].write_bytes(b"plain text")
+    paths[1].write_bytes(gzip.compress(b"packed"))
+    os.mkfifo(paths[2])
+    mapped: list[Path] = []
+    read = formats.read_any_file
+    monkeypatch.setattr(
+        formats, "read_any_file", lambda path: iter([b"of a ", b"pipe"]) if path == paths[2] else read(path)
+    )
+
+    def parallel_map(function: Any, tasks: Any) -> Iterator[Any]:
+        tasks = list(tasks)
+        mapped.extend(task[0] for task in tasks)
+        return starmap(function, tasks)
+
+    steps: list[tuple[str, int, int | None]] = []
+    corpus = Corpus(("plain", "a.gz", "pipe"), tuple(paths), 2)
+    (tmp_path / "scratch").mkdir()
+    (found,), digests = unpack([corpus], tmp_path / "scratch", parallel_map, lambda *step: steps.append(step))
+    contents = [b"plain text", b"packed", b"of a pipe"]
+    assert [path.read_bytes() for path in found.paths] == contents
+    assert found.paths[0] == paths[0]
+    assert digests == [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
+    assert mapped == paths[:2]
+    assert steps == [("unpack", 1, 3), ("unpack", 2, 3), ("unpack", 3, 3)]
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,13 @@ def split(split: config.DataConfig) -> DataConfig:
     return DataConfig(train=train, valid=valid)
 
 
+def test_all_stages_are_reported(split: DataConfig, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    prepare_text(split, CHARS, tmp_path / "store", progress=lambda *step: told.append(step))
+    assert list(dict.fromkeys(stage for stage, _, _ in told)) == ["unpack", "scan", "learn", "tokenise"]
+    assert told[-1] == ("tokenise", 320, 320)
+
+
 def test_a_filter_report_is_a_table(tmp_path: Path) -> None:
     pairs = [*distinct_pairs(40), distinct_pairs(1)[0], ("", "empty"), ("x" * 200, "long")]
     valid = write(tmp_path, [*distinct_pairs(20, seed=1), *distinct_pairs(2), ("", "x")], "valid")

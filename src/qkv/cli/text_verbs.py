@@ -115,8 +115,8 @@ def _is_stream(output: str) -> bool:
 
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.core.corpus import COMPRESSED, is_stream
-    from qkv.data.formats import LineReader, layout_of, open_text
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
