@@ -42,7 +42,7 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
-from qkv.api.results import Alternative
+from qkv.api.translator import Alternative
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text

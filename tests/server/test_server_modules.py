@@ -19,11 +19,11 @@ import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
 from qkv.server import listener, served_models
-from qkv.server.auth import RateLimiter, find_key, new_key, read_keys
 from qkv.server.listener import open_socket
 from qkv.server.middleware import Refusal, RequestLimits, parse_form, parse_json
 from qkv.server.scheduler import SchedulerOptions
 from qkv.server.served_models import ServedModel, ServedModels
+from qkv.server.service import RateLimiter, find_key, new_key, read_keys
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,7 @@ from typing import Any, Unpack
 from qkv import __version__
 from qkv.api.file_translation import Chunk, ProcessGroup, Work, fingerprint, translate_file, translate_stream
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
-from qkv.api.results import Alternative, Translation
-from qkv.api.translator import CHUNK, Translator
+from qkv.api.translator import CHUNK, Alternative, Translation, Translator
 from qkv.assembly import Run
 from qkv.console import writer
 from qkv.core.corpus import COMPRESSED, is_stream
