@@ -33,8 +33,10 @@ from qkv.core.corpus import COMPRESSED, is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
 from qkv.data.formats import open_text, read_any_file
+from qkv.engines.cpu.native_search import worker_count
 
 CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory
+BYTES_PER_TOKEN = 4  # roughly, in European languages
 POLL = 0.5  # seconds between checks of the other processes
 
 
@@ -98,6 +100,16 @@ def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: T
             number, first, characters, chunk = number + 1, first + len(chunk), 0, []
     if chunk:
         yield Chunk(number, first, chunk)
+
+
+def is_stream_output(output: str) -> bool:
+    """Return whether the output is a terminal, pipe or device, which cannot be resumed."""
+    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
+
+
+def default_workers(name: str) -> int:
+    """Return one process per core for a large file, and no extra process for a small one or a stream."""
+    return worker_count(Path(name).stat().st_size // BYTES_PER_TOKEN if Path(name).is_file() else 0)
 
 
 def count_lines(name: str) -> int | None:
