@@ -29,8 +29,9 @@ from qkv.data.subwords import unique_names
 from qkv.engines.cpu import pack
 from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
-from qkv.interop import to_ctranslate2, to_huggingface
-from qkv.interop.conversion import import_optional
+from qkv.interop import import_optional
+from qkv.interop.ctranslate2 import to_ctranslate2
+from qkv.interop.huggingface import to_huggingface
 from qkv.lab.training_contenders import TorchTransformer
 from qkv.options import Config, ModelConfig, TransformerConfig
 from qkv.worker_pool import ProcessWorkers

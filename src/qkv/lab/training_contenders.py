@@ -29,7 +29,7 @@ from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
-from qkv.interop import to_huggingface
+from qkv.interop.huggingface import to_huggingface
 from qkv.options import TrainConfig
 
 OURS, TRANSFORMERS, TORCH, X_TRANSFORMERS = "qkv", "transformers MarianMT", "torch.nn.Transformer", "x-transformers"

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +26,6 @@ from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
 
 R = TypeVar("R")
-RESULT_FIELDS = ("score", "logprob", "source_tokens", "target_tokens", "truncated", "looped")
 SLICE = 64  # sentences in the queue at once of a call that waits for room
 LONG = 4000  # characters above which a thread splits the texts, so that the event loop is not blocked
 KEY_LINE = re.compile(r"(\S+)\s+([0-9a-f]{64})(?:\s+(\d+))?")
@@ -50,9 +48,6 @@ class TranslationResult:
     @classmethod
     def combine(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> TranslationResult:
         """Describe texts that were joined from separately translated parts."""
-        if len(parts) == 1:
-            (only,) = parts
-            return cls(texts, *[only[name] for name in RESULT_FIELDS])
         summed = ("score", "logprob", "source_tokens", "target_tokens")
         sums = {name: sum(part[name] for part in parts) for name in summed}
         flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
@@ -254,7 +249,7 @@ class Service:
             split_texts = [model.split(text) for text in texts]
         sentences = [sentence for pieces, _ in split_texts for sentence in pieces]
         costs = [cost for _, lengths in split_texts for cost in lengths]
-        group = (kind, model.name, _options_json(tuple(options.items())))
+        group = (kind, model.name, json.dumps(options, sort_keys=True))
         if wait_for_room:
             results: list[dict[str, Any]] = []
             for begin in range(0, len(sentences), SLICE):
@@ -344,11 +339,6 @@ def join_alignments(
             target_words + len(word_spans(target_part)),
         )
     return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
-
-
-@lru_cache(64)
-def _options_json(options: tuple[tuple[str, Any], ...]) -> str:
-    return json.dumps(dict(options), sort_keys=True)
 
 
 def service_of(request: Request) -> Service:
