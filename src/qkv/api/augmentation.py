@@ -140,7 +140,8 @@ class Augmenter:
             tokenizer = bleu_tokenizer(self.translator.config.data.tgt_lang)
             for i, (translation, reference) in enumerate(zip(translations, references, strict=True)):
                 n_best = [outputs[i], *translation.alternatives]  # best first: of equally close ones the first is taken
-                scores = utilities([reference, *(each.text for each in n_best)], self.closest_by, tokenizer)[1:, 0]
+                texts = [unicodedata.normalize("NFC", text) for text in (reference, *(each.text for each in n_best))]
+                scores = utilities(texts, self.closest_by, tokenizer)[1:, 0]
                 outputs[i] = n_best[int(scores.round(9).argmax())]
         rows = zip(map(str, lines), translations, outputs, filtered, strict=True)
         pairs = [self._filtered(number, *row) for number, row in enumerate(rows, first + 1)]
