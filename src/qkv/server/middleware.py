@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -239,7 +240,7 @@ class BodyReader:
         return message
 
 
-# ---- request parsing: JSON or a form, checked against a pydantic model -----------------------------------------------
+# ---- bodies: JSON or a form, checked against a pydantic model; JSON responses ----------------------------------------
 
 B = TypeVar("B", bound=BaseModel)
 MAX_FIELDS = 2000  # of a form
@@ -278,6 +279,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # NaN and Infinity are no JSON
+ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def parse_form(data: bytes) -> dict[str, Any]:
@@ -309,6 +311,11 @@ def refuse_malformed(errors: Any) -> NoReturn:
     status = 413 if first["type"] in ("string_too_long", "too_long") else 422
     reason = first["msg"].removeprefix("Value error, ")
     raise Refusal(status, f"{pointer.lstrip('/') or 'body'}: {reason}", pointer=pointer)
+
+
+def json_response(body: Any) -> Response:
+    """Return a response with JSON in UTF-8, without escapes."""
+    return Response(ENCODER.encode(body), media_type="application/json")
 
 
 def body_schema(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
