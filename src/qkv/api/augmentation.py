@@ -187,15 +187,12 @@ class Augmenter:
         def logprob(pair: Pair) -> float:
             return -math.inf if pair.logprob is None else pair.logprob
 
-        if least is not None:
-            pairs = [
-                pair if pair.disposition or logprob(pair) >= least else replace(pair, disposition="unlikely")
-                for pair in pairs
-            ]
-        passed = sorted((pair for pair in pairs if not pair.disposition), key=lambda pair: -logprob(pair))
-        best = {pair.line for pair in passed[: math.ceil(round(keep * len(passed), 9))]}
+        likely = [pair for pair in pairs if not pair.disposition and (least is None or logprob(pair) >= least)]
+        likely.sort(key=lambda pair: -logprob(pair))
+        dispositions = dict.fromkeys((pair.line for pair in likely), "worse")
+        dispositions |= {pair.line: "kept" for pair in likely[: math.ceil(round(keep * len(likely), 9))]}
         return [
-            replace(pair, disposition=pair.disposition or ("kept" if pair.line in best else "worse")) for pair in pairs
+            replace(pair, disposition=pair.disposition or dispositions.get(pair.line, "unlikely")) for pair in pairs
         ]
 
     def _oriented(self, pair: Pair) -> Pair:
