@@ -81,7 +81,7 @@ def test_an_option_that_is_not_listed_is_refused(engine: str) -> None:
 
 @pytest.mark.parametrize("field", ["activation", "positions", "norm", "attention"])
 def test_an_unknown_model_option_takes_the_plain_path(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "VariantLayers", lambda config: None)
+    monkeypatch.setattr("qkv.models.variants.VariantLayers", lambda config: None)
     built: list[type] = []
     monkeypatch.setattr(Transformer, "__init__", lambda self, *arguments: built.append(type(self)))
     for config in (TransformerConfig(), with_unknown(TransformerConfig(), field)):

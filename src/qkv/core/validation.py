@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from qkv.core.transformer import Model
 from qkv.core.translate import search_all
 
 TOKENS = 4096  # of validation text computed at once
+
+Bleu = Callable[[Sequence[str], Sequence[str]], float]  # hypotheses, references → BLEU
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Task(Protocol):
 class TranslationTask:
     """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    `start` replaces the plain search; `tokenize` names sacreBLEU's tokenizer; `options` go to the stream of updates.
+    `start` replaces the plain search, `bleu` the metric of a corpus; `options` go to the stream of updates.
     """
 
-    def __init__(self, start: StartSearch = start_search, tokenize: str = "13a", **options: Any) -> None:
-        self.start, self.tokenize, self.options = start, tokenize, options
+    def __init__(self, start: StartSearch = start_search, bleu: Bleu | None = None, **options: Any) -> None:
+        self.start, self.bleu, self.options = start, bleu or corpus_bleu, options
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         return PairBatches(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
@@ -89,11 +91,11 @@ class TranslationTask:
             total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device)
             if config.train.metric == "bleu":
                 sources = [store.src(i).tolist() for i in range(len(store))]
-                greedy = SearchOptions.of(config.decode, beam=1)
+                greedy = SearchOptions(**vars(config.decode) | {"beam": 1})
                 found = search_all(model, sources, greedy, tokenizers, device=device, start=self.start)
                 texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in found]
                 references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
-                bleu, sample = corpus_bleu(texts, references, self.tokenize), texts[0]
+                bleu, sample = self.bleu(texts, references), texts[0]
         model.train(training)
         return Validation(total / tokens, bleu, sample)
 

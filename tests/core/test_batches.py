@@ -1,0 +1,444 @@
+"""Batches: a pure plan that visits every pair once, keeps its budget and pads little; a stream that follows it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import combinations, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from conftest import PATIENCE, wait_until
+from qkv.assembly import prefetch
+from qkv.core import batches
+from qkv.core.batches import (
+    Batch,
+    PairBatches,
+    PlannedUpdate,
+    Position,
+    Update,
+    choose_micro_tokens,
+    collate,
+    cut,
+    pad_share,
+    plan_epoch,
+    share,
+    visits,
+)
+from qkv.core.dataset import Rows
+from qkv.core.errors import UsageError
+from qkv.core.tokenizer import TokenizerPair
+from qkv.data.subwords import learn, pair_dropout
+from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
+from qkv.options import TokenizerConfig
+
+lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
+
+
+def arrays(pairs: list[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    src, tgt = np.array(pairs, np.int64).T
+    return src, tgt
+
+
+def realistic(pairs: int, median: float, spread: float, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Log-normal source lengths, targets a little longer and following them, cut at 255 tokens; </s> included."""
+    random = np.random.default_rng(seed)
+    src = np.exp(random.normal(np.log(median), spread, pairs)).clip(1, 255).astype(np.int64)
+    tgt = (src * np.exp(random.normal(0.05, 0.18, pairs))).clip(1, 255).astype(np.int64)
+    return src + 1, tgt + 1
+
+
+def flat(updates: list[PlannedUpdate]) -> list[list[list[int]]]:
+    return [[micro.tolist() for micro in update] for update in updates]
+
+
+def micros_of(updates: list[PlannedUpdate]) -> list[NDArray[np.int64]]:
+    return [micro for update in updates for micro in update]
+
+
+def sizes(update: PlannedUpdate, src: NDArray[np.int64], tgt: NDArray[np.int64]) -> list[int]:
+    """Padded tokens of each micro-batch, on the side that has more."""
+    return [len(micro) * int(max(src[micro].max(), tgt[micro].max())) for micro in update]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@given(lengths_of, st.integers(1, 400), st.integers(1, 400), st.integers(0, 5), st.integers(0, 5))
+def test_a_plan_visits_each_once_within_its_budgets(
+    pairs: list[tuple[int, int]], tokens: int, micro_tokens: int, seed: int, epoch: int
+) -> None:
+    src, tgt = arrays(pairs)
+    indices = np.random.default_rng(seed).permutation(len(pairs))
+    updates = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=seed, epoch=epoch)
+    visited = [i for update in updates for micro in update for i in micro.tolist()]
+    assert sorted(visited) == list(range(len(pairs)))
+    for update in updates:
+        of_micros = sizes(update, src, tgt)
+        for micro, size in zip(update, of_micros, strict=True):
+            assert size <= min(micro_tokens, tokens) or len(micro) == 1  # a sentence too long for any batch is alone
+        assert sum(of_micros) <= tokens or len(update) == 1
+
+
+def test_a_plan_is_a_function_of_its_arguments() -> None:
+    src, tgt = realistic(2000, 20, 0.5)
+
+    def planned(seed: int, epoch: int) -> list[list[list[int]]]:
+        indices = visits(np.zeros(2000, np.int64), (1.0,), seed=seed, epoch=epoch)
+        return flat(plan_epoch(indices, src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
+
+    first = planned(1, 0)
+    np.random.seed(5)  # the plan does not use numpy's global random state
+    assert planned(1, 0) == first
+    others = [planned(1, 1), planned(2, 0), planned(0, 1)]
+    for i, other in enumerate(others):
+        assert other != first
+        assert other not in others[:i]
+        assert sorted(str(sorted(u)) for u in other) != sorted(str(sorted(u)) for u in first)  # in other batches, too
+    same_sentences = [
+        flat(plan_epoch(np.arange(2000), src, tgt, tokens=4000, micro_tokens=1000, seed=seed, epoch=epoch))
+        for seed, epoch in [(1, 0), (1, 1), (2, 0)]
+    ]
+    assert all(one != other for one, other in combinations(same_sentences, 2))  # in another order
+
+
+def test_updates_fill_their_budget() -> None:
+    src, tgt = realistic(30_000, 20, 0.5)
+    updates = plan_epoch(np.arange(30_000), src, tgt, tokens=8000, micro_tokens=2000, seed=0, epoch=0)
+    filled = [sum(sizes(update, src, tgt)) for update in updates]
+    assert np.mean(filled) > 0.95 * 8000
+    assert {len(update) for update in updates[:-1]} >= {4}
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 200))
+def test_cut_is_greedy_and_in_order(widths: list[int], tokens: int) -> None:
+    lengths = np.array(widths)
+    parts = [part.tolist() for part in cut(np.arange(len(widths)), lengths, lengths, tokens)]
+    assert [i for part in parts for i in part] == list(range(len(widths)))
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        assert len(part) * lengths[part].max() <= tokens or len(part) == 1
+        if following is not None:  # one more would not have fitted
+            assert (len(part) + 1) * lengths[[*part, following[0]]].max() > tokens
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.25]), min_size=1, max_size=3), st.integers(0, 9))
+def test_weights_are_multiplicities(weights: list[float], seed: int) -> None:
+    corpus = np.repeat(np.arange(len(weights)), 40)
+    counts = Counter(visits(corpus, tuple(weights), seed=seed, epoch=0).tolist())
+    for number, weight in enumerate(weights):
+        each = [counts[i] for i in np.flatnonzero(corpus == number)]
+        assert sum(each) == 40 * weight
+        assert set(each) <= {int(weight), int(np.ceil(weight))}
+
+
+def test_a_part_of_a_corpus_is_another_part_each_epoch() -> None:
+    corpus = np.zeros(1000, np.int64)
+    halves = [frozenset(visits(corpus, (0.5,), seed=0, epoch=epoch).tolist()) for epoch in range(4)]
+    assert [len(half) for half in halves] == [500] * 4
+    assert len(set(halves)) == 4
+    assert len(frozenset.union(*halves)) > 900
+
+
+@given(lengths_of, st.integers(1, 9), st.integers(40, 400))
+def test_ranks_partition_every_update(pairs: list[tuple[int, int]], world: int, tokens: int) -> None:
+    src, tgt = arrays(pairs)
+    for update in plan_epoch(np.arange(len(pairs)), src, tgt, tokens=tokens, micro_tokens=tokens // 2, seed=0, epoch=0):
+        shares = [share(update, rank, world) for rank in range(world)]
+        together = [i for mine in shares for micro in mine for i in micro.tolist()]
+        assert sorted(together) == sorted(i for micro in update for i in micro.tolist())
+        rows = [sum(map(len, mine)) for mine in shares]
+        left = [len(micro) % world for micro in update]
+        assert max(rows) - min(rows) <= sum(0 < rest < world for rest in left)  # they differ by one row at most
+        if len(update) % world == 0 and len(set(left)) == 1:  # every rank begins as often
+            assert max(rows) == min(rows)
+        assert all(len(micro) for mine in shares for micro in mine)
+    assert flat([share(update, 0, 1)]) == flat([update])
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def test_pad_share_by_hand() -> None:
+    src, tgt = np.array([2, 4, 3]), np.array([5, 5, 1])
+    # Source: 2 + 4 of 2 × 4, and 3 of 3; target: 10 of 10, and 1 of 1. So 2 of 22 are padding.
+    assert pad_share([np.array([0, 1]), np.array([2])], src, tgt) == pytest.approx(2 / 22)
+
+
+@pytest.mark.parametrize("tokens", [4096, 25_000])
+@pytest.mark.parametrize(("median", "spread"), [(22, 0.6), (9, 0.35)], ids=["news", "talk"])
+def test_padding_stays_under_five_percent(median: float, spread: float, tokens: int) -> None:
+    pairs = 30_000
+    src, tgt = realistic(pairs, median, spread)
+    micro_tokens = choose_micro_tokens(src, tgt, tokens)
+    assert tokens // micro_tokens in (2**k for k in range(10))
+    assert micro_tokens >= max(src.max(), tgt.max(), batches.MIN_TOKENS)
+    for epoch in range(3):
+        indices = visits(np.zeros(pairs, np.int64), (1.0,), seed=7, epoch=epoch)
+        updates = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=7, epoch=epoch)
+        assert pad_share(micros_of(updates), src, tgt) < 0.05
+    twice = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=2 * micro_tokens, seed=7, epoch=epoch)
+    assert micro_tokens == tokens or pad_share(micros_of(twice), src, tgt) > 0.045  # the largest that will do
+
+
+def test_micro_batches_are_worth_a_pass_even_if_padded() -> None:
+    src, tgt = realistic(300, 22, 0.6)
+    assert batches.MIN_TOKENS <= choose_micro_tokens(src, tgt, 25_000) < 2 * batches.MIN_TOKENS
+
+
+def test_the_smallest_micro_batch_is_reached() -> None:
+    src, tgt = realistic(300, 22, 0.6)  # so few sentences that all sizes have more than 5 % padding
+    short = np.minimum(src, 200), np.minimum(tgt, 200)
+    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS) == batches.MIN_TOKENS
+    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS - 2) == 2 * batches.MIN_TOKENS - 2
+    assert choose_micro_tokens(*short, 4 * batches.MIN_TOKENS) == batches.MIN_TOKENS
+
+
+def test_micro_batches_hold_the_longest_sentence() -> None:
+    src, tgt = np.random.default_rng(0).integers(1, 900, (2, 40))  # so few and so different that all padding is large
+    src[7] = 900
+    assert choose_micro_tokens(src, tgt, 1000) == 1000
+    assert choose_micro_tokens(src, tgt, 4000) == 1000
+
+
+# ---- the loader ------------------------------------------------------------------------------------------------------
+
+WORDS = "the cat sleeps in a lovely garden under green trees while small birds sing about summer mornings".split()
+
+
+@cache
+def both() -> TokenizerPair:
+    return learn([" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, TokenizerConfig(vocab=320), ("de", "fr"))
+
+
+@dataclass
+class FakeStore:
+    """Random sentences of two corpora, the second tagged; the interface of a TokenStore without its files."""
+
+    weights: tuple[float, ...] = (1.0, 1.0)
+    sentences: int = 120
+    sides: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+    micro_tokens: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(9)
+        half = self.sentences // 2
+        self.corpus = np.repeat([0, 1], half)
+        for name, tokenizer in (("src", both().src), ("tgt", both().tgt)):
+            texts = [" ".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(self.sentences)]
+            rows = [tokenizer.encode(text) for text in texts]
+            if name == "src":
+                rows[half:] = [[tokenizer.tag("fr"), *row] for row in rows[half:]]
+            self.sides[name] = [np.array(row, np.uint16) for row in rows]
+
+    def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
+        rows = [self.sides[side][i] for i in indices]
+        return Rows(np.concatenate(rows), np.array([len(row) for row in rows]))
+
+    def lengths(self, side: str) -> NDArray[np.uint32]:
+        return np.array([len(row) for row in self.sides[side]], np.uint32)
+
+
+def updates_of(**options: Any) -> PairBatches:
+    store: Any = options.pop("store", None) or FakeStore()
+    if dropout := options.pop("dropout", 0.0):
+        options["cut"] = partial(pair_dropout, probability=dropout)
+    return PairBatches(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
+
+
+def plain(step: Update) -> Any:
+    return step.after, [[t.tolist() for t in (b.source, b.lengths, b.target, b.labels)] for b in step.micro_batches]
+
+
+def pairs_in(steps: list[Update]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every pair of rows, without padding, <s> and </s>."""
+    found = []
+    for batch in (batch for step in steps for batch in step.micro_batches):
+        for source, labels in zip(batch.source.tolist(), batch.labels.tolist(), strict=True):
+            found.append((tuple(source[: source.index(2)]), tuple(labels[: labels.index(2)])))
+    return found
+
+
+def test_collate_by_hand() -> None:
+    batch = collate([np.array([7, 8, 9]), np.array([5])], [np.array([6], np.uint16), np.array([], np.uint16)], both())
+    assert batch.source.tolist() == [[7, 8, 9, 2], [5, 2, 0, 0]]
+    assert batch.lengths.tolist() == [4, 2]
+    assert batch.target.tolist() == [[1, 6], [1, 0]]
+    assert batch.labels.tolist() == [[6, 2], [2, 0]]
+    assert batch.tokens == 3 == int((batch.labels != 0).sum())
+    assert batch.source.dtype == batch.labels.dtype == torch.int64
+
+
+def test_an_epoch_loads_every_pair_once() -> None:
+    updates = updates_of()
+    planned = updates.plan(0)
+    store = FakeStore()
+    loaded = list(islice(updates.starting(Position(0, 0)), len(planned)))
+    sides = ([tuple(row.tolist()) for row in store.sides[side]] for side in ("src", "tgt"))
+    stored = list(zip(*sides, strict=True))
+    assert Counter(pairs_in(loaded)) == Counter(stored)
+    assert loaded[-1].after == Position(1, 0)
+    assert [step.after for step in loaded[:-1]] == [Position(0, n + 1) for n in range(len(planned) - 1)]
+    assert sum(step.tokens for step in loaded) == sum(len(target) + 1 for _, target in stored)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@settings(max_examples=8)
+@given(st.integers(0, 25))
+def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -> None:
+    updates = updates_of(dropout=dropout)
+    whole = list(islice(updates._updates(Position(0, 0)), 30))
+    assert {step.after.epoch for step in whole} >= {0, 1}
+    position = whole[start - 1].after if start else Position(0, 0)
+    tail = islice(prefetch(updates_of(dropout=dropout).starting(position)), 30 - start)
+    assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]
+
+
+def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
+    def loaded(**options: Any) -> list[Update]:
+        updates = updates_of(**options)
+        return list(islice(updates.starting(Position(0, 0)), len(updates.plan(0))))
+
+    plainly, dropped = loaded(), loaded(dropout=0.3)
+    for one, other in zip(pairs_in(plainly), pairs_in(dropped), strict=True):
+        assert both().src.decode(one[0]) == both().src.decode(other[0])
+        assert both().tgt.decode(one[1]) == both().tgt.decode(other[1])
+        assert (one[0][0] == both().src.tag("fr")) == (other[0][0] == both().src.tag("fr"))  # tags stay in front
+    assert pairs_in(plainly) != pairs_in(dropped)
+    assert any(pair[0][0] == both().src.tag("fr") for pair in pairs_in(dropped))
+    assert [plain(step) for step in loaded(dropout=0.3)] == [plain(step) for step in dropped]
+    updates = updates_of(dropout=0.3)
+    later = pairs_in(list(islice(updates.starting(Position(1, 0)), len(updates.plan(1)))))
+    assert set(later) != set(pairs_in(dropped))  # another cut in another epoch
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
+    one = list(islice(updates_of(dropout=dropout).starting(Position(0, 0)), 12))
+    ranks = [
+        list(islice(updates_of(dropout=dropout, rank=rank, world=world).starting(Position(0, 0)), 12))
+        for rank in range(world)
+    ]
+    for number, step in enumerate(one):
+        shared = [mine[number] for mine in ranks]
+        assert Counter(pairs_in(shared)) == Counter(pairs_in([step]))
+        assert sum(part.tokens for part in shared) == step.tokens
+        assert {part.after for part in shared} == {step.after}
+
+
+def test_an_error_in_the_thread_reaches_the_reader() -> None:
+    class Broken(FakeStore):
+        def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
+            if 77 in indices:
+                raise OSError("the disk is gone")
+            return super().rows(side, indices)
+
+    steps = prefetch(updates_of(store=Broken()).starting(Position(0, 0)))
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(islice(steps, 100))
+    assert list(islice(steps, 1)) == []  # and that was the end
+
+
+def test_visiting_nothing_is_an_error_and_no_endless_wait() -> None:
+    with pytest.raises(UsageError, match="visits no sentence"):
+        next(prefetch(updates_of(store=FakeStore(weights=(0.0, 0.0))).starting(Position(0, 0))))
+
+
+def test_the_thread_ends_with_its_reader() -> None:
+    before = set(threading.enumerate())
+    steps = prefetch(updates_of().starting(Position(0, 0)))
+    next(steps)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    del steps
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Batch] = []
+    make = PairBatches.batch
+
+    def counted(self: PairBatches, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
+        made.append(make(self, micro, seed))
+        return made[-1]
+
+    monkeypatch.setattr(PairBatches, "batch", counted)
+    steps = prefetch(updates_of(micro_tokens=400).starting(Position(0, 0)))  # a micro-batch an update
+    next(steps)
+    ahead = 1 + 4 + 1  # read, queued, and the one in hand
+    wait_until(lambda: len(made) >= ahead)
+    time.sleep(0.1)  # time enough for one too many
+    assert len(made) == ahead
+
+
+def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several streams over one store share it: a plan of two million pairs takes a second."""
+    calls: list[str] = []
+
+    def count(name: str) -> None:
+        real = getattr(batches, name)
+        monkeypatch.setattr(batches, name, lambda *a, **k: calls.append(name) or real(*a, **k))
+
+    count("plan_epoch")
+    count("choose_micro_tokens")
+    store = FakeStore(sentences=2000)
+    streams = [updates_of(store=store, micro_tokens=0) for _ in range(3)]
+    for updates in streams:
+        updates.describe(0)
+        assert len(updates.plan(0)) == len(streams[0].plan(0))
+        list(islice(updates.starting(Position(0, 0)), 2))
+    assert Counter(calls) == {"plan_epoch": 1, "choose_micro_tokens": 1}
+    other = updates_of(store=store, micro_tokens=50)
+    other.plan(0)
+    assert calls.count("plan_epoch") == 2, "another size is another plan"
+    for epoch in range(5):
+        streams[0].plan(epoch)
+    assert len(store.plans) <= batches.PLANS_CACHED
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_packed_batches_hold_every_row_once(world: int) -> None:
+    """In parts of at most about so many tokens on each side."""
+    store: Any = FakeStore()
+    plainly = list(islice(updates_of(store=store, tokens=2000).starting(Position(0, 0)), 12))
+    packed: list[list[PackedUpdate]] = []
+    for rank in range(world):
+        stream = PackedPairs(
+            store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, rank=rank, world=world
+        )
+        packed.append(list(islice(stream.starting(Position(0, 0)), 12)))  # type: ignore[arg-type]
+    for number, update in enumerate(plainly):
+        parts = [batch for mine in packed for batch in mine[number].packed]
+        assert len(parts) > 3
+        rows = [row for batch in parts for row in batch.rows(both().tgt.pad)]
+        found = Counter((tuple(s[:-1].tolist()), tuple(labels[:-1].tolist())) for s, _, labels in rows)
+        assert found == Counter(pairs_in([update]))
+        assert sum(mine[number].tokens for mine in packed) == update.tokens
+
+
+def test_packed_batches_are_as_full_as_their_budget() -> None:
+    """Parts start at the beginning of the update and have about equal sizes; no row is longer than a budget."""
+    store: Any = FakeStore()
+    stream = PackedPairs(store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3)
+    rows = np.concatenate(stream.plan(0)[0])
+    parts = stream._parts(rows)
+    assert np.concatenate(parts).tolist() == rows.tolist()
+    total = np.maximum(*(np.cumsum(store.lengths(side)[rows] + 1) for side in ("src", "tgt")))
+    ends = np.cumsum([len(part) for part in parts])
+    assert len(parts) == -(-int(total[-1]) // 64)
+    for number, end in enumerate(ends.tolist(), 1):
+        assert total[end - 1] <= 64 * number
+        assert end == len(rows) or total[end] > 64 * number, "the next row would not fit"
