@@ -364,7 +364,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
     (corpus,) = find_text([CorpusConfig(src=str(path))], DataConfig())
-    return [pair for block in split_into_blocks(corpus, corpus.paths) for pair in read_block(block) if pair]
+    return [pair for block in split_into_blocks(corpus) for pair in read_block(block) if pair]
 
 
 @given(

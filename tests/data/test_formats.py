@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import pytest
 import zstandard
 
 from qkv.core import corpus as module
-from qkv.core.corpus import decompress, read_block, split_into_blocks
+from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import formats
-from qkv.data.formats import find_text, infer_languages, read_lines
+from qkv.data.formats import find_text, infer_languages, read_lines, unpack
 from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
@@ -42,9 +43,9 @@ def pairs_of(
     tmp_path: Path, spec: CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
 ) -> list[tuple[str, ...] | None]:
     data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
-    (found,) = find_text(data.train, data)
-    files = tuple(decompress(path, found.reader, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
-    return [pair for block in split_into_blocks(found, files) for pair in read_block(block, on_bad)]
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+    (found,), _ = unpack(find_text(data.train, data), tmp_path / "scratch", starmap, lambda stage, done, total: None)
+    return [pair for block in split_into_blocks(found) for pair in read_block(block, on_bad)]
 
 
 def lines(texts: list[str], end: str = "\n") -> bytes:
@@ -121,7 +122,7 @@ def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
     assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
     (found,) = find_text((spec,), DataConfig(root=str(tmp_path)))
-    cut = split_into_blocks(found, found.paths)
+    cut = split_into_blocks(found)
     assert len(cut) > 50
     assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
 

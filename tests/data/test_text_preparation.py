@@ -13,6 +13,7 @@ import sys
 import unicodedata
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -323,11 +324,11 @@ def test_progress_is_reported(split: DataConfig, tmp_path: Path) -> None:
 # ---- used again ------------------------------------------------------------------------------------------------------
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def forbid(monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError(f"{step} must not run")
 
-    monkeypatch.setattr(preparation, step, refuse)
+    monkeypatch.setattr(module, step, refuse)
 
 
 def test_the_same_inputs_are_not_prepared_again(
@@ -335,18 +336,18 @@ def test_the_same_inputs_are_not_prepared_again(
 ) -> None:
     first = prepare_text(split, CHARS, tmp_path / "store")
     with monkeypatch.context() as patch:
-        forbid(patch, "decompress_all")
+        forbid(patch, text_preparation, "unpack")
         again = prepare_text(split, CHARS, tmp_path / "store")
         assert again.report == first.report
         assert texts(again, "train") == texts(first, "train")
     os.utime(split.train[0].src, (1, 1))
     with monkeypatch.context() as patch:
-        forbid(patch, "Scan")
+        forbid(patch, preparation, "Scan")
         prepare_text(split, CHARS, tmp_path / "store")
     os.replace(split.train[0].tgt, tmp_path / "elsewhere.de")
     moved = DataConfig(train=(CorpusConfig(split.train[0].src, str(tmp_path / "elsewhere.de")),), valid=split.valid)
     with monkeypatch.context() as patch:
-        forbid(patch, "Scan")
+        forbid(patch, preparation, "Scan")
         prepare_text(moved, CHARS, tmp_path / "store")
 
 
@@ -617,7 +618,7 @@ def test_a_filter_is_part_of_the_key(split: DataConfig, tmp_path: Path, monkeypa
     assert len(filtered.valid) == 20, "a given validation set is taken as it is"
     assert "cats" in filter_table(filtered.report)
     with monkeypatch.context() as patch:
-        forbid(patch, "decompress_all")
+        forbid(patch, text_preparation, "unpack")
         prepared(cats)
     dogs = prepared(cats._replace(keep=partial(without, word="dog"), key="no dog"))
     assert len(dogs.train) == sum("dog" not in src for src, _ in sentences(300))

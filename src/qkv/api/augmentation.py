@@ -35,10 +35,10 @@ from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise,
 from qkv.api.translator import CHUNK, Alternative, Translation, Translator
 from qkv.assembly import Run
 from qkv.console import writer
-from qkv.core.corpus import COMPRESSED, is_stream
+from qkv.core.corpus import is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
-from qkv.data.formats import LineReader, layout_of, open_text
+from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
 from qkv.evaluation.diagnosis import find_loop

@@ -29,10 +29,10 @@ import torch
 from qkv.api.output_journal import End, Entry, Journal, PartialFile, journal_path, part_path
 from qkv.assembly import Run
 from qkv.console import say
-from qkv.core.corpus import COMPRESSED, is_stream
+from qkv.core.corpus import is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.formats import open_text, read_any_file
+from qkv.data.formats import COMPRESSED, open_text, read_any_file
 from qkv.engines.cpu.native_search import worker_count
 
 CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory

@@ -78,7 +78,7 @@ def translate(
         translate_file,
         translate_stream,
     )
-    from qkv.console import writer
+    from qkv.console import say, writer
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
@@ -87,10 +87,12 @@ def translate(
     translator = Translator(
         run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=others or []
     )
-    if shortlist:
-        _ensure_shortlist(translator, run)
+    if shortlist and not (run / "shortlist.safetensors").exists():
+        say(f"{run}: computing the shortlist (likely translations of each source token), once")
+        translator.learn_shortlist()
     lines = _open_lines(run, file, output, on_bad.value, group)
-    _say_engine(translator, file, group)
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         if is_stream_output(output):
@@ -114,28 +116,11 @@ def translate(
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
-def _ensure_shortlist(translator: Translator, run: Path) -> None:
-    """Compute the shortlist of a run and save it there, unless it exists."""
-    from qkv.console import say
-
-    if not (run / "shortlist.safetensors").exists():
-        say(f"{run}: computing the shortlist (likely translations of each source token), once")
-        translator.learn_shortlist()
-
-
-def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
-    """Print the engine to a terminal, unless the text is typed there."""
-    from qkv.console import say
-
-    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
-
-
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
     from qkv.api.file_translation import is_stream_output
-    from qkv.core.corpus import COMPRESSED, is_stream
-    from qkv.data.formats import LineReader, layout_of, open_text
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")

@@ -24,15 +24,14 @@ from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
-from qkv.explain import figure_files
 from qkv.explain.attention_hooks import record_attention
 from qkv.explain.head_analysis import LEGEND, MEASURES, HeadMeasures, measure_head, rare_tokens
+from qkv.explain.pages import PAGE, PICTURE_FORMATS, check_picture, check_place, new_figure, script_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".html", ".json", *figure_files.PICTURE_FORMATS)
-PAGE = Path(__file__).parent / "page"
+SUFFIXES = (".html", ".json", *PICTURE_FORMATS)
 PARTS = {f"/*{name}*/": name for name in ("explorer.css", "views.js", "decoding.js", "explorer.js")}
 UNITS = 10_000  # the page stores weights as 16-bit integers in units of 1/10,000
 Span = tuple[int, int]
@@ -44,9 +43,9 @@ def check_map_path(path: Path) -> None:
         raise UsageError(
             f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose a name with such an end"
         )
-    if path.suffix in figure_files.PICTURE_FORMATS:
-        figure_files.check_picture(path)
-    figure_files.check_place(path)
+    if path.suffix in PICTURE_FORMATS:
+        check_picture(path)
+    check_place(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +93,9 @@ class AttentionMap:
 
     def page(self) -> str:
         """Return the explorer as one HTML page that works offline."""
-        # Escaped, because "</script" or "<!--" would end or break the script element that holds the data.
-        data = json.dumps(self.drawn(), ensure_ascii=False).replace("<", "\\u003c")
         parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
-        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation), "/*data*/": data}
+        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation)}
+        parts["/*data*/"] = script_data(self.drawn())
         # All placeholders in one pass, because the sentence may contain the text of a placeholder.
         placeholders = "|".join(map(re.escape, parts))
         page = (PAGE / "explorer.html").read_text(encoding="utf-8")
@@ -170,7 +168,7 @@ def _packed(layer: NDArray[np.float32]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def attention_map(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     text: str,
     source: list[int],
@@ -213,7 +211,7 @@ def plot_attention(
     rows, columns = (max(len(pair[side]) for pair in labels.values()) for side in (0, 1))
     width, height = heads * max(columns * CELL + MARGIN, CAPTION), len(names) * (rows * CELL + MARGIN) + 0.5
     scale = min(1.0, WIDEST / max(width, height))
-    with figure_files.new_figure(path, (max(width * scale, 4), height * scale), font=9 * scale) as figure:
+    with new_figure(path, (max(width * scale, 4), height * scale), font=9 * scale) as figure:
         grid = figure.subplots(len(names), heads, squeeze=False)
         for name, row in zip(names, grid, strict=True):
             stack, layer, kind = name.split(".")

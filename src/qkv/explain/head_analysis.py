@@ -26,8 +26,8 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import by_length
 from qkv.data.lm_data import block_batch, text_blocks
-from qkv.explain import figure_files
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.explain.pages import new_figure
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 from qkv.training.lm_tasks import masked_batch
 
@@ -183,7 +183,7 @@ class HeadImportance:
 
 @torch.inference_mode()
 def head_importance(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
@@ -222,7 +222,7 @@ def head_importance(
     return sorted(importances, key=lambda h: -h.change)
 
 
-def _loss(model: StepModel[Any, Any], encoded: Any, batch: Batch, pad: int) -> float:
+def _loss(model: StepModel, encoded: Any, batch: Batch, pad: int) -> float:
     """Return −log p, summed over the labels of a batch without padding."""
     logits, _ = model.step(batch.target, model.start(encoded))  # (batch, target, vocab)
     nll: Tensor = torch.nn.functional.cross_entropy(
@@ -255,7 +255,7 @@ def plot_head_importance(importances: Sequence[HeadImportance], path: str | Path
     layers = max(map(len, tables.values()))
     largest = max([abs(each.change) for each in importances] + [1e-9])
     size = (max(5.0, 0.62 * sum(widths) + 0.7 * len(widths) + 1.2), 0.42 * layers + 1.9)
-    with figure_files.new_figure(path, size) as figure:
+    with new_figure(path, size) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False, width_ratios=widths)[0]
         for axes, (kind, table) in zip(panels, tables.items(), strict=True):
             _panel(axes, table, largest)
