@@ -34,7 +34,7 @@ from qkv.core.transformer import (
     sinusoids,
 )
 from qkv.engines.unpadded import ShortDropout
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema

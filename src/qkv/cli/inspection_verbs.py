@@ -203,7 +203,7 @@ def heads(
     """Rank attention heads by the loss increase without each."""
     from qkv.api import Translator
     from qkv.console import counter
-    from qkv.explain.head_analysis import plot_head_importance
+    from qkv.explain.attention_heads import plot_head_importance
     from qkv.explain.pages import check_picture
 
     if plot:
