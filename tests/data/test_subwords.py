@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from hypothesis import given
-from hypothesis import strategies as st
-from pathlib import Path
-from qkv.core import tokenizer as module
-from qkv.core.errors import UsageError
-from qkv.core.tokenizer import Tokenizer
-from qkv.core.tokenizer import TokenizerPair
-from qkv.data import subwords as subwords
-from qkv.data.subwords import BpeDropout
-from qkv.data.subwords import VARIANTS
-from qkv.data.subwords import learn
-from qkv.data.subwords import readable_tokens
-from qkv.data.subwords import unique_names
-from qkv.interop.huggingface import library_tokenizer
-from qkv.options import TokenizerConfig
-from tokenizer_texts import AWKWARD
-from tokenizer_texts import ENGLISH
-from tokenizer_texts import GERMAN
-from tokenizer_texts import TAGS
-from tokenizer_texts import nfc
-import numpy as np
 import os
-import pytest
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
 import tokenizers as library
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.core import tokenizer as module
+from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.data import subwords as subwords
+from qkv.data.subwords import VARIANTS, BpeDropout, learn, readable_tokens, unique_names
+from qkv.interop.huggingface import library_tokenizer
+from qkv.options import TokenizerConfig
+from tokenizer_texts import AWKWARD, ENGLISH, GERMAN, TAGS, nfc
 
 KINDS = ("bpe", "unigram", "word", "char")
 SEEDS = st.integers(0, 1 << 63)
