@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from qkv.api import compare, evaluate, load
     from qkv.api.augmentation import augment
     from qkv.api.completer import LanguageModel
-    from qkv.api.results import Translation
     from qkv.api.run_training import train
     from qkv.api.text_encoder import Encoder
-    from qkv.api.translator import Translator
+    from qkv.api.translator import Translation, Translator
     from qkv.assembly import Run, build_model
     from qkv.core.errors import QkvError, UsageError
     from qkv.interop import export
@@ -30,7 +29,7 @@ _HOME = {
     "LanguageModel": "qkv.api.completer",
     "QkvError": "qkv.core.errors",
     "Run": "qkv.assembly",
-    "Translation": "qkv.api.results",
+    "Translation": "qkv.api.translator",
     "Translator": "qkv.api.translator",
     "UsageError": "qkv.core.errors",
     "augment": "qkv.api.augmentation",

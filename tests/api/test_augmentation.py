@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,7 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
-from qkv.api.results import Alternative, Translation
-from qkv.api.translator import Translator
+from qkv.api.translator import Alternative, Translation, Translator
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text
@@ -292,6 +292,17 @@ def test_the_closest_to_the_reference() -> None:
         Augmenter(fake, "self-training").pairs(lines, wanted)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="both choose among candidates"):
         Augmenter(fake, "distillation", options={"rerank": "bleu"}).pairs(lines, wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by", ["bleu", "chrf"])
+def test_references_are_compared_in_one_unicode_form(by: str) -> None:
+    right = "une école très fermée"
+    fake, others = FakeTranslator(), [Alternative(right, -2.0, -8.0)]
+    fake.one = lambda line: Translation("une ecole tres fermee", -1.0, -4.0, [], others)  # type: ignore[method-assign]
+    augmenter = Augmenter(fake, "distillation", closest_by=by)  # type: ignore[arg-type]
+    for form in ("NFC", "NFD"):
+        (pair,) = augmenter.pairs(["a closed school"], [unicodedata.normalize(form, right)])
+        assert pair.tgt == right
 
 
 SAID = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=8).map(" ".join)

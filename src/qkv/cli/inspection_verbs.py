@@ -65,9 +65,6 @@ def score(
             print(f"{line.logprob:.4f}\t{line.perplexity:.4f}")
 
 
-ReportFile = Annotated[Path | None, option("Also write an .html page with plots and examples.", metavar="FILE")]
-
-
 def evaluate(
     run: RunArgument,
     source: Annotated[
@@ -86,7 +83,7 @@ def evaluate(
     no_split: NoSplit = False,
     tag: Tag = "",
     output: Annotated[str | None, option("Also write the translations to this file.", "--output", "-o")] = None,
-    report: ReportFile = None,
+    report: Annotated[Path | None, option("Also write an .html page with plots and examples.", metavar="FILE")] = None,
     as_json: AsJson = False,
     weights: Weights = "",
     device: Device = "auto",

@@ -19,11 +19,9 @@ from qkv.core.errors import UsageError
 if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
-    from qkv.api.results import Translation
-    from qkv.api.translator import Translator
+    from qkv.api.translator import Translation, Translator
     from qkv.data.formats import LineReader
 
-BYTES_PER_TOKEN = 4  # approximate, in European languages
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
 NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
 
@@ -32,32 +30,52 @@ def translate(
     context: typer.Context,
     run: arguments.RunArgument,
     file: arguments.TextFile = "-",
-    output: arguments.Output = "-",
+    output: Annotated[
+        str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
+    ] = "-",
     as_json: arguments.AsJson = False,
     beam: arguments.Beam = None,
-    n_best: arguments.NBest = None,
+    n_best: Annotated[
+        int | None, option("Translations per line, as tab-separated line number, rank, score and text.")
+    ] = None,
     length_penalty: arguments.Penalty = None,
     alpha: arguments.Alpha = None,
-    coverage: arguments.Coverage = None,
-    min_length: arguments.MinLength = None,
-    max_length: arguments.MaxLength = None,
-    repetition_penalty: arguments.RepetitionPenalty = None,
-    no_repeat_ngram: arguments.NoRepeatNgram = None,
-    groups: arguments.Groups = None,
-    diversity: arguments.Diversity = None,
+    coverage: Annotated[
+        float | None, option("Coverage penalty β for source tokens with little attention; 0 is off.")
+    ] = None,
+    min_length: Annotated[int | None, option("Minimum length of a translation, in tokens.")] = None,
+    max_length: Annotated[int | None, option("Maximum length of a translation, in tokens.")] = None,
+    repetition_penalty: Annotated[
+        float | None, option("Repetition penalty; above 1, tokens already generated become less likely.")
+    ] = None,
+    no_repeat_ngram: Annotated[
+        int | None, option("Never generate the same n-gram of this length twice.", metavar="N")
+    ] = None,
+    groups: Annotated[
+        int | None, option("Diverse beam search: number of groups that the beam is divided into.")
+    ] = None,
+    diversity: Annotated[
+        float | None, option("Diverse beam search: penalty for tokens that earlier groups chose.")
+    ] = None,
     sample: arguments.Sample = False,
     temperature: arguments.Temperature = None,
     top_k: arguments.TopK = None,
     top_p: arguments.TopP = None,
     min_p: arguments.MinP = None,
-    seed: arguments.Seed = None,
-    prefix: arguments.Prefix = None,
-    must_include: arguments.MustInclude = None,
-    ordered: arguments.Ordered = False,
-    avoid: arguments.Avoid = None,
-    shortlist: arguments.Shortlist = False,
+    seed: Annotated[int | None, option("Random seed of sampling; equal seeds give equal output.")] = None,
+    prefix: Annotated[str | None, option("Force every translation to begin with this text.", metavar="TEXT")] = None,
+    must_include: Annotated[
+        list[str] | None, option("Phrase that every translation must contain; repeatable.", metavar="TEXT")
+    ] = None,
+    ordered: Annotated[bool, option("Keep the phrases of --must-include in the given order.", "--ordered")] = False,
+    avoid: Annotated[
+        list[str] | None, option("Phrase that no translation may contain; repeatable.", metavar="TEXT")
+    ] = None,
+    shortlist: Annotated[
+        bool, option("Limit the output vocabulary to likely translations of the source; faster.", "--shortlist")
+    ] = False,
     rerank: arguments.Rerank = None,
-    candidates: arguments.Candidates = None,
+    candidates: Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")] = None,
     no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
@@ -65,24 +83,31 @@ def translate(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "auto",
     workers: arguments.Workers = None,
-    on_bad: arguments.BadLines = arguments.OnBad.error,
+    on_bad: Annotated[
+        arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
+    ] = arguments.OnBad.error,
 ) -> None:
     """Translate text line by line: N lines in, N lines out.
 
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api.file_translation import ProcessGroup, translate_file
+    from qkv.api.file_translation import (
+        ProcessGroup,
+        default_workers,
+        is_stream_output,
+        translate_file,
+        translate_stream,
+    )
     from qkv.api.translator import CHUNK, Translator
-    from qkv.console import say
-    from qkv.engines.cpu.native_search import worker_count
+    from qkv.console import say, writer
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
-    runs, group = [run, *(others or [])], ProcessGroup.from_environment()
-    if workers is None and not others and group.world == 1:  # for a large file, one process per core
-        workers = worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
+    group = ProcessGroup.from_environment()
+    if workers is None and not others and group.world == 1:
+        workers = default_workers(file)
     translator = Translator(
-        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
+        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=others or []
     )
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
@@ -92,10 +117,14 @@ def translate(
         say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
-        if _is_stream(output):
-            counts = _translate_stream(lines, output, work)
+        if is_stream_output(output):
+            with writer(output) as write:  # lines that have arrived are written as soon as no further line is waiting
+                counts = translate_stream(
+                    lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
+                )
         else:
-            task = _resume_key(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **options)
+            key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
+            task = _resume_key(translator, weights, key)
             counts = translate_file(
                 lines,
                 Path(output),
@@ -109,13 +138,9 @@ def translate(
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
-def _is_stream(output: str) -> bool:
-    """Whether the output is a terminal, a pipe or a device, where a write cannot be undone or resumed."""
-    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
-
-
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
+    from qkv.api.file_translation import is_stream_output
     from qkv.core.corpus import is_stream
     from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
@@ -125,21 +150,9 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGr
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
     if (form := layout_of(file)) != "lines":
         raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
-    if group.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
+    if group.world > 1 and (is_stream_output(output) or is_stream(open_text(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
     return LineReader(file, on_bad)
-
-
-def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
-    """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
-    from qkv.api.file_translation import translate_stream
-    from qkv.api.translator import CHUNK
-    from qkv.console import writer
-
-    with writer(output) as write:
-        return translate_stream(
-            lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
-        )
 
 
 @contextmanager
@@ -180,14 +193,12 @@ def _format(translation: Translation, number: int, ranked: bool, as_json: bool) 
     return translation.text
 
 
-def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any]:
+def _resume_key(translator: Translator, weights: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return everything that decides the output; an unfinished file is resumed only if this is unchanged."""
     from qkv.api.file_translation import fingerprint
-    from qkv.assembly import Run
 
-    opened = [Run.open(run) for run in runs]
-    by_sentence = options.get("split", True) and opened[0].by_sentence
-    models = [fingerprint(each, weights) for each in opened]
+    by_sentence = options.get("split", True) and translator.run.by_sentence
+    models = [fingerprint(member.run, weights) for member in translator.members]
     return {"qkv": __version__, "models": models, **options, "split": by_sentence}
 
 
