@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from qkv import presets
 from qkv.assembly import build_model, optimizer_for
-from qkv.core import loss as loss_module
 from qkv.core import optimizer
 from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
 from qkv.core.errors import UsageError
-from qkv.core.loss import label_smoothed_loss, reference_loss
+from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import length_penalty
 from qkv.core.transformer import (
     Embedding,
@@ -38,6 +37,8 @@ from qkv.explain.attention_hooks import record_attention
 from qkv.explain.model_card import parameter_count
 from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
+from qkv.training import memory_limits
+from qkv.training.memory_limits import loss_in_parts
 from qkv.training.regularization import Ema
 
 Array = NDArray[np.float64]
@@ -406,12 +407,12 @@ def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: floa
     labels = torch.randint(1, vocab, (2, tokens))
     labels[1] = 0
     value, d_hidden, d_weight = smoothed(array(hidden[0]), array(weight), labels[0].numpy(), epsilon)
-    whole, loss_module.ROWS = loss_module.ROWS, rows
+    whole, memory_limits.ROWS = memory_limits.ROWS, rows
     try:
-        fused, nll = label_smoothed_loss(hidden, weight, labels, smoothing=epsilon, pad=0)
+        fused, nll = loss_in_parts(hidden, weight, labels, smoothing=epsilon, pad=0)
     finally:
-        loss_module.ROWS = whole
-    plain, plain_nll = reference_loss(hidden[0], weight, labels[0], epsilon)
+        memory_limits.ROWS = whole
+    plain, plain_nll = label_smoothed_loss(hidden, weight, labels, epsilon, 0)
     torchs = F.cross_entropy(hidden[0] @ weight.T, labels[0], reduction="sum", label_smoothing=epsilon)
     for loss in (fused, plain, torchs):
         assert float(loss.detach()) == pytest.approx(value, rel=1e-4, abs=1e-4)
@@ -426,19 +427,19 @@ def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: floa
 
 def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    in_parts = loss_module._LossInParts.apply
+    in_parts = memory_limits._LossInParts.apply
 
     def spy(*arguments: Any) -> Any:
         asked.append(arguments[-1])
         return in_parts(*arguments)
 
-    monkeypatch.setattr(loss_module._LossInParts, "apply", spy)
+    monkeypatch.setattr(memory_limits._LossInParts, "apply", spy)
     hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
     with torch.no_grad():
-        without, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
+        without, _ = loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
     with torch.inference_mode():
-        label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
-    with_gradient, _ = label_smoothed_loss(hidden, weight, labels, smoothing=0.1, pad=0)
+        loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
+    with_gradient, _ = loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
     assert asked == [False, False, True]
     assert float(without) == float(with_gradient.detach())
 

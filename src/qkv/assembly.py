@@ -54,7 +54,7 @@ from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
 from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
 from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
-from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompute_layers
 from qkv.training.prefetching import prefetching
 from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
 from qkv.worker_pool import ProcessWorkers
@@ -108,11 +108,26 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
 
 
 class Run(core_run.Run):
-    """A run folder of any kind of model."""
+    """A run folder of any kind of model; with what the rings add to the files that `core/run.py` names.
+
+    ```
+    weights/start.safetensors   the weights of another run that the training began with
+    tensorboard/                log.jsonl as TensorBoard events
+    card.md                     scores.json for people
+    bad-batch.json              the last update of a training that gave up
+    alignment.json              the heads that align words best, once `qkv align` has measured them
+    shortlist.safetensors       the target tokens that each source token can need, once they are learned
+    ```
+    """
 
     @cached_property
     def config(self) -> Config:
         return Config.load(self.path / "config.toml")
+
+    @property
+    def start(self) -> Path:
+        """The weights that training begins with, if they are those of another run."""
+        return self.path / "weights" / "start.safetensors"
 
     def build_model(self) -> Model:
         return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
@@ -194,7 +209,7 @@ def task_for(config: Config) -> Task:
             return MaskedLanguageModelTask()
         case _:
             start, tokenize = start_search_for(choose_device(config.train.device)), bleu_tokenizer(config.data.tgt_lang)
-            return TranslationTask(start, tokenize, **batch_hooks_for(config))
+            return TranslationTask(start, tokenize, loss_in_parts, **batch_hooks_for(config))
 
 
 def batch_hooks_for(config: Config) -> dict[str, Any]:
@@ -235,7 +250,7 @@ def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Ob
         return GuidedAlignment(model, weight=weight, smoothing=smoothing, pad=pad)
     if options.r_drop:
         return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
-    return SmoothedObjective(options.label_smoothing, pad)
+    return SmoothedObjective(options.label_smoothing, pad, loss_in_parts)
 
 
 def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
@@ -286,4 +301,4 @@ def trainer_for(
         parts["pad"] = tokenizers.tgt.pad
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
-    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule)
