@@ -1,10 +1,10 @@
 # Everything starts from a fresh clone with python3 and make; nothing needs root.
 #
 #   make demo    install, train the built-in English-Italian demo, measure it, translate with it
-#   make test    install with the test tools, then lint, types and every test
-#   make test-fast      the core's tests and the quickest others, for every save: under a minute
+#   make test    install with the test tools, then lint, types and all tests but test-outside
+#   make test-fast      the core's tests and the shape of the code, for every save: under a minute
 #   make test-gpu       the tests that need a GPU
-#   make test-outside   the tests against large programs and models of others
+#   make test-outside   the tests against other projects' packages: transformers, CTranslate2, API clients
 #   make lint    lint and types only
 #   make bench   the speed figures of benchmarks/
 #   make docs    the pages made from the code
@@ -34,24 +34,14 @@ demo: $(VENV)/.installed
 test: lint
 	$(BIN)/python -m pytest -n auto --ignore tests/outside
 
-# Files that do not exist are left out.
-FAST := $(wildcard tests/core $(addprefix tests/test_,$(addsuffix .py, \
-  shape_of_code config tokenizer batches store search rules no_peeking memory phrases split corpus metrics)))
-GPU := $(wildcard tests/gpu tests/test_on_gpu.py)
-OUTSIDE := $(wildcard tests/outside)
-
 test-fast: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -n auto -m "not slow" $(FAST)
+	$(BIN)/python -m pytest -q -n auto -m "not slow" tests/core tests/promises/test_shape_of_code.py
 
 test-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(GPU)
+	$(BIN)/python -m pytest tests/gpu
 
 test-outside: $(VENV)/.installed-test
-ifeq ($(OUTSIDE),)
-	@echo "there is no test in tests/outside yet"
-else
-	$(BIN)/python -m pytest $(OUTSIDE)
-endif
+	$(BIN)/python -m pytest -n auto tests/outside
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

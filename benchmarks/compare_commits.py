@@ -11,7 +11,7 @@ G4: the prepared text is byte-equal.
 
 Both trees run the same command lines (commit_jobs.py) in processes of their own (commit_probe.py), with a fixed number
 of threads; commit_gates.py compares the results. With --work, the results of the old tree are kept in that folder and
-the next call runs only this tree. Gate G3, Triton's interpreter, is a part of the test suite (tests/test_kernels.py).
+the next call runs only this tree. Gate G3, Triton's interpreter, is tests/engines/test_kernels.py.
 """
 
 from __future__ import annotations

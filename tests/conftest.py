@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-SRC = str(Path(__file__).parents[1] / "src")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
+TESTS = Path(__file__).parent
+PATHS = [str(TESTS.parent / "src"), str(TESTS), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
 
 # No deadline: a test never asserts a time. "fixed" draws the same examples everywhere, so that a failure repeats;
 # HYPOTHESIS_PROFILE=random draws new ones in each run and prints how to repeat a failure.

@@ -84,7 +84,8 @@ model = Run.open(folder / "run").model(cpu)
 src, tgt = text.tokenizers.src, text.tokenizers.tgt
 sources = [src.encode(line) for line in (folder / "test.src").read_text().splitlines()]
 for beam in (1, 4):
-    found = search_all(model, sources, SearchOptions.of(config.decode, beam=beam), text.tokenizers, device=cpu)
+    options = SearchOptions(**vars(config.decode) | {"beam": beam})
+    found = search_all(model, sources, options, text.tokenizers, device=cpu)
     print(json.dumps([tgt.decode(hypotheses[0].tokens) for hypotheses in found]))
 assert not [name for name in sys.modules if name.startswith("qkv.") and not name.startswith("qkv.core")]
 """

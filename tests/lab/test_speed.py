@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,10 +19,31 @@ from qkv.assembly import build_model
 from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.lab import decoding_contenders, decoding_speed, doctor, training_contenders, training_speed
+from qkv.lab import decoding_contenders, decoding_speed, doctor, peers, training_contenders, training_speed
 from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default --peers is relative to the working directory."""
+    monkeypatch.chdir(FOLDER.parents[1])
+
+
+def peer(name: str) -> ModuleType:
+    return next(module for module in peers._load_modules(FOLDER) if Path(str(module.__file__)).stem == name)
+
+
+def every_contender(device: str) -> list[training_contenders.Contender]:
+    return training_contenders.contenders(torch.device(device), peers.find_peers(FOLDER, "training"))
+
+
+def every_setting(device: str, threads: int = 0) -> list[decoding_contenders.Setting]:
+    return decoding_contenders.settings(torch.device(device), peers.find_peers(FOLDER, "decoding"), threads)
+
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
@@ -51,7 +73,7 @@ def test_training_speed_table(little: None, tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) == result
     assert {"machine", "torch", "qkv", "command", "model", "batch", "pad_share", "peak_flops"} <= result.keys()
     rows = {row["contender"]: row for row in result["rows"]}
-    known = {each.name for each in training_contenders.contenders(torch.device("cpu")) if "compiled" not in each.name}
+    known = {each.name for each in every_contender("cpu") if "compiled" not in each.name}
     assert rows.keys() | result["missing"].keys() == known
     assert {"qkv plain", "transformers MarianMT eager", "torch.nn.Transformer eager"} <= rows.keys()
     for row in rows.values():
@@ -71,7 +93,8 @@ def test_training_speed_table(little: None, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_contenders_with_other_logits_are_refused(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
+    torch_layers = peer("torch_layers")
+    monkeypatch.setattr(torch_layers, "TorchTransformer", another(torch_layers.TorchTransformer))
     with pytest.raises(QkvError, match="the speeds are not comparable"):
         training_speed.measure_training(seconds=0.0, device="cpu", tokens=100, only=["torch.nn.Transformer eager"])
 
@@ -104,7 +127,7 @@ def test_contenders_with_equal_weights_learn_equal_logits() -> None:
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
     found = {}
-    for contender in training_contenders.contenders(torch.device("cuda")):  # all: a CPU can run their steps too
+    for contender in every_contender("cuda"):  # all: a CPU can run their steps too
         if contender.exact and "compiled" not in contender.name:
             contender.prepare(subject)
             collated = contender.collate(batch)
@@ -122,7 +145,7 @@ def test_contenders_with_equal_weights_learn_equal_logits() -> None:
 def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training_speed.random_batches(50, 100, count=1)[0]
-    for contender in training_contenders.contenders(torch.device("cuda")):  # all: a CPU can run their steps too
+    for contender in every_contender("cuda"):  # all: a CPU can run their steps too
         if isinstance(contender, training_contenders.StandardLoop) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
@@ -194,7 +217,7 @@ def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypat
         raise RuntimeError("no compiler\nis here")
 
     entered = [training_contenders.StandardLoop("other", broken), training_contenders.PlainQkv()]
-    monkeypatch.setattr(training_speed, "contenders", lambda device: entered)
+    monkeypatch.setattr(training_speed, "contenders", lambda device, modules: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
     assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
@@ -244,15 +267,15 @@ def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) 
     run = decoding_contenders.make_random_run("small", tmp_path / "run")
     subject = decoding_contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
     sources = decoding_contenders.random_sentences(run, 12, 7)
-    exact = [setting for setting in decoding_contenders.settings(subject.device, threads=2) if setting.exact]
+    exact = [setting for setting in every_setting("cpu", threads=2) if setting.exact]
     # The steps captured on a GPU also run one by one on a CPU.
-    exact += [each for each in decoding_contenders.settings(torch.device("cuda")) if each.name == "qkv fp32, captured"]
+    exact += [each for each in every_setting("cuda") if each.name == "qkv fp32, captured"]
     assert len({setting.name for setting in exact}) == 8
     assert {setting.engine for setting in exact} == {
-        decoding_contenders.OURS,
-        decoding_contenders.CTRANSLATE2,
-        decoding_contenders.TRANSFORMERS,
-        decoding_contenders.TORCH,
+        peers.OURS,
+        "CTranslate2",
+        "transformers",
+        "torch.nn.Transformer",
     }
     expected: dict[int, list[set[tuple[int, ...]]]] = {}
     for setting in exact:
@@ -279,7 +302,7 @@ def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.C
     assert set(result["versions"]) == {"transformers", "ctranslate2"}
 
     rows = {(row["setting"], row["beam"], row["batch"]): row for row in result["rows"]}
-    names = {setting.name for setting in decoding_contenders.settings(torch.device("cpu"))} - result["missing"].keys()
+    names = {setting.name for setting in every_setting("cpu")} - result["missing"].keys()
     assert rows.keys() == {(name, beam, batch) for name in names for beam in (1, 4) for batch in (1, 4)}
     for row in result["rows"]:
         assert row["rounds"] >= 3
@@ -288,9 +311,9 @@ def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.C
         assert row["tokens"] == 7 * row["sentences"]  # whether it writes </s> or stops at the limit
         assert (row["ms_per_token"] is not None) == (row["batch"] == 1)
 
-    peers = {ratio["peer"] for ratio in result["ratios"]}
-    assert peers == {decoding_contenders.CTRANSLATE2, decoding_contenders.TRANSFORMERS, decoding_contenders.TORCH}
-    assert len(result["ratios"]) == 2 * 3 * 2 * len(peers)  # beams, batches and any, precisions
+    compared = {ratio["peer"] for ratio in result["ratios"]}
+    assert compared == {"CTranslate2", "transformers", "torch.nn.Transformer"}
+    assert len(result["ratios"]) == 2 * 3 * 2 * len(compared)  # beams, batches and any, precisions
     for ratio in result["ratios"]:
         assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
     shown = capsys.readouterr().out
@@ -313,12 +336,12 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
         return []
 
     rows = [
-        row(decoding_contenders.OURS, "fp32", 1, 10, 20, 60),
-        row(decoding_contenders.OURS, "int8", 1, 30, 30, 30),
-        row(decoding_contenders.CTRANSLATE2, "fp32", 1, 5, 4, 20),
-        row(decoding_contenders.OURS, "fp32", 8, 70, 80, 90),
-        row(decoding_contenders.CTRANSLATE2, "fp32", 8, 1, 2, 3),
-        row(decoding_contenders.CTRANSLATE2, "int8", 8, 10, 20, 30),
+        row(peers.OURS, "fp32", 1, 10, 20, 60),
+        row(peers.OURS, "int8", 1, 30, 30, 30),
+        row("CTranslate2", "fp32", 1, 5, 4, 20),
+        row(peers.OURS, "fp32", 8, 70, 80, 90),
+        row("CTranslate2", "fp32", 8, 1, 2, 3),
+        row("CTranslate2", "int8", 8, 10, 20, 30),
     ]
     found = {(each["batch"], each["fp32"]): each for each in decoding_speed._ratios(rows)}
     assert {key: (each["ratio"], each["low"], each["high"]) for key, each in found.items()} == {
@@ -334,7 +357,8 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
 
 
 def test_engines_with_other_tokens_are_refused(tiny_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding_contenders, "TorchTransformer", another(training_contenders.TorchTransformer))
+    torch_layers = peer("torch_layers")
+    monkeypatch.setattr(torch_layers, "TorchTransformer", another(torch_layers.TorchTransformer))
     with pytest.raises(QkvError, match=r"torch.nn.Transformer .* the speeds are not comparable"):
         decoding_speed.measure_decoding(only=["nn"], batches=[4], seconds=0.0, device="cpu")
 
@@ -347,9 +371,9 @@ def test_a_trained_run_is_decoded_on_its_text(tiny: Path, tmp_path: Path) -> Non
     )
     assert result["text"] == f"{text}, 12 lines"
     assert {row["engine"] for row in result["rows"]} == {
-        decoding_contenders.OURS,
-        decoding_contenders.CTRANSLATE2,
-        decoding_contenders.TRANSFORMERS,
+        peers.OURS,
+        "CTranslate2",
+        "transformers",
     }
     for row in result["rows"]:
         assert row["sentences"] == 12
@@ -360,12 +384,12 @@ def test_missing_packages_are_reported(tiny_sizes: None, monkeypatch: pytest.Mon
     def nothing(name: str) -> Any:
         raise UsageError(f"{name} is not installed: pip install {name}")
 
-    monkeypatch.setattr(decoding_contenders, "import_optional", nothing)
+    monkeypatch.setattr(peer("ctranslate2_engine"), "import_optional", nothing)
     options: dict[str, Any] = {"beams": [1], "batches": [4], "seconds": 0.0, "device": "cpu"}
     result = decoding_speed.measure_decoding(only=["CTranslate2", "nn"], **options)
     assert result["missing"]
     assert all("pip install ctranslate2" in reason for reason in result["missing"].values())
-    assert [row["engine"] for row in result["rows"]] == [decoding_contenders.TORCH]
+    assert [row["engine"] for row in result["rows"]] == ["torch.nn.Transformer"]
     assert result["ratios"] == []  # nothing of ours was measured
     with pytest.raises(UsageError, match="pip install ctranslate2"):
         decoding_speed.measure_decoding(only=["CTranslate2"], **options)
@@ -385,6 +409,34 @@ def test_missing_packages_are_reported(tiny_sizes: None, monkeypatch: pytest.Mon
 def test_wrong_calls_are_refused(tiny_sizes: None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         decoding_speed.measure_decoding(device="cpu", seconds=0.0, **options)
+
+
+def test_without_the_folder_of_peers_qkv_is_measured_alone(
+    little: None, tiny_sizes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so; a module of that name elsewhere is not loaded, and a wrong --only names what there is."""
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"seconds": 0.0, "device": "cpu"}
+    results = decoding_speed.measure_speed("train", tokens=100, **options)
+    results |= decoding_speed.measure_speed("decode", beams=[1], batches=[4], **options)
+    for result in results.values():
+        assert {row["engine"] for row in result["rows"]} == {"qkv"}
+        assert result["ratios"] == []
+        assert result["versions"] == {}
+    assert capsys.readouterr().err.count("benchmarks/peers: no such folder, so qkv is measured alone") == 2
+    with pytest.raises(UsageError, match=r"choose among qkv plain$"):
+        training_speed.measure_training(only=["Marian"], tokens=100, **options)
+
+
+def test_another_folder_adds_another_peer(tiny_sizes: None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from qkv.lab.decoding_contenders import Setting, search_with\n"
+        "def decoding(device, threads):\n"
+        "    return [Setting('mine', 'alone', lambda subject: search_with(subject.model, subject), exact=True)]\n"
+    )
+    result = decoding_speed.measure_decoding(beams=[1], batches=[4], seconds=0.0, device="cpu", folder=tmp_path)
+    assert {row["engine"] for row in result["rows"]} == {"qkv", "mine"}
+    assert {ratio["peer"] for ratio in result["ratios"]} == {"mine"}
 
 
 def test_doctor_notices_a_broken_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

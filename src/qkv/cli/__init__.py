@@ -16,12 +16,11 @@ from typing import Annotated
 import typer
 
 from qkv import __version__
-from qkv.cli.explain_verbs import align, explain, heads, report
+from qkv.cli.inspection_verbs import align, evaluate, explain, heads, report, score
 from qkv.cli.lab_verbs import ablate, doctor, speed, table1, table2, table3
 from qkv.cli.serving_verbs import export, serve
-from qkv.cli.text_verbs import complete, evaluate, fill, score
+from qkv.cli.text_verbs import complete, fill, translate
 from qkv.cli.training_verbs import augment, average, config, train
-from qkv.cli.translation_verbs import translate
 
 __all__ = ["app", "main"]
 

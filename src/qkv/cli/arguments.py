@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,75 +25,82 @@ class OnBad(StrEnum):
     skip = "skip"
 
 
-def optional(help: str, *names: str, **more: Any) -> Any:
-    """An option without a default: if it is not given, the run's config decides, or the feature is off."""
-    return typer.Option(*names, help=help, show_default=False, **more)
+def option(help: str, *names: str, **more: Any) -> Any:
+    """An option; its help shows the default, if there is one."""
+    return typer.Option(*names, help=help, **more)
+
+
+def given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a verb that have a value, by their Python names: --no-split is split=False."""
+    values = {name: value for name, value in params.items() if value is not False and value not in (None, "", (), [])}
+    if values.pop("no_split", False):
+        values["split"] = False
+    return values
 
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
-Weights = Annotated[str, typer.Option(help="best, average, last or a step number; default: the run's chosen weights.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps …")]
-Tag = Annotated[str, typer.Option(help="Language tag, for a model trained with several languages.", show_default=False)]
+Weights = Annotated[str, option("best, average, last or a step number; default: the run's chosen weights.")]
+Device = Annotated[str, option("auto, cpu, cuda, cuda:1, mps …")]
+Tag = Annotated[str, option("Language tag, for a model trained with several languages.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a config option; repeatable.")
+    list[str] | None, option("Override a config option; repeatable.", "--set", metavar="SECTION.KEY=VALUE")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+AsJson = Annotated[bool, option("Print one JSON object per line.", "--json")]
 
 # Text in and out.
 TextFile = Annotated[str, typer.Argument(help="Text file, one segment per line; - is standard input.")]
 Output = Annotated[
-    str, typer.Option("--output", "-o", help="Output file; resumes an interrupted translation. - is standard output.")
+    str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
 ]
-NoSplit = Annotated[bool, typer.Option("--no-split", help="Translate a line of several sentences in one piece.")]
-BadLines = Annotated[OnBad, typer.Option(help="Line that is not UTF-8: error, or skip (its output line is empty).")]
+NoSplit = Annotated[bool, option("Translate a line of several sentences in one piece.", "--no-split")]
+BadLines = Annotated[OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")]
 
 # Search and its preferences.
-Beam = Annotated[int | None, optional("Beam size; 1 is greedy search.")]
-NBest = Annotated[int | None, optional("Translations per line, as tab-separated line number, rank, score and text.")]
-Penalty = Annotated[str | None, optional("Length penalty: gnmt, average or none.")]
-Alpha = Annotated[float | None, optional("Exponent α of the gnmt length penalty.")]
-Coverage = Annotated[float | None, optional("Coverage penalty β for source tokens with little attention; 0 is off.")]
-MinLength = Annotated[int | None, optional("Minimum length of a translation, in tokens.")]
-MaxLength = Annotated[int | None, optional("Maximum length of a translation, in tokens.")]
+Beam = Annotated[int | None, option("Beam size; 1 is greedy search.")]
+NBest = Annotated[int | None, option("Translations per line, as tab-separated line number, rank, score and text.")]
+Penalty = Annotated[str | None, option("Length penalty: gnmt, average or none.")]
+Alpha = Annotated[float | None, option("Exponent α of the gnmt length penalty.")]
+Coverage = Annotated[float | None, option("Coverage penalty β for source tokens with little attention; 0 is off.")]
+MinLength = Annotated[int | None, option("Minimum length of a translation, in tokens.")]
+MaxLength = Annotated[int | None, option("Maximum length of a translation, in tokens.")]
 RepetitionPenalty = Annotated[
-    float | None, optional("Repetition penalty; above 1, tokens already generated become less likely.")
+    float | None, option("Repetition penalty; above 1, tokens already generated become less likely.")
 ]
-NoRepeatNgram = Annotated[int | None, optional("Never generate the same n-gram of this length twice.", metavar="N")]
-Groups = Annotated[int | None, optional("Diverse beam search: number of groups that the beam is divided into.")]
-Diversity = Annotated[float | None, optional("Diverse beam search: penalty for tokens that earlier groups chose.")]
+NoRepeatNgram = Annotated[int | None, option("Never generate the same n-gram of this length twice.", metavar="N")]
+Groups = Annotated[int | None, option("Diverse beam search: number of groups that the beam is divided into.")]
+Diversity = Annotated[float | None, option("Diverse beam search: penalty for tokens that earlier groups chose.")]
 
 # Sampling instead of search.
-Sample = Annotated[bool, typer.Option("--sample", help="Sample translations instead of searching.")]
-Temperature = Annotated[float | None, optional("Sampling temperature; below 1 more predictable, above 1 more varied.")]
-TopK = Annotated[int | None, optional("Sample from the k most probable tokens.")]
+Sample = Annotated[bool, option("Sample translations instead of searching.", "--sample")]
+Temperature = Annotated[float | None, option("Sampling temperature; below 1 more predictable, above 1 more varied.")]
+TopK = Annotated[int | None, option("Sample from the k most probable tokens.")]
 TopP = Annotated[
-    float | None, optional("Nucleus sampling: keep the smallest set of tokens with cumulative probability p.")
+    float | None, option("Nucleus sampling: keep the smallest set of tokens with cumulative probability p.")
 ]
-MinP = Annotated[float | None, optional("Keep tokens with at least this fraction of the highest probability.")]
-Seed = Annotated[int | None, optional("Random seed of sampling; equal seeds give equal output.")]
+MinP = Annotated[float | None, option("Keep tokens with at least this fraction of the highest probability.")]
+Seed = Annotated[int | None, option("Random seed of sampling; equal seeds give equal output.")]
 
 # Constraints on the output.
-Prefix = Annotated[str | None, optional("Force every translation to begin with this text.", metavar="TEXT")]
+Prefix = Annotated[str | None, option("Force every translation to begin with this text.", metavar="TEXT")]
 MustInclude = Annotated[
-    list[str] | None, optional("Phrase that every translation must contain; repeatable.", metavar="TEXT")
+    list[str] | None, option("Phrase that every translation must contain; repeatable.", metavar="TEXT")
 ]
-Ordered = Annotated[bool, typer.Option("--ordered", help="Keep the phrases of --must-include in the given order.")]
-Avoid = Annotated[list[str] | None, optional("Phrase that no translation may contain; repeatable.", metavar="TEXT")]
+Ordered = Annotated[bool, option("Keep the phrases of --must-include in the given order.", "--ordered")]
+Avoid = Annotated[list[str] | None, option("Phrase that no translation may contain; repeatable.", metavar="TEXT")]
 Shortlist = Annotated[
-    bool, typer.Option("--shortlist", help="Limit the output vocabulary to likely translations of the source; faster.")
+    bool, option("Limit the output vocabulary to likely translations of the source; faster.", "--shortlist")
 ]
 Rerank = Annotated[
-    str | None, optional("Minimum Bayes risk: choose the candidate most similar to the others by chrf or bleu.")
+    str | None, option("Minimum Bayes risk: choose the candidate most similar to the others by chrf or bleu.")
 ]
-Candidates = Annotated[int | None, optional("Number of hypotheses or samples that --rerank chooses from.")]
+Candidates = Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")]
 
 # Models, devices, processes.
 With = Annotated[
-    list[Path] | None,
-    optional("Another run to decode with as an ensemble; repeatable.", "--with", metavar="RUN"),
+    list[Path] | None, option("Another run to decode with as an ensemble; repeatable.", "--with", metavar="RUN")
 ]
-Dtype = Annotated[str, typer.Option(help="Precision: auto (fp32 on a CPU, bf16 on a GPU), fp32, bf16 or int8.")]
-Workers = Annotated[int | None, optional("Worker processes on a CPU; default: one per core for a large file.", min=1)]
+Dtype = Annotated[str, option("Precision: auto (fp32 on a CPU, bf16 on a GPU), fp32, bf16 or int8.")]
+Workers = Annotated[int | None, option("Worker processes on a CPU; default: one per core for a large file.", min=1)]
 
 
 def command_line() -> str:

@@ -5,49 +5,44 @@ from __future__ import annotations
 import importlib.util
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from qkv.cli.arguments import Device, Dtype, RunArgument, Tag, Weights, optional
+from qkv.cli.arguments import Device, Dtype, RunArgument, Tag, Weights, option
 from qkv.core.errors import UsageError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "py3langid", "python_multipart")
-
-
-def _option(help: str, *names: str, **more: Any) -> Any:
-    """An option; its help shows the default."""
-    return typer.Option(*names, help=help, **more)
 
 
 Runs = Annotated[
     list[str] | None,
     typer.Argument(metavar="RUN...", help="Run folders; NAME=FOLDER sets the name of the model.", show_default=False),
 ]
-Host = Annotated[str, _option("Address to listen on; 0.0.0.0: all network interfaces.")]
-Port = Annotated[int, _option("Port; 0: any free port.")]
-Workers = Annotated[int, _option("Model processes; 0: one per core, or one on a GPU.", min=0)]
-Keys = Annotated[Path | None, optional("API key file; requests without a valid key are rejected.")]
-NewKey = Annotated[str, optional("Print a new API key and its line for the --keys file, and exit.", metavar="NAME")]
-Rate = Annotated[int, _option("Requests per minute for each key or address; 0: no limit.", min=0)]
+Host = Annotated[str, option("Address to listen on; 0.0.0.0: all network interfaces.")]
+Port = Annotated[int, option("Port; 0: any free port.")]
+Workers = Annotated[int, option("Model processes; 0: one per core, or one on a GPU.", min=0)]
+Keys = Annotated[Path | None, option("API key file; requests without a valid key are rejected.")]
+NewKey = Annotated[str, option("Print a new API key and its line for the --keys file, and exit.", metavar="NAME")]
+Rate = Annotated[int, option("Requests per minute for each key or address; 0: no limit.", min=0)]
 AllowOrigin = Annotated[
     list[str] | None,
-    optional("CORS origin that may send requests, e.g. https://example.org; repeatable.", metavar="ORIGIN"),
+    option("CORS origin that may send requests, e.g. https://example.org; repeatable.", metavar="ORIGIN"),
 ]
-ReusePort = Annotated[bool, _option("Share the port with other processes (SO_REUSEPORT).", "--reuse-port")]
-BatchTokens = Annotated[int, _option("Source tokens per batch; 0: chosen by the device.", min=0)]
-WaitMs = Annotated[float, _option("Batching delay in milliseconds.", min=0)]
-Timeout = Annotated[float, _option("Request timeout in seconds.", min=0.1)]
-Patience = Annotated[float, _option("Seconds in which the head, then the body of a request must arrive.", min=0.1)]
-Drain = Annotated[float, _option("Seconds to finish accepted requests at shutdown.", min=0)]
-MaxQueue = Annotated[int, _option("Maximum queued sentences.", min=1)]
-MaxCharacters = Annotated[int, _option("Maximum characters of all texts of a request.", min=1)]
-MaxTexts = Annotated[int, _option("Maximum texts per request.", min=1)]
-MaxAlternatives = Annotated[int, _option("Maximum alternatives per translation.", min=0)]
-MaxTokens = Annotated[int, _option("Maximum tokens per completion.", min=1)]
-MaxBody = Annotated[int, _option("Maximum request size in bytes.", min=1)]
-MaxFile = Annotated[int, _option("Maximum document size in bytes.", min=1)]
-MaxDocuments = Annotated[int, _option("Maximum number of stored documents.", min=1)]
+ReusePort = Annotated[bool, option("Share the port with other processes (SO_REUSEPORT).", "--reuse-port")]
+BatchTokens = Annotated[int, option("Source tokens per batch; 0: chosen by the device.", min=0)]
+WaitMs = Annotated[float, option("Batching delay in milliseconds.", min=0)]
+Timeout = Annotated[float, option("Request timeout in seconds.", min=0.1)]
+Patience = Annotated[float, option("Seconds in which the head, then the body of a request must arrive.", min=0.1)]
+Drain = Annotated[float, option("Seconds to finish accepted requests at shutdown.", min=0)]
+MaxQueue = Annotated[int, option("Maximum queued sentences.", min=1)]
+MaxCharacters = Annotated[int, option("Maximum characters of all texts of a request.", min=1)]
+MaxTexts = Annotated[int, option("Maximum texts per request.", min=1)]
+MaxAlternatives = Annotated[int, option("Maximum alternatives per translation.", min=0)]
+MaxTokens = Annotated[int, option("Maximum tokens per completion.", min=1)]
+MaxBody = Annotated[int, option("Maximum request size in bytes.", min=1)]
+MaxFile = Annotated[int, option("Maximum document size in bytes.", min=1)]
+MaxDocuments = Annotated[int, option("Maximum number of stored documents.", min=1)]
 
 
 def serve(
@@ -124,10 +119,8 @@ class Format(StrEnum):
 
 def export(
     run: RunArgument,
-    to: Annotated[
-        Format, typer.Option(help="Format of the exported folder.", show_default=False, case_sensitive=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.", show_default=False)],
+    to: Annotated[Format, option("Format of the exported folder.", case_sensitive=False)],
+    output: Annotated[Path, option("Folder to create.", "--output", "-o")],
     tag: Tag = "",
     weights: Weights = "",
 ) -> None:

@@ -1,68 +1,252 @@
-"""Verbs that generate and measure text: complete, fill, score, evaluate."""
+"""Verbs that write text: translate (a terminal, a pipe, a file of any size), complete and fill."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qkv.cli.arguments import (
-    Alpha,
-    AsJson,
-    Beam,
-    Device,
-    NoSplit,
-    Penalty,
-    RunArgument,
-    Tag,
-    Weights,
-    check_same_length,
-    held_out,
-    read_nonempty,
-)
+from qkv import __version__
+from qkv.cli import arguments
+from qkv.cli.arguments import given, option
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Encoder, LanguageModel
+    from qkv.api import Translation, Translator
     from qkv.api.completer import SamplingOptions
-    from qkv.evaluation.metrics import Comparison
-    from qkv.explain.evaluation_page import System
+    from qkv.api.file_translation import Chunk, ProcessGroup, Work
+    from qkv.data.formats import LineReader
+
+BYTES_PER_TOKEN = 4  # approximate, in European languages
+# Options about input, output and hardware; all others are search options, passed to Translator.translate.
+NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
+
+
+def translate(
+    context: typer.Context,
+    run: arguments.RunArgument,
+    file: arguments.TextFile = "-",
+    output: arguments.Output = "-",
+    as_json: arguments.AsJson = False,
+    beam: arguments.Beam = None,
+    n_best: arguments.NBest = None,
+    length_penalty: arguments.Penalty = None,
+    alpha: arguments.Alpha = None,
+    coverage: arguments.Coverage = None,
+    min_length: arguments.MinLength = None,
+    max_length: arguments.MaxLength = None,
+    repetition_penalty: arguments.RepetitionPenalty = None,
+    no_repeat_ngram: arguments.NoRepeatNgram = None,
+    groups: arguments.Groups = None,
+    diversity: arguments.Diversity = None,
+    sample: arguments.Sample = False,
+    temperature: arguments.Temperature = None,
+    top_k: arguments.TopK = None,
+    top_p: arguments.TopP = None,
+    min_p: arguments.MinP = None,
+    seed: arguments.Seed = None,
+    prefix: arguments.Prefix = None,
+    must_include: arguments.MustInclude = None,
+    ordered: arguments.Ordered = False,
+    avoid: arguments.Avoid = None,
+    shortlist: arguments.Shortlist = False,
+    rerank: arguments.Rerank = None,
+    candidates: arguments.Candidates = None,
+    no_split: arguments.NoSplit = False,
+    tag: arguments.Tag = "",
+    others: arguments.With = None,
+    weights: arguments.Weights = "",
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "auto",
+    workers: arguments.Workers = None,
+    on_bad: arguments.BadLines = arguments.OnBad.error,
+) -> None:
+    """Translate text line by line: N lines in, N lines out.
+
+    Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
+    repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
+    """
+    from qkv.api import CHUNK, Translator
+    from qkv.api.file_translation import ProcessGroup, translate_file
+
+    options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
+    runs, group = [run, *(others or [])], ProcessGroup.from_environment()
+    if workers is None and not others and group.world == 1:
+        workers = _default_workers(file)
+    translator = Translator(
+        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
+    )
+    if shortlist:
+        _ensure_shortlist(translator, run)
+    lines = _open_lines(run, file, output, on_bad.value, group)
+    _say_engine(translator, file, group)
+    with _progress(file, output, group) as advance:
+        work = _chunk_work(translator, options, as_json, advance)
+        if _is_stream(output):
+            counts = _translate_stream(lines, output, work)
+        else:
+            task = _resume_key(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **options)
+            counts = translate_file(
+                lines,
+                Path(output),
+                work,
+                size=CHUNK,
+                task=task,
+                about={"command": arguments.command_line(), "input": file},
+                group=group,
+                progress=advance,
+            )
+    _report(file, counts, 0 if group.rank else lines.bad, max_length)
+
+
+def _ensure_shortlist(translator: Translator, run: Path) -> None:
+    """Compute the shortlist of a run and save it there, unless it exists."""
+    from qkv.console import say
+
+    if not (run / "shortlist.safetensors").exists():
+        say(f"{run}: computing the shortlist (likely translations of each source token), once")
+        translator.learn_shortlist()
+
+
+def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
+    """Print the engine to a terminal, unless the text is typed there."""
+    from qkv.console import say
+
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
+
+
+def _default_workers(file: str) -> int:
+    """Return one process per core for a large file, and no extra process for a small one."""
+    from qkv.engines.cpu.native_search import worker_count
+
+    return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
+
+
+def _is_stream(output: str) -> bool:
+    """Whether the output is a terminal, a pipe or a device, where a write cannot be undone or resumed."""
+    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
+
+
+def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
+    """Open the input, and refuse combinations of input and output that cannot work."""
+    from qkv.core.corpus import COMPRESSED, is_stream
+    from qkv.data.formats import LineReader, layout_of, open_text
+
+    if " " in file and not Path(file).exists():
+        raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
+    if Path(output).suffix in COMPRESSED:
+        raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
+    if (form := layout_of(file)) != "lines":
+        raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
+    if group.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
+        raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
+    return LineReader(file, on_bad)
+
+
+def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
+    """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
+    from qkv.api import CHUNK
+    from qkv.api.file_translation import translate_stream
+    from qkv.console import writer
+
+    with writer(output) as write:
+        return translate_stream(
+            lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
+        )
+
+
+@contextmanager
+def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in the first process, unless it would mix with output or typed input."""
+    from qkv.api.file_translation import count_lines
+    from qkv.console import counter
+
+    typed = file == "-" and sys.stdin.isatty()
+    shown = not group.rank and not typed and (output != "-" or not sys.stdout.isatty())
+    total = count_lines(file) if shown and sys.stderr.isatty() else None
+    with counter("translating", total, shown=shown) as advance:
+        yield advance
+
+
+def _chunk_work(
+    translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Callable[[int], None]
+) -> Work:
+    """Return the function that translates one chunk of lines into output text and counts of problems."""
+    ranked = options.get("n_best", 1) > 1
+
+    def work(chunk: Chunk) -> tuple[str, dict[str, int]]:
+        translations = translator.translate(chunk.lines, first=chunk.first, progress=progress, **options)
+        rows = [_format(each, number, ranked, as_json) for number, each in enumerate(translations, chunk.first + 1)]
+        counts = {name: sum(getattr(each, name) for each in translations) for name in ("truncated", "looped")}
+        return "".join(f"{row}\n" for row in rows), counts
+
+    return work
+
+
+def _format(translation: Translation, number: int, ranked: bool, as_json: bool) -> str:
+    """Return a translation as JSON, as one row per hypothesis, or as text."""
+    if as_json:
+        return json.dumps({"line": number, **translation.to_dict()}, ensure_ascii=False)
+    if ranked:
+        n_best = [(translation.score, translation.text), *((one.score, one.text) for one in translation.alternatives)]
+        return "\n".join(f"{number}\t{rank}\t{score:.4f}\t{text}" for rank, (score, text) in enumerate(n_best, 1))
+    return translation.text
+
+
+def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any]:
+    """Return everything that decides the output; an unfinished file is resumed only if this is unchanged."""
+    from qkv.api.file_translation import fingerprint
+    from qkv.assembly import Run
+
+    opened = [Run.open(run) for run in runs]
+    by_sentence = options.get("split", True) and opened[0].by_sentence
+    models = [fingerprint(each, weights) for each in opened]
+    return {"qkv": __version__, "models": models, **options, "split": by_sentence}
+
+
+def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:
+    """Report truncated, repeated and undecodable lines on stderr."""
+    from qkv.console import say
+
+    limit = "decode.extra_length" if max_length is None else "--max-length"
+    if ended_early := counts.get("truncated"):
+        say(f"{file}: {ended_early:,} translations reached the maximum length ({limit})")
+    if looped := counts.get("looped"):
+        say(f"{file}: {looped:,} translations were repetitive and were searched again (--json marks them)")
+    if bad:
+        say(f"{file}: {bad:,} lines were not UTF-8; their output is empty")
+
+
+# ---- complete, fill -------------------------------------------------------------------------------------------------
 
 
 def complete(
-    run: RunArgument,
+    run: arguments.RunArgument,
     prompt: Annotated[
         str, typer.Argument(help="Prompt to continue; - is standard input, empty starts a new text.")
     ] = "",
-    tokens: Annotated[int, typer.Option(min=0, help="Number of tokens to generate; 0: until interrupted.")] = 200,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Below 1 more predictable, above 1 more varied; 0 is greedy.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most probable tokens; 0: all.")] = 0,
+    tokens: Annotated[int, option("Number of tokens to generate; 0: until interrupted.", min=0)] = 200,
+    temperature: Annotated[float, option("Below 1 more predictable, above 1 more varied; 0 is greedy.", min=0.0)] = 0.8,
+    top_k: Annotated[int, option("Sample from the k most probable tokens; 0: all.", min=0)] = 0,
     top_p: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=1.0, help="Nucleus sampling: keep the smallest set of tokens with cumulative probability p."
-        ),
+        option("Nucleus sampling: keep the smallest set of tokens with cumulative probability p.", min=0.0, max=1.0),
     ] = 1.0,
     min_p: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Keep tokens with at least this fraction of the highest probability."),
+        float, option("Keep tokens with at least this fraction of the highest probability.", min=0.0, max=1.0)
     ] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed; equal seeds give equal text.", show_default=False)
-    ] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="Number of continuations; more than one needs --json.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable; needs --json.")] = None,
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
+    seed: Annotated[int | None, option("Random seed; equal seeds give equal text.")] = None,
+    n: Annotated[int, option("Number of continuations; more than one needs --json.", "-n", min=1)] = 1,
+    stop: Annotated[list[str] | None, option("Stop before this text; repeatable; needs --json.")] = None,
+    as_json: arguments.AsJson = False,
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Generate a continuation of a text, streamed.
 
@@ -93,12 +277,12 @@ def complete(
 
 
 def fill(
-    run: RunArgument,
+    run: arguments.RunArgument,
     text: Annotated[str, typer.Argument(help="A sentence with <mask> in place of each missing token.")],
-    n: Annotated[int, typer.Option("-n", min=1, help="Number of candidates per gap.")] = 5,
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
+    n: Annotated[int, option("Number of candidates per gap.", "-n", min=1)] = 5,
+    as_json: arguments.AsJson = False,
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Predict the masked tokens of a sentence.
 
@@ -112,138 +296,3 @@ def fill(
                 print(json.dumps(guess.to_dict(), ensure_ascii=False))
             else:
                 print(f"{guess.gap}\t{guess.probability:.4f}\t{guess.token}\t{guess.text}")
-
-
-# ---- score, evaluate -------------------------------------------------------------------------------------------------
-
-
-def score(
-    run: RunArgument,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Source text.")],
-    target: Annotated[str, typer.Argument(metavar="TGT", help="Translations to score, line by line.")],
-    tag: Tag = "",
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
-) -> None:
-    """Score given translations by forced decoding.
-
-    Prints the log-probability and the perplexity of each line.
-    """
-    from qkv.api import Translator
-    from qkv.console import counter
-    from qkv.data.formats import read_lines
-
-    translator = Translator(run, weights=weights, device=device)
-    sources, targets = read_lines(source), read_lines(target)
-    check_same_length(source, sources, target, targets)
-    with counter("scoring", len(sources)) as advance:
-        scored = translator.score(sources, targets, tag=tag, progress=advance)
-    for line in scored:
-        if as_json:
-            print(json.dumps({**dataclasses.asdict(line), "perplexity": line.perplexity}, ensure_ascii=False))
-        else:
-            print(f"{line.logprob:.4f}\t{line.perplexity:.4f}")
-
-
-ReportFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Also write an .html page with plots and examples.", show_default=False),
-]
-
-
-def evaluate(
-    run: RunArgument,
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SRC", help="Source text; default: the held-out pairs of the training.", show_default=False
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None, typer.Argument(metavar="REF", help="Reference translations, raw text.", show_default=False)
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="Another run; tests whether the difference is significant.", show_default=False)
-    ] = None,
-    beam: Beam = None,
-    length_penalty: Penalty = None,
-    alpha: Alpha = None,
-    no_split: NoSplit = False,
-    tag: Tag = "",
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Also write the translations to this file.", show_default=False)
-    ] = None,
-    report: ReportFile = None,
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
-) -> None:
-    """Measure a model: BLEU, chrF, TER; bits per byte of a text.
-
-    Scores have a signature and a 95 % interval; a diagnosis follows (loops, hallucinations, copies). For a language
-    model SRC is a text, measured in perplexity and bits per byte; for an encoder, in the accuracy of filled masks.
-    """
-    from qkv import api
-    from qkv.console import counter, say, writer
-    from qkv.explain import evaluation_page
-
-    if report:
-        evaluation_page.check(report)
-    loaded = api.load(run, weights=weights, device=device)
-    if not isinstance(loaded, api.Translator):
-        if reference or against or output or report:
-            raise UsageError(
-                f"{run} is not a translation model: give one text, without REF, --against, --output and --report"
-            )
-        _evaluate_text(loaded, source, as_json)
-        return
-    sources, references = held_out(run, source, reference)
-    options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, split=not no_split, tag=tag)
-    theirs = api.Translator(against, device=device) if against else None
-    # Open the output first, so that an unwritable file fails before the translation.
-    with writer(output) if output else nullcontext(lambda line: None) as write:
-        with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
-            options["progress"] = advance
-            if theirs is None:
-                results, comparison = [api.evaluate(loaded, sources, references, **options)], None
-            else:
-                first, second, comparison = api.compare(loaded, theirs, sources, references, **options)
-                results = [first, second]
-        for each in results[0][1]:
-            write(each.text)
-    language = loaded.config.data.tgt_lang
-    systems = [
-        evaluation_page.System(str(path), scores, api.diagnose(sources, texts, references, tgt_lang=language))
-        for path, (scores, texts) in zip((run, against), results, strict=False)
-    ]
-    _print_scores(systems, comparison, as_json)
-    if report:
-        evaluation_page.write_evaluation_page(systems, report, comparison)
-        say(str(report))
-
-
-def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_json: bool) -> None:
-    """Print scores, diagnosis and comparison as text or as JSON."""
-    ours, *others = systems
-    if as_json:
-        values = [{"run": s.name, **s.scores.to_dict(), "diagnosis": s.diagnosis.to_dict()} for s in systems]
-        compared = {"against": values[1], "comparison": comparison.to_dict()} if comparison else {}
-        print(json.dumps({**values[0], **compared}, ensure_ascii=False))
-        return
-    print(f"{ours.scores}\n{ours.diagnosis}")
-    for other in others:
-        print(f"\na: {ours.name}\nb: {other.name}\n{comparison}\nb:\n{other.diagnosis}")
-
-
-def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bool) -> None:
-    """Print perplexity and bits per byte, or the accuracy of filled masks; default: on the held-out text."""
-    from qkv.api import LanguageModel
-
-    if isinstance(model, LanguageModel):
-        text = "".join(line + "\n" for line in read_nonempty(file)) if file else ""
-        scores = model.evaluate(text) if file else model.evaluate_held_out()
-        print(json.dumps({**scores.to_dict(), "perplexity": scores.perplexity}) if as_json else scores)
-    else:
-        filled = model.evaluate(read_nonempty(file or str(model.run.store / "valid.tgt.txt")))
-        print(json.dumps(filled.to_dict()) if as_json else filled)

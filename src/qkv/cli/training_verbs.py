@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qkv.cli import arguments
-from qkv.cli.arguments import RunArgument, Settings, command_line, with_extra_pairs, with_pairs, with_text
+from qkv.cli.arguments import (
+    RunArgument,
+    Settings,
+    command_line,
+    given,
+    option,
+    with_extra_pairs,
+    with_pairs,
+    with_text,
+)
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,34 +34,29 @@ def train(
     what: Annotated[
         str | None, typer.Argument(metavar="PRESET|CONFIG", help="Name of a preset, or a TOML file.")
     ] = None,
-    src: Annotated[
-        list[str] | None, typer.Option(help="Source text, or a .tsv/.jsonl file with both sides; repeatable.")
-    ] = None,
-    tgt: Annotated[list[str] | None, typer.Option(help="Target text, line by line; one per --src.")] = None,
+    src: Annotated[list[str] | None, option("Source text, or a .tsv/.jsonl file with both sides; repeatable.")] = None,
+    tgt: Annotated[list[str] | None, option("Target text, line by line; one per --src.")] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "More pairs (.tsv, .jsonl), e.g. from qkv augment; read WEIGHT times per epoch; repeatable.",
             metavar="FILE[:WEIGHT[:TAG]]",
-            help="More pairs (.tsv, .jsonl), e.g. from qkv augment; read WEIGHT times per epoch; repeatable.",
         ),
     ] = None,
-    valid_src: Annotated[str | None, typer.Option(help="Validation source; default: held-out text.")] = None,
-    valid_tgt: Annotated[str | None, typer.Option(help="Validation target.")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Monolingual text, for a language model; repeatable.")] = None,
-    valid_text: Annotated[str | None, typer.Option(help="Validation text; default: held-out text.")] = None,
+    valid_src: Annotated[str | None, option("Validation source; default: held-out text.")] = None,
+    valid_tgt: Annotated[str | None, option("Validation target.")] = None,
+    text: Annotated[list[str] | None, option("Monolingual text, for a language model; repeatable.")] = None,
+    valid_text: Annotated[str | None, option("Validation text; default: held-out text.")] = None,
     start: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Start from the weights of this run, e.g. to fine-tune it."),
+        Path | None, option("Start from the weights of this run, e.g. to fine-tune it.", "--from", metavar="RUN")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder to create.", show_default="runs/NAME")] = None,
+    run: Annotated[Path | None, option("Run folder to create.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the training in the run folder.")] = False,
+    resume: Annotated[bool, option("Resume the training in the run folder.", "--resume")] = False,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.")
+        float, option("Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.", min=0)
     ] = 0.0,
-    on_bad: Annotated[
-        str | None, typer.Option(help="Line that is not UTF-8: error, or skip (drops the pair).", show_default=False)
-    ] = None,
+    on_bad: Annotated[str | None, option("Line that is not UTF-8: error, or skip (drops the pair).")] = None,
 ) -> None:
     """Train a model from a preset, a config file or text files.
 
@@ -105,8 +109,8 @@ def _named_config(what: str | None, start: Run | None) -> Config | None:
 
 def average(
     run: RunArgument,
-    last: Annotated[int, typer.Option(help="Number of checkpoints to average; 0: all that are kept.")] = 0,
-    name: Annotated[str, typer.Option(help="Name of the new weights.", show_default="average_N")] = "",
+    last: Annotated[int, option("Number of checkpoints to average; 0: all that are kept.")] = 0,
+    name: Annotated[str, option("Name of the new weights.", show_default="average_N")] = "",
 ) -> None:
     """Average the last checkpoints of a run into new weights.
 
@@ -157,53 +161,43 @@ class Reason(StrEnum):
     ratio = "ratio"
 
 
-# Options that are passed to `qkv.api.augment` unchanged if they are given.
+# Options that are passed to `qkv.api.augment` if they are given.
 PASSED_ON = """
-    references closest_by beam sample temperature top_k top_p min_p seed rerank candidates tag others weights
+    references closest_by beam sample temperature top_k top_p min_p seed rerank candidates no_split tag others weights
     dtype device workers
 """.split()
 
 As = Annotated[
     Kind,
-    typer.Option(
-        "--as",
-        help="For back-translation RUN translates target text into the source language; else TEXT is source text.",
+    option(
+        "For back-translation RUN translates target text into the source language; else TEXT is source text.", "--as"
     ),
 ]
 Output = Annotated[
     str,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.",
+    option(
+        "Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.", "--output", "-o"
     ),
 ]
 References = Annotated[
-    str | None,
-    typer.Option(help="Distillation: references, line by line; the candidate closest to the reference is chosen."),
+    str | None, option("Distillation: references, line by line; the candidate closest to the reference is chosen.")
 ]
-ClosestBy = Annotated[str, typer.Option(help="Similarity to the reference: bleu or chrf.")]
-WithNoise = Annotated[
-    bool, typer.Option("--noise", help="Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.")
-]
-Drop = Annotated[float | None, typer.Option(help="Probability of dropping a source word.")]
-Blank = Annotated[float | None, typer.Option(help="Probability of blanking a source word.")]
-Shuffle = Annotated[int | None, typer.Option(help="Maximum distance that a source word moves.")]
-Allow = Annotated[
-    list[Reason] | None, typer.Option(help="Keep pairs that would be dropped for this reason; repeatable.")
-]
-MaxRatio = Annotated[float, typer.Option(help="Maximum length ratio of the two sides, in tokens; 0: no limit.")]
-MinLogprob = Annotated[float | None, typer.Option(help="Minimum mean log-probability per token.")]
-Keep = Annotated[float, typer.Option(help="Fraction of the remaining pairs to keep, most probable first.")]
+ClosestBy = Annotated[str, option("Similarity to the reference: bleu or chrf.")]
+WithNoise = Annotated[bool, option("Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.", "--noise")]
+Drop = Annotated[float | None, option("Probability of dropping a source word.")]
+Blank = Annotated[float | None, option("Probability of blanking a source word.")]
+Shuffle = Annotated[int | None, option("Maximum distance that a source word moves.")]
+Allow = Annotated[list[Reason] | None, option("Keep pairs that would be dropped for this reason; repeatable.")]
+MaxRatio = Annotated[float, option("Maximum length ratio of the two sides, in tokens; 0: no limit.")]
+MinLogprob = Annotated[float | None, option("Minimum mean log-probability per token.")]
+Keep = Annotated[float, option("Fraction of the remaining pairs to keep, most probable first.")]
 RoundTrip = Annotated[
     Path | None,
-    typer.Option(
-        metavar="RUN", help="Run of the opposite direction that scores the pairs for --keep and --min-logprob."
-    ),
+    option("Run of the opposite direction that scores the pairs for --keep and --min-logprob.", metavar="RUN"),
 ]
-Seed = Annotated[int, typer.Option(help="Random seed of sampling and noise.")]
-Candidates = Annotated[int | None, typer.Option(help="Number of candidates for --rerank or --references.")]
-BadLines = Annotated[arguments.OnBad, typer.Option(help="Line that is not UTF-8: error, or skip.")]
+Seed = Annotated[int, option("Random seed of sampling and noise.")]
+Candidates = Annotated[int | None, option("Number of candidates for --rerank or --references.")]
+BadLines = Annotated[arguments.OnBad, option("Line that is not UTF-8: error, or skip.")]
 
 
 def augment(
@@ -252,12 +246,7 @@ def augment(
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say
 
-    values = {name: context.params[name] for name in PASSED_ON}
-    options = {
-        name: value for name, value in values.items() if value is not None and value is not False and value != ""
-    }
-    if no_split:
-        options["split"] = False
+    options = given({name: context.params[name] for name in PASSED_ON})
     first = not ProcessGroup.from_environment().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:

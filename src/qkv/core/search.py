@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,13 +67,17 @@ class SearchOptions(DecodeConfig):
     max_length: int | None = None  # None: length of the source + extra_length
     processors: tuple[LogitsProcessor, ...] = ()
 
-    @classmethod
-    def of(cls, decode: DecodeConfig, **more: Any) -> Self:
-        """Return the options of a config with more of one call."""
-        return cls(**{**vars(decode), **more})
+    @property
+    def rows(self) -> int:
+        """Hypotheses kept for each sentence: the beam, or more if more are asked for."""
+        return max(self.beam, self.n_best)
+
+    def longest(self, source: Any) -> Any:
+        """Return the longest output for a source of so many tokens, by default `extra_length` more (section 6.1)."""
+        return source + self.extra_length if self.max_length is None else 0 * source + self.max_length
 
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
-        """Return all processors in order."""
+        """Return all processors in order; options of a ring add their own."""
         return self.processors
 
 
@@ -110,20 +114,6 @@ class SearchState:
         """Where only </s> may follow: (sentences,)."""
         return self.length >= self.longest
 
-    def place(self, slots: Tensor, bos: int, longest: Tensor, forced: Tensor, logprob: Tensor) -> None:
-        """Start sentences in these slots: `forced` (sentences, lengths), `logprob` (rows,) the same for each."""
-        # index_fill and index_copy: an assignment would copy numbers from the host, which a CUDA graph cannot.
-        self.tokens.index_fill_(0, slots, 0)
-        self.tokens[:, :, 0].index_fill_(0, slots, bos)
-        self.newest.index_fill_(0, slots, bos)
-        self.length.index_fill_(0, slots, 0)
-        self.logprob.index_copy_(0, slots, logprob.expand(len(slots), -1))
-        self.longest.index_copy_(0, slots, longest)
-        self.forced.index_fill_(0, slots, -1)
-        self.forced[:, : forced.shape[1]].index_copy_(0, slots, forced)
-        self.done.index_fill_(0, slots, False)
-        self.finished_scores.index_fill_(0, slots, -math.inf)
-
     def finish(self, totals: Tensor, scores: Tensor, rows: Tensor, truncated: Tensor) -> None:
         """Keep the n best of the finished and the new (sentences, new), which continue `rows` with </s>."""
         length, cut = (part[:, None].expand_as(totals) for part in (self.length, truncated))
@@ -148,24 +138,48 @@ class Search:
     """Sentences that each grow by one token per step; subclasses choose the token in `extend`."""
 
     def __init__(
-        self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, state: SearchState
+        self,
+        model: StepModel[Any, Any],
+        options: SearchOptions,
+        special: SpecialTokens,
+        *,
+        lengths: Tensor,
+        capacity: int,
+        numbers: Sequence[int] | None = None,
+        rows: int | None = None,
     ) -> None:
-        self.model, self.options, self.special, self.state = model, options, special, state
-        device, self.rows = state.done.device, state.tokens.shape[1]
+        """Prepare slots for as many sentences as `lengths` (of their sources), each for `capacity` tokens.
+
+        `numbers` are the places of the sentences in the whole input; `rows` replaces `options.rows`.
+        """
+        self.model, self.options, self.special = model, options, special
+        device, self.rows = lengths.device, rows or options.rows
+        self.state = SearchState(len(lengths), self.rows, options.n_best, capacity, device)
         self.decoder: Any = None  # the model's state
-        self.numbers = list(range(len(state.done)))  # number of the sentence in each slot
+        self.numbers = list(range(len(lengths)) if numbers is None else numbers)  # of the sentence in each slot
         # Hook: scores (sentences, rows, vocab); flat places and totals of the ranked, -inf: none; which of them go on.
         self.on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
         self.processors = options.logits_processors()
         self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
         self.never = torch.tensor([special.pad, special.bos], device=device)
-        lengths = torch.arange(1, state.tokens.shape[2] + 2, device=device)
-        self.penalties: Tensor = torch.ones(len(lengths), device=device) * length_penalty(lengths.float(), options)
+        written = torch.arange(1.0, capacity + 2, device=device)
+        self.penalties: Tensor = torch.ones_like(written) * length_penalty(written, options)
         self.eager = device.type == "cpu"  # reading a value from the device costs nothing: skip what no sentence needs
 
     def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
         """Start sentences in these slots; `forced` (sentences, lengths) are the tokens they begin with, then -1."""
-        self.state.place(slots, self.special.bos, longest.maximum((forced >= 0).sum(1)), forced, self.first)
+        state, bos = self.state, self.special.bos
+        # index_fill and index_copy: an assignment would copy numbers from the host, which a CUDA graph cannot.
+        state.tokens.index_fill_(0, slots, 0)
+        state.tokens[:, :, 0].index_fill_(0, slots, bos)
+        state.newest.index_fill_(0, slots, bos)
+        state.length.index_fill_(0, slots, 0)
+        state.logprob.index_copy_(0, slots, self.first.expand(len(slots), -1))
+        state.longest.index_copy_(0, slots, longest.maximum((forced >= 0).sum(1)))
+        state.forced.index_fill_(0, slots, -1)
+        state.forced[:, : forced.shape[1]].index_copy_(0, slots, forced)
+        state.done.index_fill_(0, slots, False)
+        state.finished_scores.index_fill_(0, slots, -math.inf)
 
     def advance(self) -> None:
         """Write one more token to every row."""
@@ -177,11 +191,11 @@ class Search:
         """Choose from logits (sentences × rows, vocab); return the row that each row continues, if not itself."""
         raise NotImplementedError
 
-    def allowed(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values (sentences, rows, vocab), -inf where forbidden, and their shift (sentences, rows).
+    def allowed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return values (sentences, rows, vocab), -inf where forbidden, their shift (sentences, rows), and preferences.
 
         value + shift is the log-probability of a token. Without processors the values are the logits: equal logits of a
-        row stay equal.
+        row stay equal. The preferences are the values to choose by: the same tensor, unless a processor changes them.
         """
         state, eos = self.state, self.special.eos
         values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
@@ -202,15 +216,12 @@ class Search:
         if not self.eager or bool(bound.any()):  # then only one token may follow; processors cannot forbid a forced one
             value = torch.where(is_forced, given, values.gather(2, place))
             values.masked_fill_(bound, -math.inf).scatter_(2, place, value)  # where nothing is bound, </s> stays itself
-        return values, shift
-
-    def preferred(self, values: Tensor) -> Tensor:
-        """Apply the processors that change the choice but not the score."""
-        preferring = [processor for processor in self.processors if not processor.changes_score]
-        values = values.clone() if preferring else values
-        for processor in preferring:
-            processor(values, self.state)
-        return values
+        preferred = values
+        for processor in self.processors:
+            if not processor.changes_score:
+                preferred = values.clone() if preferred is values else preferred
+                processor(preferred, state)
+        return values, shift, preferred
 
     def keep(self, slots: list[int]) -> None:
         """Go on with these slots alone."""
@@ -242,8 +253,8 @@ class GreedySearch(Search):
 
     def extend(self, logits: Tensor) -> None:
         state, eos = self.state, self.special.eos
-        values, shift = self.allowed(logits)
-        tokens = self.choose(self.preferred(values))  # (sentences, rows)
+        values, shift, preferred = self.allowed(logits)
+        tokens = self.choose(preferred)  # (sentences, rows)
         before = state.logprob.clone()
         totals = before + (values.gather(2, tokens[:, :, None]).squeeze(2) + shift)
         ends, limit = (tokens == eos) & (before > -math.inf), state.at_limit
@@ -265,18 +276,16 @@ class GreedySearch(Search):
 class BeamSearch(Search):
     """Keep the best `rows` hypotheses of each sentence; it is done when none can still enter its n best."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **sizes: Any) -> None:
+        super().__init__(*arguments, **sizes)
         self.first[1:] = -math.inf  # all rows begin alike: only the first counts
 
     def extend(self, logits: Tensor) -> Tensor:
         state, beam, vocab = self.state, self.rows, logits.shape[1]
-        values, shift = self.allowed(logits)
+        values, shift, preferred = self.allowed(logits)
         before = (state.logprob + shift)[:, :, None]
-        preferred = self.preferred(values)
-        ranking = None if preferred is values else preferred.add_(before)
         scores = values.add_(before)  # (sentences, beam, vocab): log-probabilities of whole hypotheses
-        best, flat = self.rank(scores if ranking is None else ranking)
+        best, flat = self.rank(scores if preferred is values else preferred.add_(before))
         totals = scores.flatten(1).gather(1, flat).masked_fill_(best == -math.inf, -math.inf)
         parents, tokens = flat // vocab, flat % vocab
         ends = tokens == self.special.eos
@@ -334,27 +343,12 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return logits.amax(-1).float() - logits.log_softmax(-1, dtype=torch.float).amax(-1)
 
 
-StartSearch = Callable[..., Search]  # returns a search for a batch, as `start_search` does
+StartSearch = Callable[..., Search]  # arguments as of `Search`; returns a search of which no sentence has started
 
 
-def start_search(
-    model: StepModel[Any, Any],
-    options: SearchOptions,
-    special: SpecialTokens,
-    *,
-    lengths: Tensor,
-    capacity: int,
-    numbers: Sequence[int] | None = None,
-    greedy: type[GreedySearch] = GreedySearch,
-    beam: type[BeamSearch] = BeamSearch,
-) -> Search:
-    """Return a search for as many sentences as `lengths` (of their sources); none of them has started.
-
-    `numbers` are the places of the sentences in the whole input. `greedy` and `beam` are the classes that do the steps.
-    """
-    rows = max(options.beam, options.n_best)
-    state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
-    return (greedy if rows == 1 else beam)(model, options, special, state)
+def start_search(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
+    """Return a greedy search for one hypothesis, a beam search for several."""
+    return (GreedySearch if options.rows == 1 else BeamSearch)(model, options, special, **sizes)
 
 
 @torch.inference_mode()
@@ -365,37 +359,36 @@ def search(
     options: SearchOptions,
     special: SpecialTokens,
     *,
-    longest: Tensor | None = None,
     prefix: Tensor | None = None,
     numbers: Sequence[int] | None = None,
     start: StartSearch = start_search,
 ) -> list[list[Hypothesis]]:
     """Return the n best hypotheses of each source (batch, source) of so many tokens, </s> included, best first.
 
-    `longest` limits each output; by default to `max_length`, or to source + `extra_length` tokens as in the paper. Each
-    hypothesis begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length and
-    score.
+    Each hypothesis begins with its sentence's `prefix` (batch, tokens; -1 behind shorter ones), which counts in length
+    and score. `numbers` are the places of the sentences in the whole input.
     """
     prefix = source.new_empty(len(source), 0) if prefix is None else prefix
     check_prefix(prefix, special)
-    if longest is None:
-        own = lengths - 1 + options.extra_length
-        longest = own if options.max_length is None else torch.full_like(own, options.max_length)
+    longest = options.longest(lengths - 1)
     capacity = max(int(longest.max()), prefix.shape[1]) + 2
     run = start(model, options, special, lengths=lengths, capacity=capacity, numbers=numbers)
     run.place(torch.arange(len(source), device=source.device), longest, prefix)
     run.decoder = model.start(model.encode(source, lengths), run.rows)
     found: list[list[Hypothesis]] = [[] for _ in source]
-    while True:
+    held = list(range(len(source)))  # the sentence in each slot
+    while held:
         run.advance()
         done: list[bool] = run.state.done.tolist()
-        if sum(done) > LEAVING * len(done) or all(done):
+        if sum(done) > LEAVING * len(done):
             leaving = [slot for slot, over in enumerate(done) if over]
             for slot, hypotheses in zip(leaving, run.finished(leaving), strict=True):
-                found[run.numbers[slot]] = hypotheses
-            if all(done):
-                return found
-            run.keep([slot for slot, over in enumerate(done) if not over])
+                found[held[slot]] = hypotheses
+            staying = [slot for slot, over in enumerate(done) if not over]
+            held = [held[slot] for slot in staying]
+            if held:
+                run.keep(staying)
+    return found
 
 
 def check_prefix(prefix: Tensor, special: SpecialTokens) -> None:

@@ -91,18 +91,14 @@ def search_all(
     results: list[list[Hypothesis]] = [[] for _ in sources]
     src, tgt = tokenizers.src, tokenizers.tgt
     for batch in batches_by_length(sources, options, device):
-        prefix = None
-        if prefixes and any(prefixes[i] for i in batch):
-            begun = [torch.tensor(prefixes[i], dtype=torch.long) for i in batch]
-            prefix = torch.nn.utils.rnn.pad_sequence(begun, batch_first=True, padding_value=-1).to(device)
-        rows = [np.asarray(sources[i], np.int64) for i in batch]
+        rows, begun = ([np.asarray(side[i] if side else (), np.int64) for i in batch] for side in (sources, prefixes))
         found = search(
             model,
             pad(rows, src.pad, last=src.eos).to(device),
             torch.tensor([len(row) + 1 for row in rows], device=device),
             options,
             SpecialTokens(tgt.bos, tgt.eos, tgt.pad),
-            prefix=prefix,
+            prefix=pad(begun, -1).to(device),
             numbers=[numbers[i] if numbers else i for i in batch],
             start=start,
         )
@@ -116,7 +112,7 @@ def batches_by_length(sources: Sequence[Ids], options: SearchOptions, device: to
     """Yield positions of sources grouped by length, longest first: too large a batch fails at the start."""
     # Padded source tokens times beams: enough to keep the device busy.
     budget = options.batch_tokens or (4096 if device.type == "cpu" else 131_072)
-    yield from by_length([len(ids) + 1 for ids in sources], budget // max(options.beam, options.n_best))
+    yield from by_length([len(ids) + 1 for ids in sources], budget // options.rows)
 
 
 def by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

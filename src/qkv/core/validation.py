@@ -88,7 +88,7 @@ class TranslationTask:
             total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device, self.loss)
             if config.train.metric == "bleu":
                 sources = [store.src(i).tolist() for i in range(len(store))]
-                greedy = SearchOptions.of(config.decode, beam=1)
+                greedy = SearchOptions(**vars(config.decode) | {"beam": 1})
                 found = search_all(model, sources, greedy, tokenizers, device=device, start=self.start)
                 texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in found]
                 references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +19,16 @@ from qkv.core.attention import around_attention
 from qkv.core.errors import UsageError
 from qkv.core.search import (
     BeamSearch,
-    GreedySearch,
     LogitsProcessor,
     Search,
     SearchOptions,
-    SearchState,
     SpecialTokens,
+    StartSearch,
     start_search,
     top_k,
 )
 from qkv.core.transformer import StepModel
-from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling, uniform_numbers
+from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling
 from qkv.models.variants import observe_weights
 
 
@@ -72,10 +70,9 @@ class CoverageBeamSearch(BeamSearch):
 
     options: DecodingOptions
 
-    def __init__(self, *arguments: Any, lengths: Tensor) -> None:
-        """`lengths` (sentences,) are those of the sources, </s> included."""
-        super().__init__(*arguments)
-        self.lengths = lengths
+    def __init__(self, *arguments: Any, lengths: Tensor, **sizes: Any) -> None:
+        super().__init__(*arguments, lengths=lengths, **sizes)
+        self.lengths = lengths  # of the sources, </s> included
         self.covered: Tensor | None = None  # (sentences, rows, source): sum of the attention over all steps
 
     def advance(self) -> None:
@@ -112,8 +109,8 @@ class CoverageBeamSearch(BeamSearch):
 class DiverseBeamSearch(CoverageBeamSearch):
     """Beam search in groups of one width, ranked one after another."""
 
-    def __init__(self, *arguments: Any, lengths: Tensor) -> None:
-        super().__init__(*arguments, lengths=lengths)
+    def __init__(self, *arguments: Any, **sizes: Any) -> None:
+        super().__init__(*arguments, **sizes)
         self.groups = self.options.groups
         self.width = self.rows // self.groups
         self.first.fill_(-math.inf)
@@ -145,33 +142,21 @@ class DiverseBeamSearch(CoverageBeamSearch):
         return places
 
 
-def start_variant(
-    model: StepModel[Any, Any],
-    options: SearchOptions,
-    special: SpecialTokens,
-    *,
-    lengths: Tensor,
-    capacity: int,
-    numbers: Sequence[int] | None = None,
-    greedy: type[GreedySearch] = GreedySearch,
-    beam: type[BeamSearch] = BeamSearch,
-) -> Search:
+def start_variant(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
     """Return a search for these options, as `start_search` does for plain ones."""
     if not isinstance(options, DecodingOptions):
-        return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
-    rows = max(options.beam, options.n_best)
-    if rows % options.groups:
-        raise UsageError(f"{rows} beams in {options.groups} groups: the beams must divide into groups of one width")
-    if rows == 1 and options.coverage:
+        return start_search(model, options, special, **sizes)
+    if options.rows % options.groups:
+        raise UsageError(
+            f"{options.rows} beams in {options.groups} groups: the beams must divide into groups of one width"
+        )
+    if options.rows == 1 and options.coverage:
         raise UsageError("coverage compares hypotheses, and a beam of 1 has one: give a larger beam")
+    start: StartSearch = start_search
     if options.sampling is not None:
-        rows = options.n_best
-        chosen = range(len(lengths)) if numbers is None else numbers
-        uniform = uniform_numbers(options.sampling, chosen, rows, capacity).to(lengths.device)
-        state = SearchState(len(lengths), rows, rows, capacity, lengths.device)
-        return Sampler(model, options, special, state, sampling=options.sampling, numbers=uniform)
-    if options.groups > 1 or options.coverage:
-        kind = DiverseBeamSearch if options.groups > 1 else CoverageBeamSearch
-        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
-        return kind(model, options, special, state, lengths=lengths)
-    return start_search(model, options, special, lengths=lengths, capacity=capacity, greedy=greedy, beam=beam)
+        start = Sampler
+    elif options.groups > 1:
+        start = DiverseBeamSearch
+    elif options.coverage:
+        start = CoverageBeamSearch
+    return start(model, options, special, **sizes)

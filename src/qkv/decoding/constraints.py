@@ -14,14 +14,14 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
-from qkv.core.search import Search, SearchOptions, SearchState, SpecialTokens, StartSearch
+from qkv.core.search import SearchOptions, SearchState, SpecialTokens, StartSearch
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import CoverageBeamSearch
@@ -278,11 +278,19 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
     than the missing phrases need, only tokens that write them may follow. Progress is a function of the tokens alone.
     """
 
-    def __init__(self, *arguments: Any, required: Sequence[MustInclude], lengths: Tensor) -> None:
-        """`required` are the phrases of each sentence in the batch."""
-        super().__init__(*arguments, lengths=lengths)
+    def __init__(
+        self,
+        model: StepModel[Any, Any],
+        options: SearchOptions,
+        special: SpecialTokens,
+        *,
+        required: Mapping[int, MustInclude] | Sequence[MustInclude],
+        **sizes: Any,
+    ) -> None:
+        """Prepare a search in which sentence n of the whole input must contain the phrases `required[n]`."""
+        super().__init__(model, options, special, rows=max(options.rows, BEAM), **sizes)
         self.required = required
-        self.joining = _joining(required[0].tokenizer).to(lengths.device)
+        self.joining = _joining(required[self.numbers[0]].tokenizer).to(self.lengths.device)
 
     def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
         for slot, most, begun in zip(slots.tolist(), longest.tolist(), forced.tolist(), strict=True):
@@ -379,19 +387,4 @@ def _joining(tokenizer: Tokenizer) -> Tensor:
 
 def constrained(required: Mapping[int, MustInclude] | Sequence[MustInclude]) -> StartSearch:
     """Return a `start` for `search`: sentence n must contain the phrases `required[n]`."""
-
-    def start(
-        model: StepModel[Any, Any],
-        options: SearchOptions,
-        special: SpecialTokens,
-        *,
-        lengths: Tensor,
-        capacity: int,
-        numbers: Sequence[int] | None = None,
-    ) -> Search:
-        rows = max(options.beam, options.n_best, BEAM)
-        state = SearchState(len(lengths), rows, options.n_best, capacity, lengths.device)
-        own = [required[number] for number in (range(len(lengths)) if numbers is None else numbers)]
-        return ConstrainedBeamSearch(model, options, special, state, required=own, lengths=lengths)
-
-    return start
+    return partial(ConstrainedBeamSearch, required=required)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import GreedySearch, SearchState
+from qkv.core.search import GreedySearch, SearchState, SpecialTokens
 from qkv.models.language_models import DecoderOnly
 
 
@@ -128,10 +128,11 @@ def uniform_numbers(sampling: Sampling, sentences: Sequence[int], rows: int, len
 class Sampler(GreedySearch):
     """Draw the next token of each row instead of taking the most probable one."""
 
-    def __init__(self, *arguments: Any, sampling: Sampling, numbers: Tensor) -> None:
-        """`numbers` (sentences, rows, capacity) in [0, 1) decide the draws."""
-        super().__init__(*arguments)
-        self.sampling, self.uniform = sampling, numbers
+    def __init__(self, model: Any, options: Any, special: SpecialTokens, *, capacity: int, **sizes: Any) -> None:
+        super().__init__(model, options, special, capacity=capacity, rows=options.n_best, **sizes)
+        self.sampling: Sampling = options.sampling
+        drawn = uniform_numbers(self.sampling, self.numbers, self.rows, capacity)
+        self.uniform = drawn.to(self.state.done.device)  # (sentences, rows, capacity)
 
     def choose(self, values: Tensor) -> Tensor:
         place = self.state.length[:, None, None].expand(-1, self.rows, 1)

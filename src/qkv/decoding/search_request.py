@@ -138,7 +138,7 @@ class SearchRequest:
         if how and not sample:
             raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
         spec = (config.replace(decode=given) if given else config).decode
-        own = DecodingOptions.of(spec, sampling=Sampling(**how) if sample else None, **rules)
+        own = DecodingOptions(**vars(spec), sampling=Sampling(**how) if sample else None, **rules)
         if "diversity" in rules and own.groups == 1:
             raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
         if alpha is not None and spec.length_penalty != "gnmt":

@@ -56,13 +56,15 @@ SIZES: dict[str, Allowed] = {  # fields of a stack of attention layers that are 
     "tie": ("all", "output", "none"),
 }
 
-# Search options of the steps in C and in Triton. Variants (sampling, groups, coverage) have steps of their own, and a
-# search with processors leaves these steps by itself.
+# Search options of the plain steps in C and in Triton: sampling, groups and coverage have steps of their own
+# (`decoding.beam_variants`). A search with processors leaves the plain steps by itself.
 SEARCH_STEP: dict[str, Allowed] = {
     **dict.fromkeys(("beam", "n_best", "alpha", "extra_length", "batch_tokens", "min_length"), number),
-    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram", "groups", "diversity", "coverage"), number),
+    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram", "diversity"), number),
     "length_penalty": ("gnmt", "average", "none"),
     "max_length": lambda value: value is None or number(value),
     "processors": lambda value: isinstance(value, tuple),
-    "sampling": lambda value: value is None or dataclasses.is_dataclass(value),
+    "groups": (1,),
+    "coverage": (0.0,),
+    "sampling": (None,),
 }

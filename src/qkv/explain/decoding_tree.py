@@ -72,7 +72,7 @@ class EncodedSource:
         """Return the n best hypotheses that begin with the prefix."""
         special = SpecialTokens(self.tgt.bos, self.tgt.eos, self.tgt.pad)
         forced = torch.tensor([list(prefix)], device=self.source.device) if prefix else None
-        options = SearchOptions.of(spec, n_best=n_best)
+        options = SearchOptions(**vars(spec), n_best=n_best)
         (hypotheses,) = search(self, self.source, self.lengths, options, special, prefix=forced, start=start)
         return hypotheses
 
@@ -174,21 +174,22 @@ class SearchTrace:
     """Recorder of the continuations that a search ranks, keeps, finishes and prunes; pass its `start` to the search."""
 
     def __init__(self) -> None:
-        self.sentences: list[TracedSentence] = []  # of all searches, in the order of their start
+        self.sentences: dict[int, TracedSentence] = {}  # by their place in the whole input
 
     def start(self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **rest: Any) -> Search:
         """Return the plain search for these options, with this recorder attached."""
         if isinstance(options, DecodingOptions) and options.groups > 1:
             raise UsageError("a search in groups cannot be shown as one tree: omit groups")
         search = start_variant(model, options, special, **rest)
-        search.on_step = partial(self._add, len(self.sentences), search)
+        search.on_step = partial(self._add, search)
         return search
 
-    def _add(self, first: int, search: Search, scores: Tensor, flat: Tensor, totals: Tensor, kept: Tensor) -> None:
+    def _add(self, search: Search, scores: Tensor, flat: Tensor, totals: Tensor, kept: Tensor) -> None:
         state, vocab = search.state, scores.shape[2]
-        if len(self.sentences) == first:  # the first step: all sentences are still in the search
-            for forced, longest in zip(state.forced.tolist(), state.longest.tolist(), strict=True):
-                self.sentences.append(TracedSentence([token for token in forced if token >= 0], longest))
+        if search.numbers[0] not in self.sentences:  # the first step: all sentences are still in the search
+            limits = zip(search.numbers, state.forced.tolist(), state.longest.tolist(), strict=True)
+            for number, forced, longest in limits:
+                self.sentences[number] = TracedSentence([token for token in forced if token >= 0], longest)
         nearest = scores.amax(2)  # best continuation of each row, ranked or not
         if isinstance(search, GreedySearch):  # it ranks the chosen token alone: add the best of the others
             nearest = totals
@@ -210,7 +211,7 @@ class SearchTrace:
                 nearest=best,
                 to_beat=to_beat,
             )
-            self.sentences[first + number].add(traced)
+            self.sentences[number].add(traced)
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ round, so that disturbances by other programs affect all equally.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import statistics
 import tempfile
@@ -25,18 +24,16 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import EOS
 from qkv.data.formats import LineReader
 from qkv.explain.model_card import parameter_count
-from qkv.lab import decoding_contenders, training_speed
+from qkv.lab import decoding_contenders, peers, training_speed
 from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
-AT_LEAST = 3  # rounds
 SAME = 0.99  # share of sentences that must have equal tokens in fp32; the others are ties decided by rounding
 PAUSE = 0.02  # seconds until the threads of the previous engine are idle
 ONE_BY_ONE = 8  # sentences per round with batch 1
 DRAWN = {"cpu": (256, 40), "gpu": (512, 30)}  # random sentences, tokens per sentence
 EXTRA = 50  # maximum length of a translation beyond its source, as in the paper
-PACKAGES = ("transformers", "ctranslate2")
 FIXED = "all hypotheses of the beam, in any order; random weights exaggerate the effect of lower precision"
 
 
@@ -52,8 +49,8 @@ class Text:
     def of(self, setting: Setting, batch: int) -> Sources:
         """Return the sentences of one round: all, or every k-th for slow settings."""
         most = ONE_BY_ONE if batch == 1 else len(self.sources)
-        if self.fixed and setting.engine in (decoding_contenders.TRANSFORMERS, decoding_contenders.TORCH):
-            most = min(most, max(batch, ONE_BY_ONE))  # all batches are equal: one is enough
+        if self.fixed and setting.one_batch:
+            most = min(most, max(batch, ONE_BY_ONE))
         most = min(most, setting.most or most)
         return self.sources[:: max(1, len(self.sources) // most)][:most]
 
@@ -71,8 +68,8 @@ class Measurement:
     speeds: list[float] = field(default_factory=list)  # tokens per second of each round
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.speeds)
+    def engine(self) -> str:
+        return self.setting.engine
 
     def run(self) -> None:
         """Run and time one round."""
@@ -87,18 +84,19 @@ class Measurement:
         self.speeds.append(self.tokens / seconds)
 
     def to_dict(self) -> dict[str, Any]:
+        median = statistics.median(self.speeds)
         return {
             "setting": self.setting.name,
-            "engine": self.setting.engine,
+            "engine": self.engine,
             "fp32": self.setting.exact,
             "beam": self.task.beam,
             "batch": self.task.batch,
             "sentences": len(self.sources),
             "tokens": self.tokens,
-            "tokens_per_second": self.median,
+            "tokens_per_second": median,
             "low": min(self.speeds),
             "high": max(self.speeds),
-            "ms_per_token": 1000 / self.median if self.task.batch == 1 else None,
+            "ms_per_token": 1000 / median if self.task.batch == 1 else None,
             "rounds": len(self.speeds),
             "same": self.same,
         }
@@ -116,12 +114,13 @@ def measure_decoding(
     device: str = "auto",
     outputs: Sequence[str] = (),
     command: str = "",
+    folder: Path = peers.FOLDER,
 ) -> dict[str, Any]:
     """Measure decoding speed with random weights of a size or a trained run; print tables, write .json or .md files.
 
-    `only` selects settings by words in their names. In the result, `rows` has every setting with each beam and batch
-    size; `ratios` has the fastest of qkv against the fastest of each other engine, by batch size (None: any), in fp32
-    and in any precision; `missing` has the reasons for settings that did not run.
+    `only` selects settings by words in their names; `folder` has the peers. In the result, `rows` has every setting
+    with each beam and batch size; `ratios` has the fastest of qkv against the fastest of each other engine, by batch
+    size (None: any), in fp32 and in any precision; `missing` has the reasons for settings that did not run.
     """
     check_outputs(outputs)
     beams, batches = beams or BEAMS, batches or BATCHES
@@ -129,17 +128,18 @@ def measure_decoding(
         raise UsageError("give --run and --src together, or --model alone")
     if min(*beams, *batches, 1) < 1:
         raise UsageError("--beam and --batch: give numbers of at least 1")
-    chosen = choose_device(device)
-    with tempfile.TemporaryDirectory(prefix="qkv-") as folder:
+    chosen, modules = choose_device(device), peers.find_peers(folder, "decoding")
+    with tempfile.TemporaryDirectory(prefix="qkv-") as temporary:
         size = model or ("small" if chosen.type == "cpu" else "base")
-        opened = Run.open(run) if run else decoding_contenders.make_random_run(size, Path(folder) / "run")
-        subject = DecodingSetup(opened, chosen, Path(folder))
+        opened = Run.open(run) if run else decoding_contenders.make_random_run(size, Path(temporary) / "run")
+        subject = DecodingSetup(opened, chosen, Path(temporary))
         text = _read_text(opened, src) if src else _random_text(opened, chosen, max(batches))
-        decoders, missing = _open(subject, only)
-        reference = decoding_contenders.settings(chosen)[0].open(subject)
+        available = decoding_contenders.settings(chosen, modules)
+        decoders, missing = _open(subject, peers.select(available, only, "setting"))
+        reference = available[0].open(subject)
         rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
         result = provenance(device, command) | {
-            "versions": {name: _version(name) for name in PACKAGES},
+            "versions": peers.package_versions(modules),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
@@ -169,22 +169,10 @@ def _random_text(run: Run, device: torch.device, batch: int) -> Text:
     return Text(f"{count} sentences of {length} random tokens, outputs of {length} tokens", sources, 0, fixed=True)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _open(
-    subject: DecodingSetup, only: Sequence[str]
+    subject: DecodingSetup, selected: Sequence[Setting]
 ) -> tuple[dict[Setting, decoding_contenders.DecodeFunction], dict[str, str]]:
     """Open the selected settings; return them, and the reasons why others cannot run."""
-    available = decoding_contenders.settings(subject.device)
-    selected = [each for each in available if not only or any(word in each.name for word in only)]
-    if not selected:
-        names = "; ".join(each.name for each in available)
-        raise UsageError(f"--only {' '.join(only)}: no setting has such a name; choose among {names}")
     decoders, missing = {}, {}
     for setting in selected:
         try:
@@ -218,11 +206,7 @@ def _measure_in_turns(
         raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
     _compare(rows, reference, text.fixed)
     say(f"beam {beam}: outputs compared, timing {len(rows)} rows")
-    started = time.perf_counter()
-    while time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST:
-        for row in rows:
-            row.run()
-        say(f"beam {beam}: {len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
+    peers.run_in_turns(rows, seconds, f"beam {beam}: ")
     return rows
 
 
@@ -282,26 +266,13 @@ def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    best: dict[str, Measurement] = {}
-    for row in sorted(rows, key=lambda row: row.median):
-        best[row.setting.engine] = row
-    ours = best.pop(decoding_contenders.OURS, None)
-    comparisons: list[dict[str, Any]] = []
+    ours, others = peers.fastest_of_each(rows)
     if ours is None:
-        return comparisons
-    for peer, row in best.items():
-        ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=True)]
-        comparisons.append(
-            {
-                "peer": peer,
-                "ours": _label(ours),
-                "theirs": _label(row),
-                "ratio": statistics.median(ratios),
-                "low": min(ratios),
-                "high": max(ratios),
-            }
-        )
-    return comparisons
+        return []
+    return [
+        {"peer": row.engine, "ours": _label(ours), "theirs": _label(row)} | peers.speed_ratio(ours, row)
+        for row in others
+    ]
 
 
 def _label(row: Measurement) -> str:

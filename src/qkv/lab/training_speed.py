@@ -9,13 +9,13 @@ speed of one large matrix product on the same device.
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
 from qkv.explain.model_card import parameter_count
+from qkv.lab import peers
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
-from qkv.lab.training_contenders import OURS, Contender, TrainingSetup, contenders
+from qkv.lab.training_contenders import Contender, TrainingSetup, contenders
 from qkv.options import TrainConfig, TransformerConfig
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
@@ -43,11 +44,9 @@ SHORTEST, LONGEST = 24, 32  # tokens per sentence, including </s>
 BATCHES = 8
 WARM_UP = 3  # untimed steps
 ROUND = 0.5  # seconds per contender and round, at least one step
-AT_LEAST = 3  # rounds
 COMPARED = 8  # sentences for the comparison of logits
 TOLERANCE = 1e-3  # maximum difference in fp32, relative to the largest logit
 PEAK = {"cpu": (1024, torch.float32), "gpu": (8192, torch.bfloat16)}  # size and dtype of the matrix product
-PACKAGES = ("transformers", "x-transformers")
 
 
 @dataclass
@@ -55,6 +54,7 @@ class Measurement:
     """A contender with its measured speed and memory."""
 
     contender: Contender
+    device: torch.device
     feed: Iterator[Any]
     warm_up: float = 0.0  # seconds of preparation, compilation and first steps
     memory: int | None = None  # peak bytes, on a GPU
@@ -63,17 +63,21 @@ class Measurement:
     rates: list[float] = field(default_factory=list)  # steps per second
     stalls: list[float] = field(default_factory=list)  # share of time spent waiting for batches
 
-    def run(self, device: torch.device) -> None:
+    @property
+    def engine(self) -> str:
+        return self.contender.engine
+
+    def run(self) -> None:
         """Run and time one round."""
         tokens, stalled = 0, 0.0
-        synchronize(device)
+        synchronize(self.device)
         started = time.perf_counter()
         for _ in range(self.steps):
             requested = time.perf_counter()
             batch = next(self.feed)
             stalled += time.perf_counter() - requested
             tokens += self.contender.step(batch)
-        synchronize(device)
+        synchronize(self.device)
         seconds = time.perf_counter() - started
         self.speeds.append(tokens / seconds)
         self.rates.append(self.steps / seconds)
@@ -84,7 +88,7 @@ class Measurement:
         speed = statistics.median(self.speeds)
         return {
             "contender": self.contender.name,
-            "engine": self.contender.engine,
+            "engine": self.engine,
             "tokens_per_second": speed,
             "low": min(self.speeds),
             "high": max(self.speeds),
@@ -107,11 +111,13 @@ def measure_training(
     device: str = "auto",
     outputs: Sequence[str] = (),
     command: str = "",
+    folder: Path = peers.FOLDER,
 ) -> dict[str, Any]:
     """Measure training speed, print tables and write .json or .md files.
 
-    `only` selects contenders by words in their names. In the result, `rows` has every contender, `ratios` the fastest
-    of qkv against the fastest of each other implementation, `missing` the reasons for contenders that did not run.
+    `only` selects contenders by words in their names; `folder` has the peers. In the result, `rows` has every
+    contender, `ratios` the fastest of qkv against the fastest of each other implementation, `missing` the reasons for
+    contenders that did not run.
     """
     check_outputs(outputs)
     chosen = choose_device(device)
@@ -122,7 +128,8 @@ def measure_training(
     tokens = tokens or TOKENS[place]
     if tokens < LONGEST:
         raise UsageError(f"--tokens {tokens}: give at least {LONGEST}, the length of one sentence")
-    selected = _select_contenders(chosen, only)
+    modules = peers.find_peers(folder, "training")
+    selected = peers.select(contenders(chosen, modules), only, "contender")
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
     subject = TrainingSetup(Transformer(spec, vocab, vocab), chosen, LONGEST, TrainConfig())
@@ -133,7 +140,7 @@ def measure_training(
     useful = sum(batch.tokens for batch in batches)
     work = sum(training_operations(spec, vocab, batch) for batch in batches) / useful
     result = provenance(device, command) | {
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": peers.package_versions(modules),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "model": f"{size}, {parameter_count(subject.model):,} parameters, vocabulary {vocab:,}",
@@ -148,22 +155,6 @@ def measure_training(
     }
     publish(result, _result_tables(result), _remarks(result), outputs)
     return result
-
-
-def _select_contenders(device: torch.device, only: Sequence[str]) -> list[Contender]:
-    available = contenders(device)
-    selected = [each for each in available if not only or any(word in each.name for word in only)]
-    if not selected:
-        names = "; ".join(each.name for each in available)
-        raise UsageError(f"--only {' '.join(only)}: no contender has such a name; choose among {names}")
-    return selected
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -260,7 +251,7 @@ def _measure_all(
         if later and not group:
             missing |= {contender.name: "out of memory: lower --tokens" for contender in later}
             break
-        _measure_in_turns(group, subject.device, seconds)
+        peers.run_in_turns(group, seconds)
         for row in group:
             row.contender.close()
         _free_memory(subject.device)
@@ -273,7 +264,7 @@ def _measure_all(
 def _prepare(contender: Contender, subject: TrainingSetup, batches: list[Batch]) -> Measurement:
     """Prepare a contender: compare its logits, compile, warm up and choose the steps per round."""
     device = subject.device
-    row = Measurement(contender, batch_stream([contender.collate(batch) for batch in batches], device))
+    row = Measurement(contender, device, batch_stream([contender.collate(batch) for batch in batches], device))
     before = _memory_in_use(device)
     started = time.perf_counter()
     contender.prepare(subject)
@@ -325,14 +316,6 @@ def _compare(contender: Contender, subject: TrainingSetup, batch: Batch) -> None
         )
 
 
-def _measure_in_turns(rows: Sequence[Measurement], device: torch.device, seconds: float) -> None:
-    started = time.perf_counter()
-    while rows and (time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
-        for row in rows:
-            row.run(device)
-        say(f"{len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -343,17 +326,13 @@ def synchronize(device: torch.device) -> None:
 
 def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Compare our fastest contender with the fastest of each other engine, round by round."""
-    best: dict[str, Measurement] = {}
-    for row in sorted(rows, key=lambda row: statistics.median(row.speeds)):
-        best[row.contender.engine] = row
-    ours = best.pop(OURS, None)
-    comparisons: list[dict[str, Any]] = []
-    for row in reversed(best.values()):
-        if ours is not None:
-            ratios = [a / b for a, b in zip(ours.speeds, row.speeds, strict=False)]  # groups differ in rounds
-            names = {"ours": ours.contender.name, "peer": row.contender.name}
-            comparisons.append(names | {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
-    return comparisons
+    ours, others = peers.fastest_of_each(rows)
+    if ours is None:
+        return []
+    return [
+        {"ours": ours.contender.name, "peer": row.contender.name} | peers.speed_ratio(ours, row)
+        for row in reversed(others)
+    ]
 
 
 def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
@@ -377,10 +356,10 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
         (each["ours"], each["peer"], f"{each['ratio']:.2f} × ({each['low']:.2f} – {each['high']:.2f})")
         for each in result["ratios"]
     ]
-    return [
-        *sheets,
-        ResultTable("fastest qkv against the fastest of each other engine", ("ours", "peer", "ratio"), tuple(ratios)),
-    ][: 2 if ratios else 1]
+    if ratios:
+        title = "fastest qkv against the fastest of each other engine"
+        sheets.append(ResultTable(title, ("ours", "peer", "ratio"), tuple(ratios)))
+    return sheets
 
 
 def _remarks(result: dict[str, Any]) -> list[str]:

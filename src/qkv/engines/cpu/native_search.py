@@ -89,13 +89,11 @@ class NativeBeamSearch(BeamSearch):
         return parents
 
 
-def start_native(
-    model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
-) -> Search:
+def start_native(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
     """Return a search for these options, with plain steps in C (`qkv.core.search.start_search`)."""
-    steps: dict[str, Any] = {"greedy": NativeGreedySearch, "beam": NativeBeamSearch}
     reason = SEARCH.refusal(options)
-    search = start_variant(model, options, special, **arguments, **({} if reason else steps))
+    plain_step = NativeGreedySearch if options.rows == 1 else NativeBeamSearch
+    search = (start_variant if reason else plain_step)(model, options, special, **sizes)
     if isinstance(model, NativeTransformer) and (reason or refused(search)):
         masked: Any = UnfinishedRows(model, search)
         search.model = masked

@@ -112,8 +112,7 @@ class SlotDecoding:
         special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
         forced_prefixes = prefixes or [()] * len(sources)
         check_prefix(torch.tensor([token for prefix in forced_prefixes for token in prefix], dtype=torch.long), special)
-        limits = [len(i) + options.extra_length if options.max_length is None else options.max_length for i in sources]
-        ids, longest = [[*sources[i], src.eos] for i in order], [limits[i] for i in order]
+        ids, longest = [[*sources[i], src.eos] for i in order], [options.longest(len(sources[i])) for i in order]
         forced_prefixes = [forced_prefixes[i] for i in order]
         self._scheduler(ids, longest, forced_prefixes, options, special).run(
             ids, longest, forced_prefixes, pad_id=src.pad, finished=finished
@@ -129,10 +128,9 @@ class SlotDecoding:
         special: SpecialTokens,
     ) -> SlotScheduler:
         """Return a scheduler for sentences of these lengths, from the cache if possible."""
-        rows = max(options.beam, options.n_best)
         source = self._rounded(max(map(len, sources)), 16)
         capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
-        slots = min(_power_below(len(sources)), MOST, self._slots_that_fit(rows, capacity, source))
+        slots = min(_power_below(len(sources)), MOST, self._slots_that_fit(options.rows, capacity, source))
         key = (dataclasses.replace(options, max_length=None), special, slots, capacity, source)
         if key not in self.schedulers:
             while len(self.schedulers) >= self.keep:

@@ -56,12 +56,10 @@ class TritonBeamSearch(BeamSearch):
         return extend_beams(self.state, logits, total, largest, self.penalties, self.special.eos)
 
 
-def start_triton(
-    model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **arguments: Any
-) -> Search:
+def start_triton(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
     """Return a search for these options, with kernels for plain steps (`qkv.core.search.start_search`)."""
-    steps: dict[str, Any] = {"greedy": TritonGreedySearch, "beam": TritonBeamSearch}
-    return start_variant(model, options, special, **arguments, **({} if SEARCH.refusal(options) else steps))
+    plain_step = TritonGreedySearch if options.rows == 1 else TritonBeamSearch
+    return (start_variant if SEARCH.refusal(options) else plain_step)(model, options, special, **sizes)
 
 
 def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,221 @@
+"""The shape of the code: import order, no heavy or optional imports at load, no pickle, limits of length."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+MODULES = sorted((SRC / "qkv").rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# The order of imports: a module imports only from its own stage and from stages before it. Validation searches and
+# scores, so training comes after both.
+STAGES = """
+    core options console worker_pool presets data models run
+    evaluation decoding segmentation training train engines assembly explain interop
+    documents api scale server lab cli __main__
+""".split()
+
+# Imports against that order which the move to the new layout has still to undo. The list may only shrink.
+BACKWARD: dict[str, set[str]] = {}
+
+# Stages that load without waiting for torch, but for the modules that compute with tensors.
+LIGHT = "core worker_pool console options presets data evaluation segmentation cli".split()
+HEAVY = [
+    f"qkv.core.{name}"
+    for name in (
+        "attention",
+        "checkpoint",
+        "device",
+        "loss",
+        "optimizer",
+        "run",
+        "search",
+        "trainer",
+        "transformer",
+        "translate",
+        "validation",
+    )
+]
+HEAVY += ["qkv.core.batches", "qkv.data.lm_data"]
+VERBS = """
+    train translate augment complete fill score evaluate explain align heads report serve export config doctor average
+    lab
+""".split()
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path) for path in MODULES}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def targets(node: ast.AST) -> list[str]:
+    """The modules an import statement names; `from qkv import options` names qkv.options."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "write imports in full: from qkv.core.tokenizer import …"
+        base = node.module or ""
+        inner = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in NAMES]
+        return inner or [base]
+    return []
+
+
+def imports(path: Path) -> set[str]:
+    """Every import of a module, those inside functions and for the type checker too."""
+    return {target for node in ast.walk(tree_of(path)) for target in targets(node)}
+
+
+def imports_at_load(path: Path) -> set[str]:
+    """The modules imported while a module is loaded, not inside its functions."""
+
+    def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from statements(node.orelse)
+                continue
+            yield node
+            for part in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, part, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+    return {target for node in statements(tree_of(path).body) for target in targets(node)}
+
+
+def stage(module: str) -> int:
+    part = module.split(".")[1]
+    assert part in STAGES, f"{module}: give the stage {part} its place in STAGES"
+    return STAGES.index(part)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_only_from_stages_before(path: Path) -> None:
+    if path == SRC / "qkv" / "__init__.py":
+        return  # its public names are imported at first use
+    name = name_of(path)
+    backward = {t for t in imports(path) if t.startswith("qkv.") and stage(t) > stage(name)}
+    known = BACKWARD.get(name, set())
+    assert backward <= known, f"{name} imports from a later stage: {sorted(backward - known)}"
+    assert known <= backward, f"take {sorted(known - backward)} of {name} from BACKWARD"
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    # A package's own __init__ gathers names from its modules, so it comes after them.
+    graph = {name_of(path): imports(path) & NAMES - {name_of(path)} for path in MODULES if name_of(path) != "qkv"}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+# The server's modules import its extra at load; no other module imports the server at load.
+EXTRA_OF = {"qkv.server": {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}}
+
+
+def room_of(module: str) -> str:
+    return next((room for room in EXTRA_OF if module == room or module.startswith(f"{room}.")), "")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_core_dependencies_load_with_a_module(path: Path) -> None:
+    core = {re.split(r"[<>=\[]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    room, loaded = room_of(name_of(path)), imports_at_load(path)
+    roots = {target.split(".")[0] for target in loaded}
+    extra = roots - core - set(sys.stdlib_module_names) - {"qkv"} - EXTRA_OF.get(room, set())
+    assert not extra, f"{name_of(path)}: import {sorted(extra)} inside the function that needs it"
+    foreign = {target for target in loaded if room_of(target) not in ("", room)}
+    assert not foreign, f"{name_of(path)}: import {sorted(foreign)} inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_is_pickled(path: Path) -> None:
+    picklers = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    found = picklers & {target.split(".")[0] for target in imports(path)}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+            found.add(ast.unparse(node))
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            found.add("allow_pickle")
+    assert not found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_and_functions_are_of_a_size_to_read(path: Path) -> None:
+    assert not {"utils", "util", "helpers", "misc", "common"} & set(name_of(path).split(".")), "say what it is"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            # Only the body counts: the signature of a verb spells out every option.
+            assert node.end_lineno - node.body[0].lineno < 70, f"{node.name} is longer than a screen"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True, check=False)
+
+
+def test_light_modules_do_not_wait_for_torch() -> None:
+    light = [name for name in sorted(NAMES - {"qkv", *HEAVY}) if name.split(".")[1] in LIGHT]
+    done = python(f"import sys, qkv, {', '.join(light)}; sys.exit('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_package_has_an_init() -> None:
+    folders = {path.parent for path in MODULES}
+    assert not [str(folder) for folder in folders if folder / "__init__.py" not in MODULES]
+
+
+def test_a_module_name_occurs_once_in_the_tree() -> None:
+    names = [path.stem for path in MODULES if not path.name.startswith("__")]
+    names += [path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent != SRC / "qkv"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_function_has_the_name_of_a_package() -> None:
+    """`import qkv.training.distributed` works beside `qkv.train(…)`, in any order."""
+    folders = {path.parent.name for path in MODULES if path.name == "__init__.py" and path.parent.parent == SRC / "qkv"}
+    functions = "import qkv; print(*(n for n in qkv.__all__ if callable(getattr(qkv, n))))"
+    assert not folders & set(python(functions).stdout.split())
+
+
+def test_public_names_exist() -> None:
+    done = python("import qkv; [getattr(qkv, name) for name in qkv.__all__]; print(qkv.__version__)")
+    assert done.stdout.strip() == PROJECT["version"], done.stderr
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_every_verb_has_help_without_torch(verb: str) -> None:
+    code = f"""
+import sys
+from qkv.cli import main
+sys.argv = ["qkv", *{[verb] if verb else []!r}, "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+    if not verb:
+        assert not [other for other in VERBS if other not in done.stdout]
