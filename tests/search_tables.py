@@ -15,11 +15,12 @@ import torch
 from hypothesis import strategies as st
 
 from qkv.core.config import DecodeConfig, TransformerConfig
-from qkv.core.search import Hypothesis, SpecialTokens, length_penalty
+from qkv.core.search import Hypothesis, length_penalty
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 
 PAD, BOS, EOS, A, B = 0, 1, 2, 3, 4
-SPECIAL = SpecialTokens(BOS, EOS, PAD)
+SPECIAL = Tokenizer("char", [])  # its special tokens have the ids 0, 1 and 2
 Prefix = tuple[int, ...]
 Table = Callable[[int, Prefix], "np.ndarray[Any, Any]"]  # (sentence, tokens so far) → probabilities of all tokens
 

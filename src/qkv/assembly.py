@@ -1,45 +1,40 @@
-"""From a config to functions: the one place that maps options to a model, a task, a training step and a run folder."""
+"""From a config to functions: the one place that maps options to a model, a task, a training step and a run folder.
+
+A part that only some options need is imported in the branch that chooses it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
+import queue
+import threading
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
 from qkv.core import run as core_run
-from qkv.core.batches import UpdateStream
+from qkv.core.batches import Update, Updates, UpdateStream
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.run import LOCKED
-from qkv.core.search import StartSearch
+from qkv.core.search import Search, StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
-from qkv.core.transformer import Model, Transformer, TranslationModel
-from qkv.core.validation import Task, TranslationTask
-from qkv.data.alignments import batch_alignment
-from qkv.data.subwords import pair_dropout
-from qkv.decoding.search_request import DecodingEngine
+from qkv.core.transformer import Layers, Model, Transformer, TranslationModel
+from qkv.core.validation import Task, TranslationTask, corpus_bleu
 from qkv.engines import unpadded
-from qkv.engines.cpu import pack
-from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, start_native
-from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
-from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
-from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.engines.cuda_training import cuda_trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.evaluation.metrics import bleu_tokenizer
-from qkv.models.convs2s import ConvS2S
-from qkv.models.language_models import DecoderOnly, EncoderOnly
-from qkv.models.rnn import Rnn
-from qkv.models.variants import VariantLayers
 from qkv.options import (
+    AttentionModelConfig,
     Config,
     ConvS2SConfig,
     DecoderOnlyConfig,
@@ -52,14 +47,17 @@ from qkv.options import (
 )
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
-from qkv.training.lm_tasks import LanguageModelTask, MaskedLanguageModelTask
-from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
 from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompute_layers
-from qkv.training.prefetching import prefetching
-from qkv.training.regularization import Ema, GuidedAlignment, RDropObjective
-from qkv.worker_pool import ProcessWorkers
+
+if TYPE_CHECKING:
+    from qkv.decoding.search_request import DecodingEngine
+    from qkv.engines.cpu.native_search import OpenedRun
+    from qkv.models.language_models import DecoderOnly, EncoderOnly
+    from qkv.worker_pool import ProcessWorkers
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
+UPDATES_AHEAD = 4  # made before they are needed
+PATIENCE = 0.1  # seconds until a thread with a full queue checks whether it should stop
 
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
@@ -88,23 +86,81 @@ def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
     unpadded.use_short_dropout(model)
-    return use_fused_modules(model) if torch.cuda.is_available() else model
+    if torch.cuda.is_available():
+        from qkv.engines.cuda_decoding.fused_modules import use_fused_modules
+
+        return use_fused_modules(model)
+    return model
 
 
 def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
     match config:
         case TransformerConfig():
             kind = Transformer if unpadded.supports(config) else unpadded.UnpaddedTransformer
-            return kind(config, src_vocab, tgt_vocab, VariantLayers(config))
+            return kind(config, src_vocab, tgt_vocab, layers_for(config))
         case DecoderOnlyConfig():
-            return DecoderOnly(config, tgt_vocab, VariantLayers(config))
+            from qkv.models.language_models import DecoderOnly
+
+            return DecoderOnly(config, tgt_vocab, layers_for(config))
         case EncoderOnlyConfig():
-            return EncoderOnly(config, tgt_vocab, VariantLayers(config))
+            from qkv.models.language_models import EncoderOnly
+
+            return EncoderOnly(config, tgt_vocab, layers_for(config))
         case RnnConfig():
+            from qkv.models.rnn import Rnn
+
             return Rnn(config, src_vocab, tgt_vocab)
         case ConvS2SConfig():
+            from qkv.models.convs2s import ConvS2S
+
             return ConvS2S(config, src_vocab, tgt_vocab)
     raise TypeError(f"no model for {type(config).__name__}")
+
+
+def layers_for(config: AttentionModelConfig) -> Layers:
+    """Return the constructors of the layers: the paper's, unless an option asks for a variant of them."""
+    added = [spec for spec in dataclasses.fields(config) if spec.name not in Layers.implemented]
+    if config.positions in ("sinusoidal", "learned") and all(getattr(config, s.name) == s.default for s in added):
+        return Layers(config)
+    from qkv.models.variants import VariantLayers
+
+    return VariantLayers(config)
+
+
+def parameters(spec: ModelConfig, tokenizers: TokenizerPair) -> int:
+    """Return the number of parameters of a model, without allocating them."""
+    with torch.device("meta"):
+        return parameter_count(build_model(spec, tokenizers.src.size, tokenizers.tgt.size))
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable parameters, tied ones counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def shape(spec: ModelConfig) -> str:
+    """Describe the size of a model, and its positions unless they are the paper's."""
+    if isinstance(spec, TranslationConfig):
+        layers = f"{spec.encoder_layers} + {spec.decoder_layers}"
+    else:
+        layers = str(getattr(spec, "layers", ""))
+    heads = positions = ""
+    if isinstance(spec, AttentionModelConfig):
+        heads = f", {spec.heads} heads" if spec.heads > 1 else ", 1 head"
+        if spec.positions != "sinusoidal":
+            positions = f", {'no' if spec.positions == 'none' else spec.positions} positions"
+    return f"d_model {spec.d_model}, {layers} layers{heads}{positions}"
+
+
+def unit(config: Config) -> str:
+    """Return the unit of the text: pairs or lines."""
+    return "pairs" if isinstance(config.model, TranslationConfig) else "lines"
+
+
+def vocabulary(tokenizers: TokenizerPair) -> str:
+    """Describe the size of the shared vocabulary, or of both."""
+    src, tgt = f"{tokenizers.src.size:,}", f"{tokenizers.tgt.size:,}"
+    return f"{tgt} tokens" if tokenizers.shared else f"{src} + {tgt} tokens"
 
 
 class Run(core_run.Run):
@@ -175,7 +231,13 @@ def stored_at(run: Path, store: Path) -> str:
 
 def start_search_for(device: torch.device) -> StartSearch:
     """Return how searches are started on a device: with steps in C on a CPU, by kernels on a GPU."""
-    return start_native if device.type == "cpu" else start_triton
+    if device.type == "cpu":
+        from qkv.engines.cpu.native_search import start_native
+
+        return start_native
+    from qkv.engines.cuda_decoding.search_kernels import start_triton
+
+    return start_triton
 
 
 def search_engines_for(
@@ -184,16 +246,22 @@ def search_engines_for(
     """Return the engines that decode with a model faster than `search_all`, for the options that they support."""
     engines: list[DecodingEngine] = []
     if device.type == "cuda":
+        from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
+
         engines.append(SlotDecoding(model, tokenizers))
     if workers is not None:
+        from qkv.engines.cpu.native_search import ProcessDecoding
+
         engines.append(ProcessDecoding(workers))
     return engines
 
 
 def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
     """Return a run's model, packed, and its tokenizers: what each process works with."""
+    from qkv.engines.cpu import pack
+
     run = Run.open(path)
-    model: Any = pack(run.model(CPU, weights), dtype)
+    model: Any = pack(run.model(torch.device("cpu"), weights), dtype)
     return model, run.tokenizers
 
 
@@ -204,28 +272,50 @@ def task_for(config: Config) -> Task:
     """Return what the kind of model reads, and what it is measured by."""
     match config.model:
         case DecoderOnlyConfig():
+            from qkv.training.lm_tasks import LanguageModelTask
+
             return LanguageModelTask()
         case EncoderOnlyConfig():
+            from qkv.training.lm_tasks import MaskedLanguageModelTask
+
             return MaskedLanguageModelTask()
         case _:
-            start, tokenize = start_search_for(choose_device(config.train.device)), bleu_tokenizer(config.data.tgt_lang)
-            return TranslationTask(start, tokenize, loss_in_parts, **batch_hooks_for(config))
+            start, bleu = partial(_start_search, config), partial(_bleu, config)
+            return TranslationTask(start, bleu, loss_in_parts, **batch_hooks_for(config))
+
+
+def _start_search(config: Config, *arguments: Any, **options: Any) -> Search:
+    return start_search_for(choose_device(config.train.device))(*arguments, **options)
+
+
+def _bleu(config: Config, hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    from qkv.evaluation.metrics import bleu_tokenizer
+
+    return corpus_bleu(hypotheses, references, bleu_tokenizer(config.data.tgt_lang))
 
 
 def batch_hooks_for(config: Config) -> dict[str, Any]:
     """Return what the options add to batches of pairs: BPE-dropout and alignments."""
-    dropout, aligned = config.tokenizer.dropout, config.train.guided_alignment > 0
-    cut = partial(pair_dropout, probability=dropout, max_length=config.data.max_length) if dropout else None
-    return {"cut": cut, "align": batch_alignment if aligned else None}
+    hooks: dict[str, Any] = {}
+    if config.tokenizer.dropout:
+        from qkv.data.subwords import pair_dropout
+
+        hooks["cut"] = partial(pair_dropout, probability=config.tokenizer.dropout, max_length=config.data.max_length)
+    if config.train.guided_alignment:
+        from qkv.data.alignments import batch_alignment
+
+        hooks["align"] = batch_alignment
+    return hooks
 
 
 def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
     """Return the fastest training step that supports the config on its device."""
+    device = choose_device(config.train.device)
     if config.train.parallel == "sharded" and world.size > 1:
         return ShardedTrainStep
-    if cuda_trainer.supports(config, choose_device(config.train.device), world) is None:
-        return CudaTrainStep
-    return MemoryLimitedStep
+    if device.type == "cpu":  # PyTorch reports a lack of memory on accelerators only
+        return PlainTrainStep
+    return MemoryLimitedStep if cuda_trainer.supports(config, device, world) else CudaTrainStep
 
 
 def updates_for(
@@ -237,18 +327,63 @@ def updates_for(
 ) -> UpdateStream:
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
+    updates: UpdateStream
     if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        return prefetching(cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config)))
-    return prefetching(task_for(config).updates(text, config, device, world))
+        updates = cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
+    else:
+        updates = task_for(config).updates(text, config, device, world)
+    updates.wrap = prefetch
+    return updates
+
+
+def prefetch(updates: Updates, depth: int = UPDATES_AHEAD) -> Updates:
+    """Make the next updates in a thread while the model is trained on the current one; raise its exceptions here.
+
+    The updates are the same: all randomness in a batch follows from its seed.
+    """
+    items: queue.Queue[Update | BaseException] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Update | BaseException) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(item, timeout=PATIENCE)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for update in updates:
+                put(update)
+                if stop.is_set():
+                    return
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()  # a thread inside torch while the interpreter ends would abort the process
 
 
 def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
     """Return the loss that the config names."""
     options, pad = config.train, tokenizers.tgt.pad
     if options.guided_alignment:
+        from qkv.training.regularization import GuidedAlignment
+
         weight, smoothing = options.guided_alignment, options.label_smoothing
         return GuidedAlignment(model, weight=weight, smoothing=smoothing, pad=pad)
     if options.r_drop:
+        from qkv.training.regularization import RDropObjective
+
         return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
     return SmoothedObjective(options.label_smoothing, pad, loss_in_parts)
 
@@ -260,15 +395,17 @@ def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimiz
     on the device where their attribute `found_inf` is 1.
     """
     settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.eps}
+    if options.optimizer == "adam":
+        return build_optimizer(model, options)
+    from qkv.training.matrix_optimizers import Muon, Soap, build_adamw
+
     match options.optimizer:
         case "muon":
             return Muon(model, weight_decay=options.weight_decay, **settings)
         case "soap":
             return Soap(model, weight_decay=options.weight_decay, **settings)
-        case "adamw":
-            return build_adamw(model, options)
         case _:
-            return build_optimizer(model, options)
+            return build_adamw(model, options)
 
 
 def trainer_for(
@@ -276,7 +413,8 @@ def trainer_for(
 ) -> Trainer:
     """Return a trainer of a new model; `step` replaces the fastest training step."""
     options, tokenizers, device = config.train, text.tokenizers, choose_device(config.train.device)
-    distributed.check_device(world, device)
+    if world.size > 1:
+        distributed.check_device(device)
     step = step or train_step_for(config, world)
 
     def build_on_device() -> Model:
@@ -284,7 +422,8 @@ def trainer_for(
 
     torch.manual_seed(options.seed)
     model = build_on_device()
-    distributed.copy_from_first(world, model.parameters())  # other processors may have drawn other bits
+    if world.size > 1:
+        distributed.copy_from_first(model.parameters())  # other processors may have drawn other bits
     if options.checkpointing:
         recompute_layers(model)
     if issubclass(step, ShardedTrainStep):
@@ -292,7 +431,11 @@ def trainer_for(
     optimizer, objective = optimizer_for(model, options), objective_for(config, model, tokenizers)
     # A parameter's device has a number; the thread that reads batches has no current device of its own.
     updates = updates_for(config, text, next(model.parameters()).device, world, step)
-    parts: dict[str, Any] = {"hooks": (Ema(model, options.ema),) if options.ema else (), "world": world}
+    parts: dict[str, Any] = {"world": world}
+    if options.ema:
+        from qkv.training.regularization import Ema
+
+        parts["hooks"] = (Ema(model, options.ema),)
     if issubclass(step, MemoryLimitedStep | ShardedTrainStep):
         parts["updates"] = updates
     if issubclass(step, ShardedTrainStep):

@@ -70,10 +70,7 @@ def freeze_garbage_collector() -> None:
 
 
 class WorkerPool:
-    """A fixed number of processes that map a function over tasks; with one worker, this process does the work.
-
-    The processes start with the first call of `map`.
-    """
+    """A fixed number of processes that map a function over tasks; they start with the first call of `map`."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -88,8 +85,6 @@ class WorkerPool:
 
     def map(self, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]) -> Iterator[R]:
         """Return `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
-        if self.workers <= 1:
-            return (function(*task) for task in tasks)
         if self.pool is None:
             self.pool = _start_pool(self.workers)
         return self._results(self.pool, function, tasks)

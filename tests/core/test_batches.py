@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import PATIENCE, wait_until
+from qkv.assembly import prefetch
 from qkv.core import batches
 from qkv.core.batches import (
     Batch,
@@ -40,7 +41,6 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn, pair_dropout
 from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
 from qkv.options import TokenizerConfig
-from qkv.training.prefetching import prefetching
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
 
@@ -300,7 +300,7 @@ def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -
     whole = list(islice(updates._updates(Position(0, 0)), 30))
     assert {step.after.epoch for step in whole} >= {0, 1}
     position = whole[start - 1].after if start else Position(0, 0)
-    tail = islice(prefetching(updates_of(dropout=dropout)).starting(position), 30 - start)
+    tail = islice(prefetch(updates_of(dropout=dropout).starting(position)), 30 - start)
     assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]
 
 
@@ -344,7 +344,7 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
                 raise OSError("the disk is gone")
             return super().rows(side, indices)
 
-    steps = prefetching(updates_of(store=Broken())).starting(Position(0, 0))
+    steps = prefetch(updates_of(store=Broken()).starting(Position(0, 0)))
     with pytest.raises(OSError, match="the disk is gone"):
         list(islice(steps, 100))
     assert list(islice(steps, 1)) == []  # and that was the end
@@ -352,12 +352,12 @@ def test_an_error_in_the_thread_reaches_the_reader() -> None:
 
 def test_visiting_nothing_is_an_error_and_no_endless_wait() -> None:
     with pytest.raises(UsageError, match="visits no sentence"):
-        next(prefetching(updates_of(store=FakeStore(weights=(0.0, 0.0)))).starting(Position(0, 0)))
+        next(prefetch(updates_of(store=FakeStore(weights=(0.0, 0.0))).starting(Position(0, 0))))
 
 
 def test_the_thread_ends_with_its_reader() -> None:
     before = set(threading.enumerate())
-    steps = prefetching(updates_of()).starting(Position(0, 0))
+    steps = prefetch(updates_of().starting(Position(0, 0)))
     next(steps)
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
@@ -376,7 +376,7 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
         return made[-1]
 
     monkeypatch.setattr(PairBatches, "batch", counted)
-    steps = prefetching(updates_of(micro_tokens=400)).starting(Position(0, 0))  # a micro-batch an update
+    steps = prefetch(updates_of(micro_tokens=400).starting(Position(0, 0)))  # a micro-batch an update
     next(steps)
     ahead = 1 + 4 + 1  # read, queued, and the one in hand
     wait_until(lambda: len(made) >= ahead)

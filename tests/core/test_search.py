@@ -16,7 +16,7 @@ from qkv.core.batches import collate
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
+from qkv.decoding.search_request import token_logprobs
 from qkv.options import DecodeConfig
 from search_tables import (
     BOS,

@@ -18,11 +18,11 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, search, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
-from qkv.core.translate import token_logprobs
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
 from qkv.decoding.logits_processors import Sampling
+from qkv.decoding.search_request import token_logprobs
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from search_tables import SPECIAL, Prefix, TableModel
 

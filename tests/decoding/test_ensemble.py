@@ -20,8 +20,8 @@ from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
 from qkv.decoding.ensemble import Ensemble
+from qkv.decoding.search_request import token_logprobs
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 from search_tables import EOS, SPECIAL, Prefix, TableModel, assert_same, everything, random_table
 

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, SearchState, SpecialTokens, search
+from qkv.core.search import Hypothesis, SearchState, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
 from qkv.explain.attention_hooks import record_attention
-from search_tables import BOS, EOS, PAD, SPECIAL, Table, TableModel, random_table, sources, transformer
+from search_tables import BOS, EOS, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
 rows = st.lists(st.lists(st.integers(3, VOCAB - 1), min_size=5, max_size=5), min_size=1, max_size=4)
@@ -78,7 +79,7 @@ def found_by(
         torch.tensor([[0]]),
         torch.tensor([longest + 1]),
         dataclasses.replace(options, beam=beam, n_best=n_best, extra_length=0),
-        SpecialTokens(BOS, EOS, PAD),
+        Tokenizer("char", []),
         start=start_variant,
         **more,
     )

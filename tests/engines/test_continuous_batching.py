@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qkv.assembly import build_model
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens
+from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
@@ -79,8 +79,7 @@ def test_any_number_of_slots_in_any_order(
     order = data.draw(st.permutations(range(count)))
     prefixes = [lines[i][: i % 3] for i in range(count)]
     longest = [data.draw(st.integers(1, 8)) for _ in range(count)]
-    special = SpecialTokens(BYTES.tgt.bos, BYTES.tgt.eos, BYTES.tgt.pad)
-    made_slots = SlotScheduler(made, spec, special, slots=slots, capacity=16, source=16)
+    made_slots = SlotScheduler(made, spec, BYTES.tgt, slots=slots, capacity=16, source=16)
     made_slots.lag = lag  # as on a GPU, where the host reads the state of some steps before
     for _ in range(2):  # the state of one call must not change the next
         found: dict[int, list[Hypothesis]] = {}

@@ -195,4 +195,4 @@ def test_another_trainer_continues_in_the_same_plan(make: Make) -> None:
 
 def test_a_cpu_has_the_plain_trainer(make: Make) -> None:
     trainer = make(MemoryLimitedStep)
-    assert train_step_for(trainer.config) is MemoryLimitedStep
+    assert train_step_for(trainer.config) is PlainTrainStep

@@ -72,7 +72,7 @@ print("equal")
 SEARCHES = """
 import copy, random
 import torch
-from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState, SpecialTokens
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
@@ -140,7 +140,7 @@ for rows, n, capacity, vocab, penalty in (
         options = SearchOptions(beam=rows, n_best=n, length_penalty=penalty, min_length=2 * (seed // 2))
         kernel, plain = (TritonGreedySearch, GreedySearch) if greedy else (TritonBeamSearch, BeamSearch)
         sizes = {"lengths": torch.ones(SENTENCES), "capacity": capacity}
-        ours, theirs = (kind(None, options, SpecialTokens(BOS, EOS, PAD), **sizes) for kind in (kernel, plain))
+        ours, theirs = (kind(None, options, Tokenizer("char", []), **sizes) for kind in (kernel, plain))
         ours.state, theirs.state = board, twin
         theirs.eager = False  # as on a GPU
         logits = some_logits(SENTENCES * rows, vocab, (torch.float, torch.bfloat16)[seed % 2])

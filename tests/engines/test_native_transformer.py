@@ -21,9 +21,11 @@ from conftest import sentences
 from qkv.assembly import Run
 from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SpecialTokens, search
+from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
-from qkv.core.translate import search_all, token_logprobs
+from qkv.core.translate import search_all
+from qkv.decoding.search_request import token_logprobs
 from qkv.engines.cpu import native_search, pack
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_search import NativeBeamSearch, NativeGreedySearch, start_native
@@ -31,7 +33,7 @@ from qkv.engines.cpu.native_transformer import PAGE, NativeTransformer
 from qkv.options import DecoderOnlyConfig, TransformerConfig, TranslationConfig
 
 ROOT = Path(__file__).parents[2]
-SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
+SPECIAL = Tokenizer("char", [])  # its special tokens have the ids 0, 1 and 2
 HERE = library()
 needed = pytest.mark.skipif(isinstance(HERE, str), reason=f"not native: {HERE}")
 NATIVE = [kind for kind in KINDS if kind in ("transformer", "modern", "learned")]
@@ -339,8 +341,10 @@ def test_a_step_of_the_search_equals_its_plain_twin(rows: int, n: int, vocab: in
 @pytest.mark.parametrize("beam", [1, 3])
 def test_tokens_that_there_are_not_are_refused(beam: int) -> None:
     model = made(KINDS["transformer"])
+    beyond = Tokenizer("char", [])
+    beyond.eos = VOCAB
     for each in (model, native(model)):  # the step of the search alone, and all of it
-        for prefix, special in ((torch.full((5, 1), VOCAB), SPECIAL), (None, SPECIAL._replace(eos=VOCAB))):
+        for prefix, special in ((torch.full((5, 1), VOCAB), SPECIAL), (None, beyond)):
             with pytest.raises(IndexError):
                 search(
                     *(each, draw(5, 9), LENGTHS, SearchOptions(beam=beam), special), prefix=prefix, start=start_native

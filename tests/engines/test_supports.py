@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from qkv import assembly
-from qkv.core.search import BeamSearch, SearchOptions, SpecialTokens
+from qkv.core.search import BeamSearch, SearchOptions
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.beam_variants import DecodingOptions
 from qkv.engines import AllowList, cpu, cuda_training, unpadded
@@ -81,7 +82,7 @@ def test_an_option_that_is_not_listed_is_refused(engine: str) -> None:
 
 @pytest.mark.parametrize("field", ["activation", "positions", "norm", "attention"])
 def test_an_unknown_model_option_takes_the_plain_path(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "VariantLayers", lambda config: None)
+    monkeypatch.setattr("qkv.models.variants.VariantLayers", lambda config: None)
     built: list[type] = []
     monkeypatch.setattr(Transformer, "__init__", lambda self, *arguments: built.append(type(self)))
     for config in (TransformerConfig(), with_unknown(TransformerConfig(), field)):
@@ -117,8 +118,8 @@ def test_a_model_with_an_unknown_option_does_not_run_in_c() -> None:
 def test_an_unknown_search_option_takes_the_plain_step(start: Any) -> None:
     arguments: dict[str, Any] = {"lengths": torch.tensor([3, 4]), "capacity": 9}
     model: Any = None
-    known = start(model, SearchOptions(beam=2), SpecialTokens(1, 2, 0), **arguments)
-    unknown = start(model, NewSearchOption(beam=2), SpecialTokens(1, 2, 0), **arguments)
+    known = start(model, SearchOptions(beam=2), Tokenizer("char", []), **arguments)
+    unknown = start(model, NewSearchOption(beam=2), Tokenizer("char", []), **arguments)
     assert type(known) is not BeamSearch
     assert isinstance(known, BeamSearch)
     assert type(unknown) is BeamSearch

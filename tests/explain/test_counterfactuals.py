@@ -17,7 +17,7 @@ from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
-from qkv.core.translate import token_logprobs
+from qkv.decoding.search_request import token_logprobs
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.explain.head_analysis import HeadImportance, head_importance, importance_tables, plot_head_importance

@@ -17,9 +17,9 @@ from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.translate import token_logprobs
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.beam_variants import DecodingOptions
+from qkv.decoding.search_request import token_logprobs
 from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
 from qkv.options import DecodeConfig
 from search_tables import (

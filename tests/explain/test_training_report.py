@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from qkv.api.run_training import MeasuredTask
 from qkv.assembly import Run, build_model, task_for
 from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
@@ -405,7 +406,7 @@ def test_validation_logs_the_entropy_of_a_small_batch(tiny: Path) -> None:
     assert 1 <= smaller.source.shape[0] < rows
     assert max(smaller.source.numel(), smaller.labels.numel()) <= 40
     spec = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, metric="loss"))
-    result = head_analysis.MeasuredTask(task).validate(model, prepared, spec, torch.device("cpu"))
+    result = MeasuredTask(task).validate(model, prepared, spec, torch.device("cpu"))
     assert set(result.details["attention_entropy"]) == {"encoder.0.self", "decoder.0.self", "decoder.0.cross"}
     assert "attention_entropy" not in result.to_dict()
 

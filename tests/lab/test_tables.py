@@ -18,12 +18,11 @@ import torch
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv import presets
-from qkv.assembly import build_model, updates_for
+from qkv.assembly import build_model, parameter_count, updates_for
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
 from qkv.core.trainer import Interrupted
-from qkv.explain.model_card import parameter_count
 from qkv.lab import result_tables, table2, table3, trials
 from qkv.lab.trials import Point, Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig

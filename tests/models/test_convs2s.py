@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from conftest import leaves
-from qkv.core.search import SearchOptions, SpecialTokens, search
+from qkv.assembly import parameter_count
+from qkv.core.search import SearchOptions, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.explain.attention_hooks import record_attention
-from qkv.explain.model_card import parameter_count
 from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 
@@ -286,7 +287,7 @@ def test_selected_rows_continue_like_new_rows(convolution: str, data: st.DataObj
 def test_search_does_not_depend_on_the_batch(convolution: str) -> None:
     model = model_of(convolution=convolution, tie="none")
     source, lengths = some(4, 6), torch.tensor([6, 2, 4, 1])
-    options, special = SearchOptions(beam=3, extra_length=5, n_best=3), SpecialTokens(bos=1, eos=2, pad=0)
+    options, special = SearchOptions(beam=3, extra_length=5, n_best=3), Tokenizer("char", [])
     together = search(model, source, lengths, options, special)
     for i, found in enumerate(together):
         (alone,) = search(model, source[i : i + 1, : lengths[i]], lengths[i : i + 1], options, special)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.core.search import SearchOptions, SpecialTokens, search
+from qkv.core.search import SearchOptions, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.explain.attention_hooks import record_attention
 from qkv.models.rnn import Layer, Rnn, gru, lstm
 from qkv.models.variants import attention_scores
@@ -315,7 +316,7 @@ def test_selected_rows_continue_like_new_rows(options: tuple[str, str, bool, boo
 @pytest.mark.parametrize("beam", [1, 3])
 def test_search_does_not_depend_on_the_batch(options: tuple[str, str, bool, bool, int], beam: int) -> None:
     model, (source, lengths, _) = model_of(options, "none"), batch(8)
-    options, special = SearchOptions(beam=beam, extra_length=6, n_best=beam), SpecialTokens(bos=1, eos=2, pad=0)
+    options, special = SearchOptions(beam=beam, extra_length=6, n_best=beam), Tokenizer("char", [])
     together = search(model, source, lengths, options, special)
     for row, length in enumerate(lengths.tolist()):
         (alone,) = search(model, source[row : row + 1, :length], lengths[row : row + 1], options, special)

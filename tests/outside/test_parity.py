@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention, attention_mask
-from qkv.core.search import Hypothesis, SearchOptions, SpecialTokens, search
+from qkv.core.search import Hypothesis, SearchOptions, search
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.explain.attention_hooks import record_attention
@@ -290,7 +291,7 @@ def our_search(
     model: Transformer, source: Tensor, lengths: Tensor, n_best: int, **decode: Any
 ) -> list[list[Hypothesis]]:
     options = SearchOptions(extra_length=EXTRA, n_best=n_best, **decode)
-    return search(model, source, lengths, options, SpecialTokens(BOS, EOS, PAD))
+    return search(model, source, lengths, options, Tokenizer("char", []))
 
 
 def texts_of(found: list[list[Hypothesis]]) -> list[list[list[int]]]:

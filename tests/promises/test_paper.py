@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from qkv import presets
-from qkv.assembly import build_model, optimizer_for
+from qkv.assembly import build_model, optimizer_for, parameter_count
 from qkv.core import optimizer
 from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
 from qkv.core.errors import UsageError
@@ -34,7 +34,6 @@ from qkv.core.transformer import (
 )
 from qkv.engines.unpadded import ShortDropout
 from qkv.explain.attention_hooks import record_attention
-from qkv.explain.model_card import parameter_count
 from qkv.models.variants import PreNormResidual, VariantFeedForward
 from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
 from qkv.training import memory_limits

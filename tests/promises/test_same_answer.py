@@ -16,7 +16,7 @@ from qkv.assembly import build_model
 from qkv.core import batches
 from qkv.core.attention import SPARE
 from qkv.core.batches import Batch, collate
-from qkv.core.search import SearchOptions, SpecialTokens, search
+from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
@@ -38,7 +38,7 @@ def batch_of(sources: list[list[int]], targets: list[list[int]]) -> Batch:
     return collate([np.array(s) for s in sources], [np.array(t) for t in targets], tokenizers())
 
 
-SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
+SPECIAL = Tokenizer("char", [])  # its special tokens have the ids 0, 1 and 2
 
 # ---- stepped = whole -------------------------------------------------------------------------------------------------
 

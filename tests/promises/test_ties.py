@@ -26,7 +26,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv.core.search import SearchOptions, SpecialTokens, StartSearch, length_penalty, search, start_search, top_k
+from qkv.core.search import SearchOptions, StartSearch, length_penalty, search, start_search, top_k
+from qkv.core.tokenizer import Tokenizer
 from qkv.engines.cpu.native_library import library
 from qkv.engines.cpu.native_search import start_native
 from qkv.engines.cuda_decoding import search_kernels
@@ -187,7 +188,7 @@ def found(name: str, fixture: Fixture) -> Found:
             min_length=fixture.shortest,
             processors=(Nothing(True), Nothing(False)) if name == "processors" else (),
         ),
-        SpecialTokens(BOS, EOS, PAD),
+        Tokenizer("char", []),
         prefix=torch.tensor([fixture.prefix] * SENTENCES, dtype=torch.long).view(SENTENCES, -1),
         start=STARTS[name],
     )

@@ -315,7 +315,6 @@ def test_a_world_of_one_process_changes_nothing() -> None:
     world = ALONE
     numbers = torch.arange(3.0)
     world.sum([numbers])
-    distributed.copy_from_first(world, [numbers])
     assert numbers.tolist() == [0, 1, 2]
     assert (world.first, world.broadcast("word"), world.largest(7)) == (True, "word", 7)
 

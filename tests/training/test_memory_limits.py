@@ -47,7 +47,7 @@ Make = Callable[..., Trainer]
 def trainer(prepared: tuple[Config, PreparedText]) -> Make:
     def make(model: dict[str, Any] | None = None, **train: object) -> Trainer:
         settings, text = prepared
-        return trainer_for(settings.replace(model=model or {}, train=train), text)
+        return trainer_for(settings.replace(model=model or {}, train=train), text, step=memory_limits.MemoryLimitedStep)
 
     return make
 

@@ -23,7 +23,7 @@ import qkv
 from conftest import Call, Done, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.api import auto_recipe
 from qkv.api.run_training import average_last
-from qkv.assembly import Run, trainer_for, updates_for
+from qkv.assembly import Run, parameters, trainer_for, updates_for
 from qkv.core import checkpoint, files, optimizer
 from qkv.core import trainer as trainer_module
 from qkv.core.batches import Batch, Update
@@ -37,7 +37,6 @@ from qkv.core.trainer import Outcome, Trainer
 from qkv.core.translate import search_all
 from qkv.core.validation import TranslationTask, Validation
 from qkv.data.text_preparation import prepare_text
-from qkv.explain.model_card import parameters
 from qkv.options import (
     Config,
     ConvS2SConfig,

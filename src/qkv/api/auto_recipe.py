@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from qkv.assembly import trainer_for, updates_for
+from qkv.assembly import parameters, shape, trainer_for, unit, updates_for
 from qkv.console import describe_device
 from qkv.core.dataset import PreparedText, TokenStore
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
-from qkv.explain.model_card import parameters, shape, unit
 from qkv.options import (
     AttentionModelConfig,
     Config,

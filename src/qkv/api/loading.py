@@ -55,9 +55,9 @@ def check_dtype(dtype: str, device: torch.device) -> None:
         raise UsageError(f'dtype = "int8" is for a CPU, and this is {device}: use bf16 or fp32, or another device')
 
 
-def fast_engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel[Any, Any]:
+def fast_engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel:
     """Return the fastest form of the model for a device and dtype; the model itself is not changed."""
     if device.type == "cpu":
         packed: Any = pack(model, dtype)
-        return cast("StepModel[Any, Any]", packed)
+        return cast("StepModel", packed)
     return model if choose_precision(dtype, device) == torch.float else copy.deepcopy(model).to(torch.bfloat16)

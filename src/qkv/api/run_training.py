@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from qkv.assembly import Run, stored_at, trainer_for, updates_for
+import torch
+
+from qkv.assembly import Run, parameters, shape, stored_at, trainer_for, unit, updates_for, vocabulary
 from qkv.console import TrainingBar, bars, describe_device, say
 from qkv.core import files
 from qkv.core.checkpoint import average_checkpoints, latest_state, start_from
@@ -20,11 +23,10 @@ from qkv.core.device import ALONE, World, choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.run import LogSink
 from qkv.core.trainer import Trainer
+from qkv.core.validation import Task, Validation
 from qkv.data.formats import infer_languages
 from qkv.data.text_preparation import filter_table, prepare_text
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
-from qkv.explain.head_analysis import MeasuredTask
-from qkv.explain.model_card import card, parameters, unit, vocabulary
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
 from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
@@ -45,6 +47,7 @@ SETTLED = (
 )
 FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets in each process
 SAMPLE = 2000  # source lines, spread evenly over the training text, whose sentences are counted
 
 
@@ -65,7 +68,8 @@ def train(
     and with its model, subwords and languages, whatever the config says of these. With `resume`, training goes on from
     the newest state in the folder, from the beginning if there is none yet; config and text are then the folder's own.
     """
-    with joined() as world, ExitStack() as held:
+    several = all(name in os.environ for name in TORCHRUN) and os.environ["WORLD_SIZE"] != "1"
+    with joined() if several else nullcontext(ALONE) as world, ExitStack() as held:
         if world.first:
             folder = _folder(config, run, resume=resume)
             held.callback(_leave, [each for each in (folder, *folder.parents) if not each.exists()])
@@ -131,6 +135,22 @@ class BadBatchFile:
         record = {"step": values["number"], "rows": rows}
         files.write_text(self.path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
         say(f"the last batch is written to {self.path}")
+
+
+class MeasuredTask:
+    """Training task whose validations also measure the entropy of each attention, for the log."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.updates = task, task.updates
+
+    def validate(self, model: Any, text: PreparedText, config: Any, device: torch.device) -> Validation:
+        from qkv.explain.head_analysis import attention_entropies
+
+        result, entropies = (
+            self.task.validate(model, text, config, device),
+            attention_entropies(model, text, config, device),
+        )
+        return dataclasses.replace(result, details=result.details | {"attention_entropy": entropies})
 
 
 class TensorBoardLog:
@@ -321,6 +341,43 @@ def _headline(config: Config, prepared: PreparedText, world: World) -> str:
         f"on {describe_device(choose_device(config.train.device))}{together}"
     )
 
+
+# ---- model card ------------------------------------------------------------------------------------------------------
+
+
+def card(run: Run, prepared: PreparedText) -> str:
+    """Return the card as Markdown, generated from the files of the run folder."""
+    config, scores, about = run.config, run.scores, run.about
+    size = parameters(config.model, prepared.tokenizers)
+    translates = isinstance(config.model, TranslationConfig)
+    languages = f"{config.data.src_lang or 'source'} → {config.data.tgt_lang or 'target'}"
+    title = languages if translates else config.data.tgt_lang or "plain text"
+    lines = [
+        f"# {config.train.name}: {title}",
+        "",
+        f"- model: {config.model.kind}, {size:,} parameters, {shape(config.model)}",
+        f"- vocabulary: {vocabulary(prepared.tokenizers)} ({config.tokenizer.kind})",
+        f"- training text: {len(prepared.train):,} {unit(config)}; validation: {len(prepared.valid):,} {unit(config)}",
+        f"- begun: {about['begun']}, with qkv {about['qkv']}, torch {about['torch']}, Python {about['python']}",
+    ]
+    if about["command"]:
+        lines.append(f"- command: `{about['command']}`")
+    figure = "bits per byte" if isinstance(config.model, DecoderOnlyConfig) else "BLEU (greedy)"
+    lines += ["", f"| weights | validation loss | {figure} |", "|---|---|---|"]
+    lines += [_row(name, scores[name], scores.get("chosen") == name) for name in ("best", "average") if name in scores]
+    lines += ["", "## Text", "", "```", filter_table(prepared.report), "```", ""]
+    return "\n".join(lines)
+
+
+def _row(name: str, score: dict[str, Any], chosen: bool) -> str:
+    loss = "" if score["loss"] is None else f"{score['loss']:.4f}"
+    figure = "" if score["bleu"] is None else f"{score['bleu']:.2f}"
+    if "bits_per_byte" in score:
+        figure = f"{score['bits_per_byte']:.4f}"
+    return f"| {name}{' (used by default)' if chosen else ''} | {loss} | {figure} |"
+
+
+# ---- averages --------------------------------------------------------------------------------------------------------
 
 TRAINED = ("best", "last", "average")  # names of weights that training writes itself
 

@@ -78,7 +78,7 @@ class Translator(Explainer):
             self.workers = ProcessWorkers(workers, open_run, str(self.run.path), weights, dtype)
 
     @cached_property
-    def engines(self) -> list[StepModel[Any, Any]]:
+    def engines(self) -> list[StepModel]:
         """Return the fastest forms of the models, built on first use."""
         return [fast_engine(member.model, self.dtype, self.device) for member in self.members]
 
@@ -105,7 +105,7 @@ class Translator(Explainer):
             engines=search_engines_for(model, self.tokenizers, self.device, self.workers),
         )
 
-    def _combined(self, models: Sequence[StepModel[Any, Any]]) -> StepModel[Any, Any]:
+    def _combined(self, models: Sequence[StepModel]) -> StepModel:
         return Ensemble(models, self.average) if len(models) > 1 else models[0]
 
     @overload  # a str is a Sequence[str] too, but comes first
@@ -308,7 +308,7 @@ class Translator(Explainer):
         return self._shortlist_path()
 
     def _use_shortlist(self, shortlist: Shortlist) -> None:
-        def narrow(tokens: Tensor) -> StepModel[Any, Any]:
+        def narrow(tokens: Tensor) -> StepModel:
             pairs = zip(self.engines, self.members, strict=True)
             # A packed model stores its matrix in its own format: take the plain model's.
             weights = [(each if isinstance(each, Model) else member.model).output.weight for each, member in pairs]

@@ -82,8 +82,6 @@ def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None 
 class MultiHeadAttention(nn.Module):
     """Concat(head_1 … head_h)·W^O with head_i = Attention(Q·W_i^Q, K·W_i^K, V·W_i^V) (section 3.2.2)."""
 
-    __call__: Callable[..., Tensor]
-
     def __init__(self, d_model: int, heads: int, d_k: int, d_v: int, *, bias: bool = False, name: str = "") -> None:
         super().__init__()
         self.heads, self.d_k, self.d_v, self.name = heads, d_k, d_v, name
@@ -129,16 +127,14 @@ class MultiHeadAttention(nn.Module):
 
     def merge(self, heads: Tensor) -> Tensor:
         """Concatenate heads (batch, heads, queries, d_v) and multiply by W^O: (batch, queries, d_model)."""
-        mapped: Tensor = self.output(heads.transpose(1, 2).flatten(2))
-        return mapped
+        return self.output(heads.transpose(1, 2).flatten(2))
 
     def new_cache(self) -> KVCache:
         """An empty cache for self-attention in step-by-step decoding."""
         return KVCache()
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        split: Tensor = x.unflatten(-1, (self.heads, -1))
-        return split.transpose(1, 2)  # (batch, heads, length, width)
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (batch, heads, length, width)
 
     def _linear(self, x: Tensor, rows: slice) -> Tensor:
         return F.linear(x, self.qkv.weight[rows], None if self.qkv.bias is None else self.qkv.bias[rows])

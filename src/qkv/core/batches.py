@@ -231,7 +231,7 @@ class UpdateStream(ABC):
         self.store, self.tokens, self.micro_tokens = store, tokens, micro_tokens or tokens
         self.seed, self.rank, self.world, self.device = seed, rank, world, device
         self.plan_key: tuple[Any, ...] = (type(self).__name__,)  # with all else that a plan depends on
-        self.wrap: Callable[[Updates], Updates] = lambda updates: updates  # `training.prefetching` reads ahead
+        self.wrap: Callable[[Updates], Updates] = lambda updates: updates  # `assembly.prefetch` reads ahead
 
     @abstractmethod
     def make_plan(self, epoch: int) -> list[PlannedUpdate]:

@@ -14,29 +14,22 @@ Of a model the search uses four calls: `encode`, `start`, `step` and the state's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 
 CHUNK = 32  # neighbours in a chunk of `top_k`; torch sorts up to 128 numbers ten times faster than 500
 LEAVING = 0.25  # finished share of a batch at which it shrinks: shrinking copies the decoder state
 
 Ids = Sequence[int]
-
-
-class SpecialTokens(NamedTuple):
-    """Ids of the tokens that write no text."""
-
-    bos: int
-    eos: int
-    pad: int
 
 
 @dataclass(frozen=True)
@@ -139,9 +132,9 @@ class Search:
 
     def __init__(
         self,
-        model: StepModel[Any, Any],
+        model: StepModel,
         options: SearchOptions,
-        special: SpecialTokens,
+        tgt: Tokenizer,
         *,
         lengths: Tensor,
         capacity: int,
@@ -152,7 +145,7 @@ class Search:
 
         `numbers` are the places of the sentences in the whole input; `rows` replaces `options.rows`.
         """
-        self.model, self.options, self.special = model, options, special
+        self.model, self.options, self.tgt = model, options, tgt
         device, self.rows = lengths.device, rows or options.rows
         self.state = SearchState(len(lengths), self.rows, options.n_best, capacity, device)
         self.decoder: Any = None  # the model's state
@@ -161,14 +154,14 @@ class Search:
         self.on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
         self.processors = options.logits_processors()
         self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
-        self.never = torch.tensor([special.pad, special.bos], device=device)
+        self.never = torch.tensor([tgt.pad, tgt.bos], device=device)
         written = torch.arange(1.0, capacity + 2, device=device)
         self.penalties: Tensor = torch.ones_like(written) * length_penalty(written, options)
         self.eager = device.type == "cpu"  # reading a value from the device costs nothing: skip what no sentence needs
 
     def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
         """Start sentences in these slots; `forced` (sentences, lengths) are the tokens they begin with, then -1."""
-        state, bos = self.state, self.special.bos
+        state, bos = self.state, self.tgt.bos
         # index_fill and index_copy: an assignment would copy numbers from the host, which a CUDA graph cannot.
         state.tokens.index_fill_(0, slots, 0)
         state.tokens[:, :, 0].index_fill_(0, slots, bos)
@@ -197,7 +190,7 @@ class Search:
         value + shift is the log-probability of a token. Without processors the values are the logits: equal logits of a
         row stay equal. The preferences are the values to choose by: the same tensor, unless a processor changes them.
         """
-        state, eos = self.state, self.special.eos
+        state, eos = self.state, self.tgt.eos
         values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
         shift = values.new_zeros(len(values)) if self.processors else -log_sum_exp(values)
         values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
@@ -252,7 +245,7 @@ class GreedySearch(Search):
     """Take the most probable token at each step until </s>; of equals the lower id."""
 
     def extend(self, logits: Tensor) -> None:
-        state, eos = self.state, self.special.eos
+        state, eos = self.state, self.tgt.eos
         values, shift, preferred = self.allowed(logits)
         tokens = self.choose(preferred)  # (sentences, rows)
         before = state.logprob.clone()
@@ -288,7 +281,7 @@ class BeamSearch(Search):
         best, flat = self.rank(scores if preferred is values else preferred.add_(before))
         totals = scores.flatten(1).gather(1, flat).masked_fill_(best == -math.inf, -math.inf)
         parents, tokens = flat // vocab, flat % vocab
-        ends = tokens == self.special.eos
+        ends = tokens == self.tgt.eos
         kept = self.going_on(ends)
         # A hypothesis is finished if its </s> is among the first `beam`. Twice as many are ranked: `beam` do not end.
         final = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
@@ -346,18 +339,18 @@ def log_sum_exp(logits: Tensor) -> Tensor:
 StartSearch = Callable[..., Search]  # arguments as of `Search`; returns a search of which no sentence has started
 
 
-def start_search(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
+def start_search(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
     """Return a greedy search for one hypothesis, a beam search for several."""
-    return (GreedySearch if options.rows == 1 else BeamSearch)(model, options, special, **sizes)
+    return (GreedySearch if options.rows == 1 else BeamSearch)(model, options, tgt, **sizes)
 
 
 @torch.inference_mode()
 def search(
-    model: StepModel[Any, Any],
+    model: StepModel,
     source: Tensor,
     lengths: Tensor,
     options: SearchOptions,
-    special: SpecialTokens,
+    tgt: Tokenizer,
     *,
     prefix: Tensor | None = None,
     numbers: Sequence[int] | None = None,
@@ -369,10 +362,10 @@ def search(
     and score. `numbers` are the places of the sentences in the whole input.
     """
     prefix = source.new_empty(len(source), 0) if prefix is None else prefix
-    check_prefix(prefix, special)
+    check_prefix(prefix.flatten().tolist(), tgt)
     longest = options.longest(lengths - 1)
     capacity = max(int(longest.max()), prefix.shape[1]) + 2
-    run = start(model, options, special, lengths=lengths, capacity=capacity, numbers=numbers)
+    run = start(model, options, tgt, lengths=lengths, capacity=capacity, numbers=numbers)
     run.place(torch.arange(len(source), device=source.device), longest, prefix)
     run.decoder = model.start(model.encode(source, lengths), run.rows)
     found: list[list[Hypothesis]] = [[] for _ in source]
@@ -391,7 +384,7 @@ def search(
     return found
 
 
-def check_prefix(prefix: Tensor, special: SpecialTokens) -> None:
-    """Refuse a prefix that holds tokens that write no text."""
-    if prefix.numel() and bool(torch.isin(prefix, torch.tensor(special, device=prefix.device)).any()):
+def check_prefix(tokens: Iterable[int], tgt: Tokenizer) -> None:
+    """Refuse a prefix with tokens that write no text."""
+    if not {tgt.pad, tgt.bos, tgt.eos}.isdisjoint(tokens):
         raise UsageError("a prefix cannot hold <s>, </s> or <pad>: give only tokens that write something")

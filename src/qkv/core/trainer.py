@@ -136,6 +136,10 @@ class PlainTrainStep:
 
     def sum_over_ranks(self, sums: Tensor) -> tuple[list[Tensor], Tensor]:
         """Sum the gradients and `sums` over all ranks, in place; return the gradients and their norm."""
+        if self.world.size > 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is None:  # this rank had no rows
+                    parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.world.sum([*gradients, sums])
         return gradients, torch.as_tensor(torch.nn.utils.get_total_norm(gradients))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import CachedDecoding, Context, EncoderOutput, MultiHeadAttention, WholeSequence, attention_mask
-from qkv.core.config import AttentionModelConfig, ModelConfig, TransformerConfig
+from qkv.core.config import AttentionModelConfig, TransformerConfig
 from qkv.core.errors import UsageError
 
 # ---- the parts of a layer (sections 3.1, 3.3 to 3.5) -----------------------------------------------------------------
@@ -97,8 +97,7 @@ class Embedding(nn.Module):
         x = self.tokens(ids) * self.scale
         if self.positions is not None:
             x = x + self.positions(position, ids.shape[1]).to(x.dtype)
-        dropped: Tensor = self.dropout(x)
-        return dropped
+        return self.dropout(x)
 
 
 class FeedForward(nn.Module):
@@ -113,8 +112,7 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        mapped: Tensor = self.outer(F.relu(self.inner(x)))  # (batch, length, d_ff) in between
-        return mapped
+        return self.outer(F.relu(self.inner(x)))  # (batch, length, d_ff) in between
 
 
 class Residual(nn.Module):
@@ -126,8 +124,7 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        normed: Tensor = self.norm(x + self.dropout(sublayer(x)))
-        return normed
+        return self.norm(x + self.dropout(sublayer(x)))
 
 
 class Layers:
@@ -174,30 +171,14 @@ class Layers:
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each inside a residual connection."""
+class TransformerLayer(nn.Module):
+    """Self-attention, cross-attention (only to a source) and feed-forward, each inside a residual connection."""
 
-    def __init__(self, layers: Layers, number: int) -> None:
+    def __init__(self, layers: Layers, stack: str, number: int, *, cross: bool) -> None:
         super().__init__()
         self.number = number
-        self.attention = layers.self_attention(f"encoder.{number}.self")
-        self.feed_forward: Any = layers.feed_forward()
-        self.residuals = nn.ModuleList(layers.residual() for _ in range(2))
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
-        x = self.residuals[1](x, self.feed_forward)
-        return x  # (batch, source, d_model)
-
-
-class DecoderLayer(nn.Module):
-    """Masked self-attention, cross-attention (not in a language model) and feed-forward, each inside a residual."""
-
-    def __init__(self, layers: Layers, number: int, *, cross: bool = True) -> None:
-        super().__init__()
-        self.number = number
-        self.attention = layers.self_attention(f"decoder.{number}.self")
-        self.cross_attention = layers.cross_attention(f"decoder.{number}.cross") if cross else None
+        self.attention = layers.self_attention(f"{stack}.{number}.self")
+        self.cross_attention = layers.cross_attention(f"{stack}.{number}.cross") if cross else None
         self.feed_forward: Any = layers.feed_forward()
         self.residuals = nn.ModuleList(layers.residual() for _ in range(3 if cross else 2))
 
@@ -206,8 +187,12 @@ class DecoderLayer(nn.Module):
         x = self.residuals[0](x, lambda y: context.self_attention(self.number, self.attention, y))
         if cross is not None:
             x = self.residuals[1](x, lambda y: context.cross_attention(self.number, cross, y))
-        x = self.residuals[-1](x, self.feed_forward)
-        return x  # (rows, n, d_model)
+        return self.residuals[-1](x, self.feed_forward)  # (rows, n, d_model)
+
+
+def stack(layers: Layers, name: str, depth: int, *, cross: bool) -> Any:
+    """The layers of an encoder or a decoder."""
+    return nn.ModuleList(TransformerLayer(layers, name, number, cross=cross) for number in range(depth))
 
 
 def run_stack(embedding: nn.Module, layers: Sequence[nn.Module], norm: nn.Module, ids: Tensor, context: Any) -> Tensor:
@@ -215,36 +200,32 @@ def run_stack(embedding: nn.Module, layers: Sequence[nn.Module], norm: nn.Module
     x = embedding(ids, context.position)
     for layer in layers:
         x = layer(x, context)
-    normed: Tensor = norm(x)
-    return normed
+    return norm(x)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-State = TypeVar("State")  # what a decoder remembers between steps
-Encoded = TypeVar("Encoded")
 
-
-class StepModel(Protocol[Encoded, State]):
+class StepModel(Protocol):
     """What search needs of a model, an ensemble or an engine. A state that was passed on must not be used again.
 
     `state.select(rows)` is the state of these rows, in that order; rows of a sentence stay together, `beam` at a time.
     """
 
-    def encode(self, source: Tensor, lengths: Tensor) -> Encoded:
+    def encode(self, source: Tensor, lengths: Tensor) -> Any:
         """Run the encoder: ids (batch, source), row i with `lengths[i]` tokens and then padding."""
 
-    def start(self, encoded: Encoded, beam: int = 1) -> State:
+    def start(self, encoded: Any, beam: int = 1) -> Any:
         """The state before the first token, with `beam` rows for each sentence."""
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Feed n tokens to each row (rows, n): logits (rows, n, vocab), free to be overwritten, and the new state."""
 
 
 class Model(nn.Module):
     """What training needs of a model: `hidden` of a batch's inputs, and the matrix that makes logits of it."""
 
-    config: ModelConfig
+    config: Any  # the dataclass of its kind, or a ring's extension of it
     output: nn.Linear  # (vocab, d_model), without a bias
     hidden: Callable[..., Tensor]  # inputs -> (batch, length, d_model); the loss projects it in parts
 
@@ -259,18 +240,17 @@ class Model(nn.Module):
     def project(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output.weight)
 
-    def add_output(self, vocab: int, tied: Embedding | None) -> None:
-        """The output matrix: its own, or that of an embedding (section 3.4)."""
+    def add_output(self, vocab: int, embedding: Embedding) -> None:
+        """The output matrix: its own, or that of the embedding (section 3.4)."""
         self.output = nn.Linear(self.config.d_model, vocab, bias=False)
         nn.init.normal_(self.output.weight, std=self.config.d_model**-0.5)
-        if tied is not None:
-            self.output.weight = tied.tokens.weight
+        if self.config.tie != "none":
+            self.output.weight = embedding.tokens.weight
 
 
 class TranslationModel(Model):
     """Source ids (batch, source), their lengths (batch,) and target ids (batch, target) to logits over the target."""
 
-    config: Any  # the dataclass of its kind, or a ring's extension of it
     source: Embedding
     target: Embedding
     encode: Callable[[Tensor, Tensor], Any]
@@ -284,9 +264,6 @@ class TranslationModel(Model):
                 f'share the vocabulary, or set model.tie = "output"'
             )
         self.source, self.target = embedding(src_vocab), embedding(tgt_vocab)
-
-    def tie(self, tgt_vocab: int) -> None:
-        self.add_output(tgt_vocab, None if self.config.tie == "none" else self.target)
         if self.config.tie == "all":
             self.source.tokens.weight = self.target.tokens.weight
 
@@ -294,18 +271,18 @@ class TranslationModel(Model):
 class Transformer(TranslationModel):
     """Encoder-decoder (figure 1); `layers` builds the parts, by default the paper's."""
 
-    encoder: Sequence[EncoderLayer]
-    decoder: Sequence[DecoderLayer]
+    encoder: Sequence[TransformerLayer]
+    decoder: Sequence[TransformerLayer]
 
     def __init__(self, config: TransformerConfig, src_vocab: int, tgt_vocab: int, layers: Layers | None = None) -> None:
         super().__init__()
         self.config = config
         layers = layers or Layers(config)
         self.add_embeddings(layers.embedding, src_vocab, tgt_vocab)
-        self.encoder = nn.ModuleList(EncoderLayer(layers, i) for i in range(config.encoder_layers))  # type: ignore[assignment]
-        self.decoder = nn.ModuleList(DecoderLayer(layers, i) for i in range(config.decoder_layers))  # type: ignore[assignment]
+        self.encoder = stack(layers, "encoder", config.encoder_layers, cross=False)
+        self.decoder = stack(layers, "decoder", config.decoder_layers, cross=True)
         self.encoder_norm, self.decoder_norm = layers.final_norm(), layers.final_norm()
-        self.tie(tgt_vocab)
+        self.add_output(tgt_vocab, self.target)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """The decoder's last layer (batch, target, d_model), each position from the source and the target before it."""

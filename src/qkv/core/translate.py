@@ -1,18 +1,18 @@
-"""Lines in, lines out: many sentences through the search in batches by length, and the scores of given targets."""
+"""Lines in, lines out: many sentences through the search, in batches by length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from qkv.core import batches
-from qkv.core.batches import Batch, pad
+from qkv.core.batches import cut, pad
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, Ids, SearchOptions, SpecialTokens, StartSearch, search, start_search
+from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 
@@ -55,16 +55,13 @@ def translate_lines(
         line_of += [number] * len(pieces)
         if not split and pieces and len(sources[-1]) > max_length:
             raise UsageError(f"line {number + 1}: {len(sources[-1])} tokens, at most {max_length}: split the line")
-    found: list[list[list[Hypothesis]]] = [[] for _ in lines]
-    read = [0] * len(lines)
-    for number, ids, hypotheses in zip(line_of, sources, search(sources, line_of), strict=True):
-        found[number].append(hypotheses)
-        read[number] += len(ids)
-    translated = []
-    for n_best, join, source_tokens in zip(found, joins, read, strict=True):
-        ranks = list(zip(*n_best, strict=False))  # the best of all pieces, the second best of all pieces, …
-        texts = [join([tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in rank]).strip() for rank in ranks]
-        translated.append(TranslatedLine(texts, ranks, source_tokens))
+    translated = [TranslatedLine([], [], 0) for _ in lines]
+    searched = zip(line_of, sources, search(sources, line_of), strict=True)
+    for number, pieces_of_line in groupby(searched, key=itemgetter(0)):
+        _, read, found = zip(*pieces_of_line, strict=True)
+        ranks = list(zip(*found, strict=False))  # the best of all pieces, the second best of all pieces, …
+        texts = [[tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in rank] for rank in ranks]
+        translated[number] = TranslatedLine([joins[number](rank).strip() for rank in texts], ranks, sum(map(len, read)))
     return translated
 
 
@@ -72,7 +69,7 @@ def translate_lines(
 
 
 def search_all(
-    model: StepModel[Any, Any],
+    model: StepModel,
     sources: Sequence[Ids],
     options: SearchOptions,
     tokenizers: TokenizerPair,
@@ -89,7 +86,7 @@ def search_all(
     samples; `progress` gets the sentences that are finished.
     """
     results: list[list[Hypothesis]] = [[] for _ in sources]
-    src, tgt = tokenizers.src, tokenizers.tgt
+    src = tokenizers.src
     for batch in batches_by_length(sources, options, device):
         rows, begun = ([np.asarray(side[i] if side else (), np.int64) for i in batch] for side in (sources, prefixes))
         found = search(
@@ -97,7 +94,7 @@ def search_all(
             pad(rows, src.pad, last=src.eos).to(device),
             torch.tensor([len(row) + 1 for row in rows], device=device),
             options,
-            SpecialTokens(tgt.bos, tgt.eos, tgt.pad),
+            tokenizers.tgt,
             prefix=pad(begun, -1).to(device),
             numbers=[numbers[i] if numbers else i for i in batch],
             start=start,
@@ -119,18 +116,5 @@ def by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Yield positions of rows grouped into batches of at most `tokens` padded tokens, longest first."""
     widths = np.asarray(lengths, np.int64)
     order = np.argsort(-widths, kind="stable").astype(np.int64)
-    for batch in batches.cut(order, widths, widths, tokens):
+    for batch in cut(order, widths, widths, tokens):
         yield batch.tolist()
-
-
-# ---- forced decoding -------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def token_logprobs(model: StepModel[Any, Any], batch: Batch, pad: int) -> list[list[float]]:
-    """Return log p of each label, </s> last, for each row; their sum is the log-probability of the target."""
-    logits, _ = model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
-    log_probs = logits.float().log_softmax(-1)  # (batch, target, vocab)
-    chosen: Tensor = log_probs.gather(-1, batch.labels[:, :, None]).squeeze(-1)
-    real = (batch.labels != pad).sum(1).tolist()
-    return [row[:count] for row, count in zip(chosen.tolist(), real, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from qkv.core.transformer import Model
 from qkv.core.translate import search_all
 
 TOKENS = 4096  # of validation text computed at once
+
+Bleu = Callable[[Sequence[str], Sequence[str]], float]  # hypotheses, references → BLEU
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Validation:
         return text if self.bleu is None else f"{text}  BLEU {self.bleu:.2f} (greedy)"
 
 
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> float:
+    """Return sacreBLEU's BLEU of a corpus in NFC; it tokenises the raw references itself."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    if not references or len(hypotheses) != len(references):
+        raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
+    ours, theirs = ([unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references))
+    metric = BLEU(tokenize=tokenize, force=True)  # force: no warning about tokenised text
+    return float(metric.corpus_score(ours, [theirs]).score)
+
+
 class Task(Protocol):
     """What a kind of model reads, and what it is measured by."""
 
@@ -63,14 +76,17 @@ class Task(Protocol):
 class TranslationTask:
     """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    `start` replaces the plain search and `loss` the plain loss; `tokenize` names sacreBLEU's tokenizer; `options` go to
-    the stream of updates.
+    `start` replaces the plain search, `bleu` the metric and `loss` the plain loss; `options` go to the stream of updates.
     """
 
     def __init__(
-        self, start: StartSearch = start_search, tokenize: str = "13a", loss: Loss = label_smoothed_loss, **options: Any
+        self,
+        start: StartSearch = start_search,
+        bleu: Bleu | None = None,
+        loss: Loss = label_smoothed_loss,
+        **options: Any,
     ) -> None:
-        self.start, self.tokenize, self.loss, self.options = start, tokenize, loss, options
+        self.start, self.bleu, self.loss, self.options = start, bleu, loss, options
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         return PairBatches(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
@@ -92,7 +108,7 @@ class TranslationTask:
                 found = search_all(model, sources, greedy, tokenizers, device=device, start=self.start)
                 texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in found]
                 references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
-                bleu, sample = corpus_bleu(texts, references, self.tokenize), texts[0]
+                bleu, sample = self.bleu(texts, references), texts[0]
         model.train(training)
         return Validation(total / tokens, bleu, sample)
 
@@ -115,14 +131,3 @@ def total_loss(
         total += float(nll)
         tokens += batch.tokens
     return total, tokens
-
-
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> float:
-    """Return sacreBLEU's BLEU of a corpus in NFC; it tokenises the raw references itself."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    if not references or len(hypotheses) != len(references):
-        raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
-    ours, theirs = ([unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references))
-    metric = BLEU(tokenize=tokenize, force=True)  # force: no warning about tokenised text
-    return float(metric.corpus_score(ours, [theirs]).score)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +30,24 @@ ALIGNMENT, ALIGNMENT_DTYPE = "links", np.dtype("<u2")  # the store's column: pos
 
 # Rules for what a word is. Aligners split at spaces. For readers, and in the built-in corpus, punctuation marks are
 # words too: an apostrophe ends the word before it (l'amico); 's and o'clock are words.
-# Combining signs, such as separate accents or the vowels of many scripts, belong to the word of their letter.
-SIGNS = "".join(chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M")
-RULES = {
-    "spaces": re.compile(r"\S+", re.ASCII),
-    "marks": re.compile(rf"o'clock|'s\b|[\w{SIGNS}]+(?:-[\w{SIGNS}]+)*(?:'(?!s\b))?|[^\w\s{SIGNS}][{SIGNS}]*"),
-}
-RULE_NAMES = {"spaces": "a word ends at a space", "marks": "punctuation marks are words"}
+RULES = {"spaces": "a word ends at a space", "marks": "punctuation marks are words"}
 LINK = re.compile(r"([0-9]+)-([0-9]+)")
+
+
+@cache
+def word_pattern(rule: str) -> re.Pattern[str]:
+    """Return the pattern of a word; combining signs, such as separate accents, belong to the word of their letter."""
+    if rule == "spaces":
+        return re.compile(r"\S+", re.ASCII)
+    signs = "".join(chr(code) for code in range(0x300, 0x20000) if unicodedata.category(chr(code))[0] == "M")
+    return re.compile(rf"o'clock|'s\b|[\w{signs}]+(?:-[\w{signs}]+)*(?:'(?!s\b))?|[^\w\s{signs}][{signs}]*")
 
 
 def word_spans(text: str, rule: str = "marks") -> list[tuple[int, int]]:
     """Return the start and end of each word of the text."""
     if rule not in RULES:
         raise UsageError(f'"{rule}" is not a rule for words: choose one of {", ".join(RULES)}')
-    return [match.span() for match in RULES[rule].finditer(text)]
+    return [match.span() for match in word_pattern(rule).finditer(text)]
 
 
 def words(text: str, rule: str = "marks") -> list[str]:
@@ -117,7 +120,7 @@ def _encode_alignment(
             if word >= count:
                 raise ValueError(
                     f"{link[0]}-{link[1]} names {side} word {word}, counted from 0, of a sentence of {count} words "
-                    f"({RULE_NAMES[rule]}): align this very text"
+                    f"({RULES[rule]}): align this very text"
                 )
     joined = [(s + tagged, t) for s, t in token_alignment(links, *groups)]  # a tag is the first token of the source
     return np.array(joined, ALIGNMENT_DTYPE)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from qkv.core.corpus import COMPRESSED, Progress
 from qkv.core.dataset import DRAFT, PreparedText, StoreFolder
 from qkv.core.errors import UsageError
 from qkv.core.preparation import Disposition, Filter, Scan, Sentences, prepare, slices
-from qkv.core.tokenizer import TokenizerPair
+from qkv.core.tokenizer import Learner, TokenizerPair, learn_bpe
 from qkv.data.formats import find_text
-from qkv.data.subwords import learner_for
 from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
@@ -53,6 +53,11 @@ def prepare_text(
         from qkv.data.lm_data import RunningText  # which loads torch
 
         kind = RunningText
+    learner: Learner = learn_bpe
+    if tokenizer.kind != "bpe":
+        from qkv.data.subwords import learner_for
+
+        learner = learner_for(tokenizer.kind)
     train, valid = find_text(data.train, data), find_text(data.valid, data)
     if {corpus.sides for corpus in train} ^ {corpus.sides for corpus in valid or train}:
         raise UsageError("training text and validation text must both be pairs, or both plain text")
@@ -69,20 +74,13 @@ def prepare_text(
         for corpus in (*train, *valid)
         for path in corpus.paths
     ]
-    with WorkerPool(1 if sum(sizes) < SMALL_TEXT else data.workers or cpu_count()) as pool:
-        return prepare(
-            train,
-            valid,
-            data,
-            tokenizer,
-            store,
-            tokenizers=tokenizers,
-            learner=learner_for(tokenizer.kind),
-            kind=kind,
-            filters=filters,
-            parallel_map=pool.map,
-            progress=progress,
-        )
+    run = partial(prepare, train, valid, data, tokenizer, store, tokenizers=tokenizers, learner=learner)
+    options: dict[str, Any] = {"kind": kind, "filters": filters, "progress": progress}
+    workers = 1 if sum(sizes) < SMALL_TEXT else data.workers or cpu_count()
+    if workers == 1:
+        return run(**options)
+    with WorkerPool(workers) as pool:
+        return run(**options, parallel_map=pool.map)
 
 
 class ReportedSentences(Sentences):

@@ -22,11 +22,11 @@ from qkv.core.search import (
     LogitsProcessor,
     Search,
     SearchOptions,
-    SpecialTokens,
     StartSearch,
     start_search,
     top_k,
 )
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling
 from qkv.models.variants import observe_weights
@@ -126,7 +126,7 @@ class DiverseBeamSearch(CoverageBeamSearch):
             best, flat = top_k((ours - self.options.diversity * taken).flatten(1), 2 * self.width)
             ranked.append((best, flat + group * self.width * vocab))
             tokens = flat % vocab
-            going_on = (tokens == self.special.eos).byte().argsort(dim=1, stable=True)[:, : self.width]
+            going_on = (tokens == self.tgt.eos).byte().argsort(dim=1, stable=True)[:, : self.width]
             tokens = tokens.gather(1, going_on)
             taken[:, 0].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=taken.dtype))
         halves = [torch.stack(part, dim=1).unflatten(2, (2, self.width)) for part in zip(*ranked, strict=True)]
@@ -142,10 +142,10 @@ class DiverseBeamSearch(CoverageBeamSearch):
         return places
 
 
-def start_variant(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
+def start_variant(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
     """Return a search for these options, as `start_search` does for plain ones."""
     if not isinstance(options, DecodingOptions):
-        return start_search(model, options, special, **sizes)
+        return start_search(model, options, tgt, **sizes)
     if options.rows % options.groups:
         raise UsageError(
             f"{options.rows} beams in {options.groups} groups: the beams must divide into groups of one width"
@@ -159,4 +159,4 @@ def start_variant(model: StepModel[Any, Any], options: SearchOptions, special: S
         start = DiverseBeamSearch
     elif options.coverage:
         start = CoverageBeamSearch
-    return start(model, options, special, **sizes)
+    return start(model, options, tgt, **sizes)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
-from qkv.core.search import SearchOptions, SearchState, SpecialTokens, StartSearch
+from qkv.core.search import SearchOptions, SearchState, StartSearch
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import CoverageBeamSearch
@@ -280,15 +280,15 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
 
     def __init__(
         self,
-        model: StepModel[Any, Any],
+        model: StepModel,
         options: SearchOptions,
-        special: SpecialTokens,
+        tgt: Tokenizer,
         *,
         required: Mapping[int, MustInclude] | Sequence[MustInclude],
         **sizes: Any,
     ) -> None:
         """Prepare a search in which sentence n of the whole input must contain the phrases `required[n]`."""
-        super().__init__(model, options, special, rows=max(options.rows, BEAM), **sizes)
+        super().__init__(model, options, tgt, rows=max(options.rows, BEAM), **sizes)
         self.required = required
         self.joining = _joining(required[self.numbers[0]].tokenizer).to(self.lengths.device)
 
@@ -318,7 +318,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
             kept = self._banks(scores[slot], required, rows, candidates)
             if not kept and float(self.state.finished_scores[slot, 0, 0]) == -math.inf:
                 raise UsageError(f"must_include: {required} cannot be met together with the other rules: ask for less")
-            best[slot], flat[slot] = -math.inf, self.special.pad
+            best[slot], flat[slot] = -math.inf, self.tgt.pad
             for place, (row, token) in enumerate(kept):
                 best[slot, place], flat[slot, place] = scores[slot, row, token], row * vocab + token
         return best, flat
@@ -341,7 +341,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
         text = required.text(tokens)
         lost = required.room(required.missing(text))  # tokens needed after one that writes no phrase …
         broken = required.room(required.missing(text + LETTER))  # … or that lengthens the last word
-        end = -math.inf if lost else scores[self.special.eos].item()
+        end = -math.inf if lost else scores[self.tgt.eos].item()
         if broken >= left:
             advancing = {token: scores[token].item() for token in required.advancing(tokens)}
             scores.masked_fill_(self.joining, -math.inf)
@@ -349,7 +349,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
                 scores.masked_fill_(~self.joining, -math.inf)
             for token, value in advancing.items():
                 scores[token] = value if required.need([*tokens, token]) < left else -math.inf
-        scores[self.special.eos] = end
+        scores[self.tgt.eos] = end
 
     def _banks(
         self, scores: Tensor, required: MustInclude, rows: dict[int, list[int]], candidates: set[tuple[int, int]]
@@ -358,7 +358,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
 
         Of scores (rows, vocab), the `candidates` are looked at, the best of each row, and those that advance a phrase.
         """
-        eos, beam = self.special.eos, self.rows
+        eos, beam = self.tgt.eos, self.rows
         for row, tokens in rows.items():
             candidates |= {(row, token) for token in (eos, int(scores[row].argmax()), *required.advancing(tokens))}
         value = {pair: scores[pair].item() for pair in candidates if pair[0] in rows}

@@ -33,7 +33,7 @@ class Ensemble:
     which all members must agree to.
     """
 
-    def __init__(self, models: Sequence[StepModel[Any, Any]], average: str = "probabilities") -> None:
+    def __init__(self, models: Sequence[StepModel], average: str = "probabilities") -> None:
         if not models:
             raise UsageError("an ensemble needs at least one model")
         if average not in AVERAGES:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import GreedySearch, SearchState, SpecialTokens
+from qkv.core.search import GreedySearch, SearchState
+from qkv.core.tokenizer import Tokenizer
 from qkv.models.language_models import DecoderOnly
 
 
@@ -128,8 +129,8 @@ def uniform_numbers(sampling: Sampling, sentences: Sequence[int], rows: int, len
 class Sampler(GreedySearch):
     """Draw the next token of each row instead of taking the most probable one."""
 
-    def __init__(self, model: Any, options: Any, special: SpecialTokens, *, capacity: int, **sizes: Any) -> None:
-        super().__init__(model, options, special, capacity=capacity, rows=options.n_best, **sizes)
+    def __init__(self, model: Any, options: Any, tgt: Tokenizer, *, capacity: int, **sizes: Any) -> None:
+        super().__init__(model, options, tgt, capacity=capacity, rows=options.n_best, **sizes)
         self.sampling: Sampling = options.sampling
         drawn = uniform_numbers(self.sampling, self.numbers, self.rows, capacity)
         self.uniform = drawn.to(self.state.done.device)  # (sentences, rows, capacity)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from qkv.core.attention import wrappers
-from qkv.core.batches import collate
+from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import by_length, search_all, token_logprobs
+from qkv.core.translate import by_length, search_all
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
 from qkv.decoding.logits_processors import Sampling
@@ -262,12 +262,12 @@ class SearchInput:
 class SearchRunner:
     """A model with everything that its searches use."""
 
-    model: StepModel[Any, Any]
-    plain: StepModel[Any, Any]  # the model before packing: its attention can be recorded
+    model: StepModel
+    plain: StepModel  # the model before packing: its attention can be recorded
     tokenizers: TokenizerPair
     device: torch.device
     tgt_lang: str = ""
-    narrow: Callable[[Tensor], StepModel[Any, Any]] | None = None  # the model with these output tokens alone …
+    narrow: Callable[[Tensor], StepModel] | None = None  # the model with these output tokens alone …
     shortlist: Shortlist | None = None  # … which are chosen here
     start: StartSearch = start_variant  # an engine's is faster
     engines: Sequence[DecodingEngine] = ()  # the first that supports the options does the search
@@ -358,8 +358,18 @@ def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 # ---- forced decoding -------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
+def token_logprobs(model: StepModel, batch: Batch, pad: int) -> list[list[float]]:
+    """Return log p of each label, </s> last, for each row; their sum is the log-probability of the target."""
+    logits, _ = model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
+    log_probs = logits.float().log_softmax(-1)  # (batch, target, vocab)
+    chosen: Tensor = log_probs.gather(-1, batch.labels[:, :, None]).squeeze(-1)
+    real = (batch.labels != pad).sum(1).tolist()
+    return [row[:count] for row, count in zip(chosen.tolist(), real, strict=True)]
+
+
 def score_all(
-    model: StepModel[Any, Any],
+    model: StepModel,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
     tokenizers: TokenizerPair,

@@ -147,7 +147,7 @@ class Shortlisted:
     Special tokens come first in a vocabulary, so theirs stay the same. A sentence has -inf for what only others need.
     """
 
-    def __init__(self, model: StepModel[Any, Any], weight: Tensor, shortlist: Shortlist, tokens: Tensor) -> None:
+    def __init__(self, model: StepModel, weight: Tensor, shortlist: Shortlist, tokens: Tensor) -> None:
         """`weight` (vocabulary, d_model) is the model's output matrix, which it may hold in a form of its own."""
         self.model, self.shortlist, self.tokens = _narrow(model, weight.detach()[tokens]), shortlist, tokens
 
@@ -165,7 +165,7 @@ class Shortlisted:
         return logits, ShortState(after, state.allowed, state.sentence)
 
 
-def _narrow(model: StepModel[Any, Any], weight: Tensor) -> StepModel[Any, Any]:
+def _narrow(model: StepModel, weight: Tensor) -> StepModel:
     """The same model, sharing everything, with another output matrix."""
     narrow = copy.copy(model)
     # A packed Transformer has its output matrix as a callable, all others multiply by it in `project`.
@@ -175,7 +175,7 @@ def _narrow(model: StepModel[Any, Any], weight: Tensor) -> StepModel[Any, Any]:
 
 
 def search_short(
-    narrow: Callable[[Tensor], StepModel[Any, Any]],
+    narrow: Callable[[Tensor], StepModel],
     shortlist: Shortlist,
     sources: Sequence[Ids],
     options: SearchOptions,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
 from qkv.engines import FLAG, SIZES, AllowList, number
-from qkv.models.variants import rotary_of
 from qkv.options import ModelConfig, TransformerConfig
 
 MODEL = AllowList(
@@ -70,7 +69,7 @@ class UnpaddedTransformer(Transformer):
                 embedding.positions.reach(unpadded.length)
         for layers, unpadded in ((self.encoder, read), (self.decoder, written)):
             for layer in layers:
-                if (rotary := rotary_of(layer.attention)) is not None:
+                if (rotary := getattr(layer.attention, "rotary", None)) is not None:
                     rotary.reach(unpadded.length)
         reading = UnpaddedContext(read, mask)
         values = run_stack(self.source, self.encoder, self.encoder_norm, read.pack_ids(source), reading)

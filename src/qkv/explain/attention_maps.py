@@ -170,7 +170,7 @@ def _packed(layer: NDArray[np.float32]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def attention_map(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     text: str,
     source: list[int],

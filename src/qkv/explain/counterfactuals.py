@@ -70,7 +70,7 @@ class WhatIf:
 
 
 def what_if(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     spec: DecodeConfig,
     device: torch.device,
@@ -213,7 +213,7 @@ class NewWordAfterPrefix:
 
 @torch.inference_mode()
 def word_alternatives(
-    model: StepModel[Any, Any],
+    model: StepModel,
     source: Tensor,
     prefix: Sequence[int],
     boundaries: WordBoundaries,
@@ -252,7 +252,7 @@ def word_alternatives(
     return sorted(words.values(), key=lambda pair: -pair[1])[:n]
 
 
-def _next_log_probs(model: StepModel[Any, Any], encoded: Any, rows: list[list[int]], device: torch.device) -> Tensor:
+def _next_log_probs(model: StepModel, encoded: Any, rows: list[list[int]], device: torch.device) -> Tensor:
     """Return the log-probabilities of the token after each row: (rows, vocab), on the CPU."""
     width = max(map(len, rows))
     padded = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)

@@ -21,7 +21,6 @@ from qkv.core.search import (
     Hypothesis,
     Search,
     SearchOptions,
-    SpecialTokens,
     StartSearch,
     length_penalty,
     search,
@@ -49,9 +48,7 @@ class Decoding:
 class EncodedSource:
     """A model with one encoded source: searches and teacher forcing share one run of the encoder."""
 
-    def __init__(
-        self, model: StepModel[Any, Any], tokenizers: TokenizerPair, source: Sequence[int], device: torch.device
-    ):
+    def __init__(self, model: StepModel, tokenizers: TokenizerPair, source: Sequence[int], device: torch.device):
         self.source = torch.tensor([[*source, tokenizers.src.eos]], device=device)
         self.lengths = torch.tensor([self.source.shape[1]], device=device)
         with torch.inference_mode():
@@ -70,15 +67,14 @@ class EncodedSource:
         start: StartSearch = start_search,
     ) -> list[Hypothesis]:
         """Return the n best hypotheses that begin with the prefix."""
-        special = SpecialTokens(self.tgt.bos, self.tgt.eos, self.tgt.pad)
         forced = torch.tensor([list(prefix)], device=self.source.device) if prefix else None
         options = SearchOptions(**vars(spec), n_best=n_best)
-        (hypotheses,) = search(self, self.source, self.lengths, options, special, prefix=forced, start=start)
+        (hypotheses,) = search(self, self.source, self.lengths, options, self.tgt, prefix=forced, start=start)
         return hypotheses
 
 
 def trace_search(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     source_ids: Sequence[int],
     spec: DecodeConfig,
@@ -96,7 +92,7 @@ def trace_search(
 
 
 def forced_steps(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     source_ids: Sequence[int],
     target_ids: Sequence[int],
@@ -176,11 +172,11 @@ class SearchTrace:
     def __init__(self) -> None:
         self.sentences: dict[int, TracedSentence] = {}  # by their place in the whole input
 
-    def start(self, model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **rest: Any) -> Search:
+    def start(self, model: StepModel, options: SearchOptions, tgt: Tokenizer, **rest: Any) -> Search:
         """Return the plain search for these options, with this recorder attached."""
         if isinstance(options, DecodingOptions) and options.groups > 1:
             raise UsageError("a search in groups cannot be shown as one tree: omit groups")
-        search = start_variant(model, options, special, **rest)
+        search = start_variant(model, options, tgt, **rest)
         search.on_step = partial(self._add, search)
         return search
 
@@ -201,7 +197,7 @@ class SearchTrace:
             real = sum(logprob > -math.inf for logprob in logprobs)
             if not real:  # the sentence is done, but not yet removed from the search
                 continue
-            ends = [token == search.special.eos for token in tokens]
+            ends = [token == search.tgt.eos for token in tokens]
             traced = TracedStep(
                 parents[:real],
                 tokens[:real],

@@ -25,7 +25,6 @@ from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import by_length
-from qkv.core.validation import Task, Validation
 from qkv.data.lm_data import block_batch, text_blocks
 from qkv.explain import figure_files
 from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
@@ -184,7 +183,7 @@ class HeadImportance:
 
 @torch.inference_mode()
 def head_importance(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
@@ -223,7 +222,7 @@ def head_importance(
     return sorted(importances, key=lambda h: -h.change)
 
 
-def _loss(model: StepModel[Any, Any], encoded: Any, batch: Batch, pad: int) -> float:
+def _loss(model: StepModel, encoded: Any, batch: Batch, pad: int) -> float:
     """Return −log p, summed over the labels of a batch without padding."""
     logits, _ = model.step(batch.target, model.start(encoded))  # (batch, target, vocab)
     nll: Tensor = torch.nn.functional.cross_entropy(
@@ -296,21 +295,14 @@ def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
 SAMPLE_ROWS, SAMPLE_TOKENS = 16, 1024  # sample size: all recorded weights are in memory at once
 
 
-class MeasuredTask:
-    """Training task whose validations also measure the entropy of each attention, for the log."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.updates = task, task.updates
-
-    def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
-        """Validate as the task does, then measure the entropy on the first rows of the validation text."""
-        result = self.task.validate(model, text, config, device)
-        training = model.training
-        model.eval()
-        batch = first_rows(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
-        entropies = attention_entropy(model, batch, text.tokenizers.tgt.pad, device)
-        model.train(training)
-        return replace(result, details=result.details | {"attention_entropy": entropies})
+def attention_entropies(model: Model, text: PreparedText, config: Config, device: torch.device) -> dict[str, float]:
+    """Return the entropy of each attention on the first rows of the validation text; dropout is off meanwhile."""
+    training = model.training
+    model.eval()
+    batch = first_rows(text, config, SAMPLE_ROWS, SAMPLE_TOKENS)
+    entropies = attention_entropy(model, batch, text.tokenizers.tgt.pad, device)
+    model.train(training)
+    return entropies
 
 
 def first_rows(text: PreparedText, config: Config, rows: int, tokens: int) -> Batch:

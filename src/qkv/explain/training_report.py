@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from qkv.assembly import Run
+from qkv.assembly import Run, parameters, shape, vocabulary
 from qkv.core import files
 from qkv.core.errors import UsageError
-from qkv.explain.model_card import parameters, shape, vocabulary
 from qkv.options import TranslationConfig
 
 PAGE = Path(__file__).parent / "page"

@@ -11,7 +11,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +191,7 @@ class _AttentionOfPair:
 
 @torch.inference_mode()
 def _record_pairs(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
@@ -231,7 +230,7 @@ def _record_pairs(
 
 
 def align_pairs(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],
@@ -255,7 +254,7 @@ def align_pairs(
 
 
 def rank_heads(
-    model: StepModel[Any, Any],
+    model: StepModel,
     tokenizers: TokenizerPair,
     sources: Sequence[str],
     targets: Sequence[str],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
-from qkv.core.transformer import DecoderLayer, EncoderLayer, LearnedPositions, Transformer, sinusoids
+from qkv.core.transformer import LearnedPositions, Transformer, TransformerLayer, sinusoids
 from qkv.data.subwords import unique_names
 from qkv.interop.conversion import LinearWeights, attention_projections, check_supported, import_optional
 from qkv.options import TransformerConfig
@@ -89,10 +89,10 @@ def _position_table(positions: nn.Module | None, d_model: int) -> Tensor:
     return torch.zeros(POSITIONS, d_model) if positions is None else sinusoids(POSITIONS, d_model)
 
 
-def _set_layer(target: Any, layer: EncoderLayer | DecoderLayer) -> None:
+def _set_layer(target: Any, layer: TransformerLayer) -> None:
     norms: list[nn.Module] = [residual.norm for residual in layer.residuals]  # type: ignore[misc]
     _set_attention(target.self_attention, layer.attention, norms[0])
-    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
+    if layer.cross_attention is not None:
         _set_attention(target.attention, layer.cross_attention, norms[1], cross=True)
     feed_forward = layer.feed_forward
     _set_linear(target.ffn.linear_0, LinearWeights.of(feed_forward.inner))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
-from qkv.core.transformer import DecoderLayer, EncoderLayer, Transformer
+from qkv.core.transformer import Transformer, TransformerLayer
 from qkv.data.subwords import unique_names
 from qkv.interop.conversion import (
     LinearWeights,
@@ -174,9 +174,9 @@ def _renamed_weights(model: Transformer) -> Iterator[tuple[str, Tensor]]:
             yield from _norm(f"model.{stack}.layer_norm", final, order)
 
 
-def _layer(layer: EncoderLayer | DecoderLayer, order: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _layer(layer: TransformerLayer, order: Tensor) -> Iterator[tuple[str, Tensor]]:
     attentions = {"self_attn": layer.attention}
-    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
+    if layer.cross_attention is not None:
         attentions["encoder_attn"] = layer.cross_attention
     for name, attention in attentions.items():
         *inputs, output = attention_projections(attention)

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from qkv.assembly import Run
+from qkv.assembly import Run, parameter_count
 from qkv.console import say
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import EOS
 from qkv.data.formats import LineReader
-from qkv.explain.model_card import parameter_count
 from qkv.lab import decoding_contenders, peers, training_speed
 from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from qkv.api import auto_recipe
+from qkv.assembly import parameters, shape
 from qkv.console import say
 from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.explain.model_card import parameters, shape
 from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig

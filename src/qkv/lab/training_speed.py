@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.assembly import parameter_count
 from qkv.console import say
 from qkv.core.batches import Batch
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
-from qkv.explain.model_card import parameter_count
 from qkv.lab import peers
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
 from qkv.lab.training_contenders import Contender, TrainingSetup, contenders

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qkv.api import Translator
 from qkv.api.run_training import fit
-from qkv.assembly import Run, build_model, stored_at, updates_for
+from qkv.assembly import Run, build_model, parameters, stored_at, updates_for, vocabulary
 from qkv.console import bars, describe_device, say
 from qkv.core import files
 from qkv.core.batches import Position
@@ -41,7 +41,6 @@ from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
 from qkv.evaluation.metrics import quick_bleu
-from qkv.explain.model_card import parameters, vocabulary
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo

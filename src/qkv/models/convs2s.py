@@ -198,7 +198,7 @@ class ConvS2S(TranslationModel):
         )
         self.last = WeightNorm(config.d_model, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.tie(tgt_vocab)
+        self.add_output(tgt_vocab, self.target)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """Return the last hidden states (batch, target, d_model), given the source and the target up to each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkv.core.attention import CachedDecoding, Context, WholeSequence, attention_mask
-from qkv.core.transformer import DecoderLayer, EncoderLayer, Layers, Model, run_stack
+from qkv.core.transformer import Layers, Model, TransformerLayer, run_stack, stack
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 
 
@@ -16,15 +16,15 @@ class DecoderOnly(Model):
     """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
 
     config: DecoderOnlyConfig
-    decoder: Sequence[DecoderLayer]
+    decoder: Sequence[TransformerLayer]
 
     def __init__(self, config: DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
         super().__init__()
         self.config = config
         self.target = layers.embedding(vocab)
-        self.decoder = nn.ModuleList(DecoderLayer(layers, i, cross=False) for i in range(config.layers))  # type: ignore[assignment]
+        self.decoder = stack(layers, "decoder", config.layers, cross=False)
         self.decoder_norm = layers.final_norm()
-        self.add_output(vocab, self.target if config.tie == "output" else None)
+        self.add_output(vocab, self.target)
 
     def hidden(self, target: Tensor) -> Tensor:
         return self.run_decoder(target, WholeSequence())
@@ -47,15 +47,15 @@ class EncoderOnly(Model):
     """Ids (batch, length), some of them hidden, to logits of the token at every position."""
 
     config: EncoderOnlyConfig
-    encoder: Sequence[EncoderLayer]
+    encoder: Sequence[TransformerLayer]
 
     def __init__(self, config: EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
         super().__init__()
         self.config = config
         self.source = layers.embedding(vocab)
-        self.encoder = nn.ModuleList(EncoderLayer(layers, i) for i in range(config.layers))  # type: ignore[assignment]
+        self.encoder = stack(layers, "encoder", config.layers, cross=False)
         self.encoder_norm = layers.final_norm()
-        self.add_output(vocab, self.source if config.tie == "output" else None)
+        self.add_output(vocab, self.source)
 
     def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)

@@ -194,7 +194,7 @@ class Rnn(TranslationModel):
         self.score_weight = nn.Parameter(torch.empty(1, d_model).normal_(std=d_model**-0.5)) if additive else None
         self.combine = _linear(2 * d_model, d_model)  # W_c
         self.dropout = nn.Dropout(config.dropout)
-        self.tie(tgt_vocab)
+        self.add_output(tgt_vocab, self.target)
 
     def hidden(self, source: Tensor, lengths: Tensor, target: Tensor) -> Tensor:
         """Return the attentional states (batch, target, d_model), given the source and the target up to each."""

@@ -120,8 +120,8 @@ def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.LanguageMo
 
 def model_card(name: str, model: qkv.Translator | qkv.LanguageModel) -> Event:
     """The entry of a model in `GET /models`."""
+    from qkv.assembly import parameter_count, shape, vocabulary
     from qkv.decoding.search_request import without_spaces
-    from qkv.explain.model_card import parameter_count, shape, vocabulary
 
     config, scores, card = model.config, model.run.scores, model.run.path / "card.md"
     return {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from qkv.core.batches import Batch, Update, UpdateStream
-from qkv.core.device import ALONE, World
+from qkv.core.device import World
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.run import load_weights
 from qkv.core.trainer import PlainTrainStep
@@ -37,7 +37,6 @@ from qkv.training import memory_limits
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun says to each process
 BUCKET = 1 << 24  # numbers summed at once: few messages, and little memory beside the gradients
 POLL = 0.02  # seconds between two queries for rank 0's word
 GRACE = 20  # seconds to stop in good order after a signal; torchrun kills 10 seconds later
@@ -101,9 +100,9 @@ class TorchrunWorld(World):
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def check_device(world: World, device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Refuse a device that this process of several cannot have for itself."""
-    if world.size == 1 or device.type == "cpu":
+    if device.type == "cpu":
         return
     if str(device) != "cuda":
         raise UsageError(f"train.device = {device}: every process of several takes its own: use auto, cuda or cpu")
@@ -114,11 +113,10 @@ def check_device(world: World, device: torch.device) -> None:
         )
 
 
-def copy_from_first(world: World, tensors: Iterable[Tensor]) -> None:
+def copy_from_first(tensors: Iterable[Tensor]) -> None:
     """Copy the tensors of rank 0 to every rank, in place."""
-    if world.size > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), 0)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -136,10 +134,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """Join the processes that torchrun started, if it did; the message of a failure inside names its rank."""
-    if not all(name in os.environ for name in ENVIRONMENT) or os.environ["WORLD_SIZE"] == "1":
-        yield ALONE
-        return
+    """Join the processes that torchrun started; the message of a failure inside names its rank."""
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus and _local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(_local_rank())

@@ -45,10 +45,6 @@ class MemoryLimitedStep(PlainTrainStep):
         while True:
             sums, too_large = self._gradients_until_out_of_memory(update.micro_batches)
             if too_large is None:
-                if self.world.size > 1:
-                    for parameter in self.model.parameters():
-                        if parameter.grad is None:  # this rank had no rows
-                            parameter.grad = torch.zeros_like(parameter)
                 return torch.cat([sums, sums.new_tensor([update.tokens])])
             self.limit.shrink(too_large)
             self.zero_gradients()  # half a gradient is left behind

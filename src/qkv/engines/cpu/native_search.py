@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions, SpecialTokens
-from qkv.core.tokenizer import TokenizerPair
+from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.beam_variants import start_variant
@@ -89,11 +89,11 @@ class NativeBeamSearch(BeamSearch):
         return parents
 
 
-def start_native(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
+def start_native(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
     """Return a search for these options, with plain steps in C (`qkv.core.search.start_search`)."""
     reason = SEARCH.refusal(options)
     plain_step = NativeGreedySearch if options.rows == 1 else NativeBeamSearch
-    search = (start_variant if reason else plain_step)(model, options, special, **sizes)
+    search = (start_variant if reason else plain_step)(model, options, tgt, **sizes)
     if isinstance(model, NativeTransformer) and (reason or refused(search)):
         masked: Any = UnfinishedRows(model, search)
         search.model = masked
@@ -145,7 +145,7 @@ def _fits(logits: Tensor) -> bool:
 
 
 def _search_step(search: Search, logits: Tensor, parents: Tensor | None) -> SearchStep:
-    state, special = search.state, search.special
+    state, tgt = search.state, search.tgt
     sentences, rows, capacity = state.tokens.shape
     tensors = (
         *(search.penalties, state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced),
@@ -154,7 +154,7 @@ def _search_step(search: Search, logits: Tensor, parents: Tensor | None) -> Sear
     return SearchStep(
         *(logits.data_ptr(), logits.shape[1], sentences, rows, state.finished_scores.shape[1], capacity),
         *(tensor.data_ptr() for tensor in tensors),
-        *(special.pad, special.bos, special.eos, search.options.min_length),
+        *(tgt.pad, tgt.bos, tgt.eos, search.options.min_length),
         None if parents is None else parents.data_ptr(),
     )
 
@@ -174,7 +174,7 @@ def _check(code: int) -> None:
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
-OpenedRun = tuple[StepModel[Any, Any], TokenizerPair]
+OpenedRun = tuple[StepModel, TokenizerPair]
 CPU = torch.device("cpu")
 MIN_TOKENS = 8192  # source tokens for each process; below this, its start takes longer than it saves
 

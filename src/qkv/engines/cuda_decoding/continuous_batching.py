@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
-from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, SpecialTokens, StartSearch, check_prefix
-from qkv.core.tokenizer import TokenizerPair
+from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, StartSearch, check_prefix
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.engines import FLAG, SIZES, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
@@ -109,12 +109,11 @@ class SlotDecoding:
             results[order[place]] = hypotheses
             progress([order[place]])
 
-        special = SpecialTokens(tgt.bos, tgt.eos, tgt.pad)
         forced_prefixes = prefixes or [()] * len(sources)
-        check_prefix(torch.tensor([token for prefix in forced_prefixes for token in prefix], dtype=torch.long), special)
+        check_prefix(chain.from_iterable(forced_prefixes), tgt)
         ids, longest = [[*sources[i], src.eos] for i in order], [options.longest(len(sources[i])) for i in order]
         forced_prefixes = [forced_prefixes[i] for i in order]
-        self._scheduler(ids, longest, forced_prefixes, options, special).run(
+        self._scheduler(ids, longest, forced_prefixes, options).run(
             ids, longest, forced_prefixes, pad_id=src.pad, finished=finished
         )
         return results
@@ -125,19 +124,17 @@ class SlotDecoding:
         longest: Sequence[int],
         prefixes: Sequence[Ids],
         options: SearchOptions,
-        special: SpecialTokens,
     ) -> SlotScheduler:
         """Return a scheduler for sentences of these lengths, from the cache if possible."""
         source = self._rounded(max(map(len, sources)), 16)
         capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
         slots = min(_power_below(len(sources)), MOST, self._slots_that_fit(options.rows, capacity, source))
-        key = (dataclasses.replace(options, max_length=None), special, slots, capacity, source)
+        key = (dataclasses.replace(options, max_length=None), slots, capacity, source)
         if key not in self.schedulers:
             while len(self.schedulers) >= self.keep:
                 self.schedulers.popitem(last=False)
-            self.schedulers[key] = SlotScheduler(
-                self.model, options, special, slots=slots, capacity=capacity, source=source, start=self.start
-            )
+            sizes = {"slots": slots, "capacity": capacity, "source": source}
+            self.schedulers[key] = SlotScheduler(self.model, options, self.tokenizers.tgt, start=self.start, **sizes)
         self.schedulers.move_to_end(key)
         return self.schedulers[key]
 
@@ -175,7 +172,7 @@ class SlotScheduler:
         self,
         model: Any,
         options: SearchOptions,
-        special: SpecialTokens,
+        tgt: Tokenizer,
         *,
         slots: int,
         capacity: int,
@@ -184,7 +181,7 @@ class SlotScheduler:
     ) -> None:
         self.slots, self.device = slots, model.output.weight.device
         lengths = torch.ones(slots, dtype=torch.long, device=self.device)
-        self.search = start(model, options, special, lengths=lengths, capacity=capacity)
+        self.search = start(model, options, tgt, lengths=lengths, capacity=capacity)
         self.search.decoder = SlotCache(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
         self.group = max(1, slots // 8)  # finished sentences replaced at a time, at least: the device is idle meanwhile
@@ -267,7 +264,7 @@ class Admission:
         def buffer(*shape: int, value: int) -> Tensor:
             return torch.full((size, *shape), value, dtype=torch.long, device=device)
 
-        self.source, self.lengths = buffer(source, value=search.special.pad), buffer(value=1)
+        self.source, self.lengths = buffer(source, value=search.tgt.pad), buffer(value=1)
         self.slots, self.longest, self.forced = buffer(value=0), buffer(value=0), buffer(capacity, value=-1)
         self.enter: Callable[[], object] = self._enter
 

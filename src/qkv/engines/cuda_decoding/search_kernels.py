@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, SpecialTokens, log_sum_exp
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, log_sum_exp
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.beam_variants import start_variant
 from qkv.engines import SEARCH_STEP, AllowList
@@ -43,7 +44,7 @@ class TritonGreedySearch(GreedySearch):
         if refused(self, logits.shape[1]):
             return super().extend(logits)
         total, largest = _scan_allowed(self, logits)
-        return extend_greedy(self.state, logits, total, largest, self.penalties, self.special.eos)
+        return extend_greedy(self.state, logits, total, largest, self.penalties, self.tgt.eos)
 
 
 class TritonBeamSearch(BeamSearch):
@@ -53,13 +54,13 @@ class TritonBeamSearch(BeamSearch):
         if refused(self, logits.shape[1]):
             return super().extend(logits)
         total, largest = _scan_allowed(self, logits)
-        return extend_beams(self.state, logits, total, largest, self.penalties, self.special.eos)
+        return extend_beams(self.state, logits, total, largest, self.penalties, self.tgt.eos)
 
 
-def start_triton(model: StepModel[Any, Any], options: SearchOptions, special: SpecialTokens, **sizes: Any) -> Search:
+def start_triton(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
     """Return a search for these options, with kernels for plain steps (`qkv.core.search.start_search`)."""
     plain_step = TritonGreedySearch if options.rows == 1 else TritonBeamSearch
-    return (start_variant if SEARCH.refusal(options) else plain_step)(model, options, special, **sizes)
+    return (start_variant if SEARCH.refusal(options) else plain_step)(model, options, tgt, **sizes)
 
 
 def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
     early = None
     if least := search.options.min_length:
         early = (search.state.length < search.state.longest.clamp(max=least)).repeat_interleave(search.rows)
-    total, largest = scan(logits, search.never, early, search.special.eos)
+    total, largest = scan(logits, search.never, early, search.tgt.eos)
     return total.unflatten(0, (-1, search.rows)), largest.unflatten(0, (-1, search.rows))
 
 
