@@ -76,13 +76,13 @@ class Task(Protocol):
 class TranslationTask:
     """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    `start` replaces the plain search, `bleu` the metric and `loss` the plain loss; `options` go to the stream of updates.
+    `start`, `bleu` and `loss` replace the plain ones; `options` go to the stream of updates.
     """
 
     def __init__(
         self,
         start: StartSearch = start_search,
-        bleu: Bleu | None = None,
+        bleu: Bleu = corpus_bleu,
         loss: Loss = label_smoothed_loss,
         **options: Any,
     ) -> None:
