@@ -60,7 +60,7 @@ class Tree:
     own: Path
     places: dict[str, Path]
     threads: int
-    new: bool = False  # whether intended changes since the old commit are undone by options
+    as_before: bool = False  # whether intended changes since the old commit are undone by options
 
     def __post_init__(self) -> None:
         self.own.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Tree:
         """Start a process for the jobs that have no result yet."""
         known = self.results
         missing = [self.filled(job) for job in jobs if job["id"] not in known]
-        if self.new:
+        if self.as_before:
             missing = [{**job, "argv": as_before(job["argv"])} for job in missing]
         if not missing:
             return None
@@ -368,7 +368,8 @@ def main() -> None:
         places = {"old": base / "old", "text": base / "text", "config": base / "configs"}
         places |= {"lines": base / "lines.txt", "refs": base / "references.txt"}
         old = Tree(source, base / "old", places, given.threads)
-        new = Tree(NEW, base / "new", places, given.threads, new=True)
+        changed = not (source / "src/qkv/core").exists()  # later commits split inputs and have a data seed too
+        new = Tree(NEW, base / "new", places, given.threads, as_before=changed)
         trees = Comparison(old, new, given.processes)
         try:
             compare(trees, given.only, given.speed)

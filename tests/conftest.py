@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from qkv.core.dataset import PreparedText
-from qkv.options import Config
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from qkv.core.batches import Update
+    from qkv.core.config import DataConfig
     from qkv.core.dataset import PreparedText
     from qkv.core.trainer import Trainer
+    from qkv.options import Config
 
 # For torch, which is imported later, and for subprocesses. One thread: the models are tiny, the tests many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,6 +91,8 @@ def write_pairs(folder: Path, pairs: Iterable[tuple[str, str]], name: str = "tex
 
 def tiny_config(src: str, tgt: str, **train: object) -> Config:
     """Config of a model that learns the small language almost perfectly in its 200 steps."""
+    from qkv.options import Config
+
     values = {
         "steps": 200,
         "tokens_per_step": 1024,
@@ -132,6 +133,16 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     import qkv
 
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> DataConfig:
+    """The config of 300 training and 20 validation pairs in files."""
+    from core_runs import distinct_pairs, write_corpus
+    from qkv.core.config import DataConfig
+
+    train = write_corpus(tmp_path, distinct_pairs(300))
+    return DataConfig(train=(train,), valid=(write_corpus(tmp_path, distinct_pairs(20, seed=1), "valid"),))
 
 
 def begun(folder: Path, spec: Config) -> tuple[Config, PreparedText]:

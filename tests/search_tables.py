@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from qkv.core.batches import Batch
 from qkv.core.config import DecodeConfig, TransformerConfig
 from qkv.core.search import Hypothesis, length_penalty
 from qkv.core.tokenizer import Tokenizer
@@ -144,3 +145,11 @@ def sources(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     source[torch.arange(9) >= lengths[:, None]] = PAD
     source[torch.arange(count), lengths - 1] = EOS
     return source, lengths
+
+
+def label_logprobs(model: Transformer, batch: Batch) -> list[list[float]]:
+    """Log p of each label of a batch, </s> last, from the logits of the whole target."""
+    with torch.inference_mode():
+        log_probs = model(*batch.inputs).double().log_softmax(-1)
+    chosen = log_probs.gather(-1, batch.labels[:, :, None]).squeeze(-1)
+    return [row[labels != PAD].tolist() for row, labels in zip(chosen, batch.labels, strict=True)]

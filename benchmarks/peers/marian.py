@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv.core.batches import pad
 from qkv.core.tokenizer import EOS, PAD
-from qkv.interop import to_huggingface
+from qkv.interop.huggingface import to_huggingface
 from qkv.lab.decoding_contenders import (
     FLOATS,
     DecodeFunction,

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
-from qkv.api.results import Alternative
+from qkv.api.translator import Alternative
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text
@@ -292,6 +293,17 @@ def test_the_closest_to_the_reference() -> None:
         Augmenter(fake, "distillation", options={"rerank": "bleu"}).pairs(lines, wanted)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("by", ["bleu", "chrf"])
+def test_references_are_compared_in_one_unicode_form(by: str) -> None:
+    right = "une école très fermée"
+    fake, others = FakeTranslator(), [Alternative(right, -2.0, -8.0)]
+    fake.one = lambda line: Translation("une ecole tres fermee", -1.0, -4.0, [], others)  # type: ignore[method-assign]
+    augmenter = Augmenter(fake, "distillation", closest_by=by)  # type: ignore[arg-type]
+    for form in ("NFC", "NFD"):
+        (pair,) = augmenter.pairs(["a closed school"], [unicodedata.normalize(form, right)])
+        assert pair.tgt == right
+
+
 SAID = st.lists(st.sampled_from("a b c d e".split()), min_size=1, max_size=8).map(" ".join)
 
 
@@ -352,7 +364,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
     (corpus,) = find_text([CorpusConfig(src=str(path))], DataConfig())
-    return [pair for block in split_into_blocks(corpus, corpus.paths) for pair in read_block(block) if pair]
+    return [pair for block in split_into_blocks(corpus) for pair in read_block(block) if pair]
 
 
 @given(

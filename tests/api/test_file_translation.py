@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from qkv import cli
 from qkv.api import Translation, file_translation, output_journal
 from qkv.api.file_translation import Chunk, ProcessGroup, chunks, count_lines, translate_file, translate_stream
 from qkv.api.output_journal import End, Entry, Journal, PartialFile
+from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 
 LINES = [f"line {number} {'ä' * (number % 7)}" for number in range(23)]
@@ -563,9 +565,10 @@ def test_one_that_dies_takes_the_others_down(tmp_path: Path) -> None:
 class Recorder:
     """Fake translator that records its options."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.loaded = arguments, options
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.members: list[Any] = []  # of the loaded runs
+        self.run: Any = None
         self.asked: list[dict[str, Any]] = []
 
     def learn_shortlist(self) -> None:
@@ -580,7 +583,13 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
-    monkeypatch.setattr("qkv.api.Translator", lambda *arguments, **options: found)
+
+    def load(run: Path, *, others: list[Path], **options: Any) -> Recorder:
+        found.members = [SimpleNamespace(run=Run.open(each)) for each in (run, *others)]
+        found.run = found.members[0].run
+        return found
+
+    monkeypatch.setattr("qkv.api.Translator", load)
     monkeypatch.setattr("qkv.api.file_translation.fingerprint", lambda run, weights: f"{run.path.name} {weights}")
     return found
 

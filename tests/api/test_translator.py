@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
@@ -181,14 +182,22 @@ def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:
     ("language", "joined"),
     [("it", "α。 β! γ"), ("zh", "α。β!γ"), ("zh-CN", "α。β!γ"), ("ja", "α。β!γ"), ("", "α。 β! γ")],
 )
-def test_pieces_are_glued_as_the_language_is_written(tiny: Path, language: str, joined: str) -> None:
+def test_pieces_are_glued_as_the_language_is_written(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, language: str, joined: str
+) -> None:
     """A sentence ends in 。 without a space, or in punctuation and a space; some languages have no spaces."""
     translator = qkv.load(tiny)
     translator.config = translator.config.replace(data={"tgt_lang": language})
-    tgt = translator.tokenizers.tgt
-    pieces = split("甲。B! C", lambda piece: len(piece) <= 2)
-    assert pieces.separators == ("", "", " ", "")
-    assert translator._join(pieces, [tgt.decode(tgt.encode(text)) for text in ("α。", "β!", "γ")]).strip() == joined
+    found = []
+
+    def cut_and_join(texts: list[str], *_: Any, split: Any, **__: Any) -> list[Any]:
+        pieces, join = split(texts[0], 0)
+        found.append((tuple(pieces), join(["α。", "β!", "γ"]).strip()))
+        return []
+
+    monkeypatch.setattr("qkv.api.translator.translate_lines", cut_and_join)
+    translator.translate(["甲。B! C"])
+    assert found == [(("甲。", "B!", "C"), joined)]
 
 
 def test_lines_in_lines_out() -> None:

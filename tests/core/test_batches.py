@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cache, partial
 from itertools import combinations, islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from conftest import PATIENCE, wait_until
-from qkv.assembly import prefetch
+from batch_streams import FakeStore, both, pairs_in, plain, updates_of
 from qkv.core import batches
 from qkv.core.batches import (
-    Batch,
-    PairBatches,
     PlannedUpdate,
     Position,
-    Update,
     choose_micro_tokens,
     collate,
     cut,
@@ -35,12 +25,7 @@ from qkv.core.batches import (
     share,
     visits,
 )
-from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
-from qkv.core.tokenizer import TokenizerPair
-from qkv.data.subwords import learn, pair_dropout
-from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
-from qkv.options import TokenizerConfig
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
 
@@ -212,62 +197,6 @@ def test_micro_batches_hold_the_longest_sentence() -> None:
 
 # ---- the loader ------------------------------------------------------------------------------------------------------
 
-WORDS = "the cat sleeps in a lovely garden under green trees while small birds sing about summer mornings".split()
-
-
-@cache
-def both() -> TokenizerPair:
-    return learn([" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20, TokenizerConfig(vocab=320), ("de", "fr"))
-
-
-@dataclass
-class FakeStore:
-    """Random sentences of two corpora, the second tagged; the interface of a TokenStore without its files."""
-
-    weights: tuple[float, ...] = (1.0, 1.0)
-    sentences: int = 120
-    sides: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
-    plans: dict[Any, Any] = field(default_factory=dict)
-    micro_tokens: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        random = np.random.default_rng(9)
-        half = self.sentences // 2
-        self.corpus = np.repeat([0, 1], half)
-        for name, tokenizer in (("src", both().src), ("tgt", both().tgt)):
-            texts = [" ".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(self.sentences)]
-            rows = [tokenizer.encode(text) for text in texts]
-            if name == "src":
-                rows[half:] = [[tokenizer.tag("fr"), *row] for row in rows[half:]]
-            self.sides[name] = [np.array(row, np.uint16) for row in rows]
-
-    def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
-        rows = [self.sides[side][i] for i in indices]
-        return Rows(np.concatenate(rows), np.array([len(row) for row in rows]))
-
-    def lengths(self, side: str) -> NDArray[np.uint32]:
-        return np.array([len(row) for row in self.sides[side]], np.uint32)
-
-
-def updates_of(**options: Any) -> PairBatches:
-    store: Any = options.pop("store", None) or FakeStore()
-    if dropout := options.pop("dropout", 0.0):
-        options["cut"] = partial(pair_dropout, probability=dropout)
-    return PairBatches(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
-
-
-def plain(step: Update) -> Any:
-    return step.after, [[t.tolist() for t in (b.source, b.lengths, b.target, b.labels)] for b in step.micro_batches]
-
-
-def pairs_in(steps: list[Update]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every pair of rows, without padding, <s> and </s>."""
-    found = []
-    for batch in (batch for step in steps for batch in step.micro_batches):
-        for source, labels in zip(batch.source.tolist(), batch.labels.tolist(), strict=True):
-            found.append((tuple(source[: source.index(2)]), tuple(labels[: labels.index(2)])))
-    return found
-
 
 def test_collate_by_hand() -> None:
     batch = collate([np.array([7, 8, 9]), np.array([5])], [np.array([6], np.uint16), np.array([], np.uint16)], both())
@@ -292,96 +221,9 @@ def test_an_epoch_loads_every_pair_once() -> None:
     assert sum(step.tokens for step in loaded) == sum(len(target) + 1 for _, target in stored)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@settings(max_examples=8)
-@given(st.integers(0, 25))
-def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -> None:
-    updates = updates_of(dropout=dropout)
-    whole = list(islice(updates._updates(Position(0, 0)), 30))
-    assert {step.after.epoch for step in whole} >= {0, 1}
-    position = whole[start - 1].after if start else Position(0, 0)
-    tail = islice(prefetch(updates_of(dropout=dropout).starting(position)), 30 - start)
-    assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]
-
-
-def test_dropout_keeps_the_text_and_follows_the_seed() -> None:
-    def loaded(**options: Any) -> list[Update]:
-        updates = updates_of(**options)
-        return list(islice(updates.starting(Position(0, 0)), len(updates.plan(0))))
-
-    plainly, dropped = loaded(), loaded(dropout=0.3)
-    for one, other in zip(pairs_in(plainly), pairs_in(dropped), strict=True):
-        assert both().src.decode(one[0]) == both().src.decode(other[0])
-        assert both().tgt.decode(one[1]) == both().tgt.decode(other[1])
-        assert (one[0][0] == both().src.tag("fr")) == (other[0][0] == both().src.tag("fr"))  # tags stay in front
-    assert pairs_in(plainly) != pairs_in(dropped)
-    assert any(pair[0][0] == both().src.tag("fr") for pair in pairs_in(dropped))
-    assert [plain(step) for step in loaded(dropout=0.3)] == [plain(step) for step in dropped]
-    updates = updates_of(dropout=0.3)
-    later = pairs_in(list(islice(updates.starting(Position(1, 0)), len(updates.plan(1)))))
-    assert set(later) != set(pairs_in(dropped))  # another cut in another epoch
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
-    one = list(islice(updates_of(dropout=dropout).starting(Position(0, 0)), 12))
-    ranks = [
-        list(islice(updates_of(dropout=dropout, rank=rank, world=world).starting(Position(0, 0)), 12))
-        for rank in range(world)
-    ]
-    for number, step in enumerate(one):
-        shared = [mine[number] for mine in ranks]
-        assert Counter(pairs_in(shared)) == Counter(pairs_in([step]))
-        assert sum(part.tokens for part in shared) == step.tokens
-        assert {part.after for part in shared} == {step.after}
-
-
-def test_an_error_in_the_thread_reaches_the_reader() -> None:
-    class Broken(FakeStore):
-        def rows(self, side: str, indices: NDArray[np.int64]) -> Rows:
-            if 77 in indices:
-                raise OSError("the disk is gone")
-            return super().rows(side, indices)
-
-    steps = prefetch(updates_of(store=Broken()).starting(Position(0, 0)))
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(islice(steps, 100))
-    assert list(islice(steps, 1)) == []  # and that was the end
-
-
 def test_visiting_nothing_is_an_error_and_no_endless_wait() -> None:
     with pytest.raises(UsageError, match="visits no sentence"):
-        next(prefetch(updates_of(store=FakeStore(weights=(0.0, 0.0))).starting(Position(0, 0))))
-
-
-def test_the_thread_ends_with_its_reader() -> None:
-    before = set(threading.enumerate())
-    steps = prefetch(updates_of().starting(Position(0, 0)))
-    next(steps)
-    (thread,) = set(threading.enumerate()) - before
-    assert thread.daemon
-    del steps
-    gc.collect()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Batch] = []
-    make = PairBatches.batch
-
-    def counted(self: PairBatches, micro: batches.Indices, seed: tuple[int, ...]) -> Batch:
-        made.append(make(self, micro, seed))
-        return made[-1]
-
-    monkeypatch.setattr(PairBatches, "batch", counted)
-    steps = prefetch(updates_of(micro_tokens=400).starting(Position(0, 0)))  # a micro-batch an update
-    next(steps)
-    ahead = 1 + 4 + 1  # read, queued, and the one in hand
-    wait_until(lambda: len(made) >= ahead)
-    time.sleep(0.1)  # time enough for one too many
-    assert len(made) == ahead
+        next(updates_of(store=FakeStore(weights=(0.0, 0.0))).starting(Position(0, 0)))
 
 
 def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,36 +251,23 @@ def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(store.plans) <= batches.PLANS_CACHED
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_packed_batches_hold_every_row_once(world: int) -> None:
-    """In parts of at most about so many tokens on each side."""
-    store: Any = FakeStore()
-    plainly = list(islice(updates_of(store=store, tokens=2000).starting(Position(0, 0)), 12))
-    packed: list[list[PackedUpdate]] = []
-    for rank in range(world):
-        stream = PackedPairs(
-            store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, rank=rank, world=world
-        )
-        packed.append(list(islice(stream.starting(Position(0, 0)), 12)))  # type: ignore[arg-type]
-    for number, update in enumerate(plainly):
-        parts = [batch for mine in packed for batch in mine[number].packed]
-        assert len(parts) > 3
-        rows = [row for batch in parts for row in batch.rows(both().tgt.pad)]
-        found = Counter((tuple(s[:-1].tolist()), tuple(labels[:-1].tolist())) for s, _, labels in rows)
-        assert found == Counter(pairs_in([update]))
-        assert sum(mine[number].tokens for mine in packed) == update.tokens
+@settings(max_examples=8)
+@given(st.integers(0, 25))
+def test_any_position_starts_the_tail_of_the_whole(start: int) -> None:
+    updates = updates_of()
+    whole = list(islice(updates._updates(Position(0, 0)), 30))
+    assert {step.after.epoch for step in whole} >= {0, 1}
+    position = whole[start - 1].after if start else Position(0, 0)
+    tail = islice(updates_of().starting(position), 30 - start)
+    assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]
 
 
-def test_packed_batches_are_as_full_as_their_budget() -> None:
-    """Parts start at the beginning of the update and have about equal sizes; no row is longer than a budget."""
-    store: Any = FakeStore()
-    stream = PackedPairs(store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3)
-    rows = np.concatenate(stream.plan(0)[0])
-    parts = stream._parts(rows)
-    assert np.concatenate(parts).tolist() == rows.tolist()
-    total = np.maximum(*(np.cumsum(store.lengths(side)[rows] + 1) for side in ("src", "tgt")))
-    ends = np.cumsum([len(part) for part in parts])
-    assert len(parts) == -(-int(total[-1]) // 64)
-    for number, end in enumerate(ends.tolist(), 1):
-        assert total[end - 1] <= 64 * number
-        assert end == len(rows) or total[end] > 64 * number, "the next row would not fit"
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_together_load_the_batches_of_one(world: int) -> None:
+    one = list(islice(updates_of().starting(Position(0, 0)), 12))
+    ranks = [list(islice(updates_of(rank=rank, world=world).starting(Position(0, 0)), 12)) for rank in range(world)]
+    for number, step in enumerate(one):
+        shared = [mine[number] for mine in ranks]
+        assert Counter(pairs_in(shared)) == Counter(pairs_in([step]))
+        assert sum(part.tokens for part in shared) == step.tokens
+        assert {part.after for part in shared} == {step.after}

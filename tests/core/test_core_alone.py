@@ -39,7 +39,7 @@ from qkv.core.config import Config
 from qkv.core.corpus import find_corpus
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
-from qkv.core.preparation import prepare
+from qkv.core.preparation import Sentences, length_filters, prepare
 from qkv.core.dataset import StoreFolder
 from qkv.core.run import Run
 from qkv.core.search import SearchOptions
@@ -53,7 +53,8 @@ folder, stop = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 config = Config.from_dict(json.loads((folder / "config.json").read_text()))
 corpora = [find_corpus(corpus, config.data) for corpus in config.data.train]
-text = prepare(corpora, [], config.data, config.tokenizer, StoreFolder(folder / "run" / "store"))
+sentences = Sentences(config.data, length_filters(config.data))
+text = prepare(corpora, [], sentences, config.tokenizer, StoreFolder(folder / "run" / "store"))
 run = Run(folder / "run")
 if not run.exists():
     run = Run.create(folder / "run", config, text.tokenizers)

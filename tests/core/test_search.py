@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv.core.batches import collate
+from qkv.core.config import DecodeConfig
 from qkv.core.errors import QkvError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.decoding.search_request import token_logprobs
-from qkv.options import DecodeConfig
 from search_tables import (
     BOS,
     EOS,
@@ -32,6 +31,7 @@ from search_tables import (
     TableModel,
     assert_same,
     everything,
+    label_logprobs,
     random_table,
     ranked,
     sources,
@@ -237,7 +237,7 @@ def test_forced_decoding_gives_every_score_again(beam: int, n_best: int, penalty
         assert len(hypotheses) == n_best
         given_ = source[row, : lengths[row] - 1].numpy()
         batch = collate([given_] * n_best, [np.array(h.tokens, np.int64) for h in hypotheses], either)
-        for h, logprobs in zip(hypotheses, token_logprobs(transformer(), batch, PAD), strict=True):
+        for h, logprobs in zip(hypotheses, label_logprobs(transformer(), batch), strict=True):
             assert len(logprobs) == len(h.tokens) + 1
             assert h.logprob == pytest.approx(sum(logprobs), abs=1e-4)
             assert h.score == pytest.approx(sum(logprobs) / length_penalty(len(logprobs), spec), abs=1e-4)
@@ -255,3 +255,12 @@ def test_a_wider_beam_finds_no_worse_on_the_whole() -> None:
         found = search(transformer(), source, lengths, dataclasses.replace(spec, beam=beam), SPECIAL)
         totals.append(sum(h[0].logprob for h in found))
     assert totals == sorted(totals)
+
+
+@given(st.integers(1, 300), st.floats(0, 2))
+def test_length_penalties(length: int, alpha: float) -> None:
+    spec = DecodeConfig(length_penalty="gnmt", alpha=alpha)
+    assert length_penalty(length, spec) == pytest.approx((5 + length) ** alpha / (5 + 1) ** alpha)  # Wu et al., eq. 14
+    assert length_penalty(length, dataclasses.replace(spec, length_penalty="average")) == length
+    assert length_penalty(length, dataclasses.replace(spec, length_penalty="none")) == 1
+    assert float(length_penalty(torch.tensor(length), spec)) == pytest.approx(length_penalty(length, spec), rel=1e-5)

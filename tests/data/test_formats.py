@@ -5,21 +5,23 @@ from __future__ import annotations
 import bz2
 import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import lzma
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from qkv.core import corpus as module
-from qkv.core.corpus import decompress, read_block, split_into_blocks
+from qkv.core.corpus import Corpus, read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import formats
-from qkv.data.formats import find_text, infer_languages, read_lines
+from qkv.data.formats import find_text, infer_languages, read_lines, unpack
 from qkv.options import CorpusConfig, DataConfig
 
 PAIRS = [
@@ -42,9 +44,9 @@ def pairs_of(
     tmp_path: Path, spec: CorpusConfig, on_bad: str = "error", langs: tuple[str, str] = ("", "")
 ) -> list[tuple[str, ...] | None]:
     data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
-    (found,) = find_text(data.train, data)
-    files = tuple(decompress(path, found.reader, tmp_path / f"unpacked{n}")[0] for n, path in enumerate(found.paths))
-    return [pair for block in split_into_blocks(found, files) for pair in read_block(block, on_bad)]
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+    (found,), _ = unpack(find_text(data.train, data), tmp_path / "scratch", starmap, lambda stage, done, total: None)
+    return [pair for block in split_into_blocks(found) for pair in read_block(block, on_bad)]
 
 
 def lines(texts: list[str], end: str = "\n") -> bytes:
@@ -108,24 +110,6 @@ def test_jsonl_text(tmp_path: Path) -> None:
     assert pairs_of(tmp_path, CorpusConfig(text="a.jsonl")) == [("one\ntwo",), ("three",)]
 
 
-def test_ends_of_lines_and_files(tmp_path: Path) -> None:
-    bom = b"\xef\xbb\xbf"
-    spec = write_pair(tmp_path, bom + b"one\r\ntwo\r\r\n\xef\xbb\xbfthree\r", b"eins\nzwei\ndrei")
-    assert pairs_of(tmp_path, spec) == [("one", "eins"), ("two\r", "zwei"), ("\ufeffthree", "drei")]
-
-
-def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 64)
-    src = [f"line {n} " + "x" * (n % 90) for n in range(200)]
-    tgt = [f"Zeile {n}" for n in range(200)]
-    spec = write_pair(tmp_path, lines(src), lines(tgt, "\r\n"))
-    assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
-    (found,) = find_text((spec,), DataConfig(root=str(tmp_path)))
-    cut = split_into_blocks(found, found.paths)
-    assert len(cut) > 50
-    assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
-
-
 def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\teins\ntwo\tzwei\n")))
     assert pairs_of(tmp_path, CorpusConfig(src="-")) == [("one", "eins"), ("two", "zwei")]
@@ -134,33 +118,38 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert pairs_of(tmp_path, CorpusConfig(src="-", tgt="a.de")) == [("one", "eins"), ("two", "zwei")]
 
 
+def test_compressed_files_and_pipes_are_copied_and_pipes_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe can be read once only, so no other process may do it; plain files stay where they are."""
+    paths = [tmp_path / "plain", tmp_path / "a.gz", tmp_path / "pipe"]
+    paths[0].write_bytes(b"plain text")
+    paths[1].write_bytes(gzip.compress(b"packed"))
+    os.mkfifo(paths[2])
+    mapped: list[Path] = []
+    read = formats.read_any_file
+    monkeypatch.setattr(
+        formats, "read_any_file", lambda path: iter([b"of a ", b"pipe"]) if path == paths[2] else read(path)
+    )
+
+    def parallel_map(function: Any, tasks: Any) -> Iterator[Any]:
+        tasks = list(tasks)
+        mapped.extend(task[0] for task in tasks)
+        return starmap(function, tasks)
+
+    steps: list[tuple[str, int, int | None]] = []
+    corpus = Corpus(("plain", "a.gz", "pipe"), tuple(paths), 2)
+    (tmp_path / "scratch").mkdir()
+    (found,), digests = unpack([corpus], tmp_path / "scratch", parallel_map, lambda *step: steps.append(step))
+    contents = [b"plain text", b"packed", b"of a pipe"]
+    assert [path.read_bytes() for path in found.paths] == contents
+    assert found.paths[0] == paths[0]
+    assert digests == [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
+    assert mapped == paths[:2]
+    assert steps == [("unpack", 1, 3), ("unpack", 2, 3), ("unpack", 3, 3)]
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_uneven_files(tmp_path: Path) -> None:
-    spec = write_pair(tmp_path, b"one\ntwo\nthree\n", b"eins\nzwei")
-    with pytest.raises(QkvError, match=r"a\.en has 3 lines but a\.de has 2 lines"):
-        pairs_of(tmp_path, spec)
-    spec = write_pair(tmp_path, b"one\n", b"eins\nzwei\ndrei\n\n")
-    with pytest.raises(QkvError, match=r"a\.en has 1 lines but a\.de has 4 lines"):
-        pairs_of(tmp_path, spec)
-
-
-def test_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(QkvError, match=r"a\.en: the file is empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"", b"eins\n"))
-    with pytest.raises(QkvError, match=r"a\.de: the file is empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"one\n", b"\xef\xbb\xbf"))
-    with pytest.raises(QkvError, match="empty"):
-        pairs_of(tmp_path, write_pair(tmp_path, b"", b""))
-
-
-def test_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_BYTES", 20)
-    spec = write_pair(tmp_path, b"one\n" * 20 + b"tw\xf6\nthree\n", b"eins\n" * 22)
-    with pytest.raises(QkvError, match=r"a\.en, line 21: not UTF-8 \(byte 0xF6 at position 3\).*on_bad"):
-        pairs_of(tmp_path, spec)
-    assert pairs_of(tmp_path, spec, "skip") == [("one", "eins")] * 20 + [None, ("three", "eins")]
 
 
 def test_half_a_character_in_json(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import Call, sentences, tiny_config
-from qkv.api.completer import TextDecoder
+from qkv.api.completer import Continuation, TextDecoder
 from qkv.assembly import build_model
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
@@ -72,6 +72,33 @@ def test_a_text_is_decoded_as_it_comes(text: str, cut: int) -> None:
     decoder = TextDecoder(CHARACTERS, prompt)
     pieces = [decoder.feed(token) for token in ids[cut:]]
     assert prompt + "".join(pieces) + decoder.close() == text
+
+
+class Letters:
+    """A decoder of tokens that are characters."""
+
+    def feed(self, token: int) -> str:
+        return chr(token)
+
+    def close(self) -> str:
+        return ""
+
+
+@given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_a_stream_never_contains_its_stop_text(text: str, stops: list[str]) -> None:
+    row = Continuation(Letters(), stops)  # type: ignore[arg-type]
+    shown = ""
+    for number, letter in enumerate(text, 1):
+        shown += row.add(ord(letter), last=number == len(text))
+        if row.finish:
+            break
+    # The first complete stop text ends the stream; it may have begun after one that is still incomplete.
+    ended = [text[: i + 1] for i in range(len(text)) if any(text[: i + 1].endswith(stop) for stop in stops)]
+    if ended:
+        assert row.finish == "stop"
+        assert shown == ended[0][: min(p for p in map(ended[0].find, stops) if p >= 0)]
+    else:
+        assert (row.finish, shown) == ("length", text)
 
 
 # ---- preparing -------------------------------------------------------------------------------------------------------

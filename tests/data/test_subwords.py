@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -18,55 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core import tokenizer as module
-from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import Tokenizer, TokenizerPair, default_size
+from qkv.core.errors import UsageError
+from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import subwords as subwords
 from qkv.data.subwords import VARIANTS, BpeDropout, learn, readable_tokens, unique_names
 from qkv.interop.huggingface import library_tokenizer
 from qkv.options import TokenizerConfig
+from tokenizer_texts import AWKWARD, ENGLISH, GERMAN, TAGS, nfc
 
-ENGLISH = [
-    "Your cat is a lovely cat.",
-    "I love you very much.",
-    "The cats of the house are sleeping in the garden, aren't they?",
-    "In 1999 there were 12,345 lovely houses here.",
-    "He said: “naïve café” – twice!",
-] * 3
-GERMAN = [
-    "Deine Katze ist eine schöne Katze.",
-    "Ich liebe dich sehr.",
-    "Die Katzen des Hauses schlafen im Garten, nicht wahr?",
-    "1999 gab es hier 12.345 schöne Häuser.",
-    "日本語 und 日本 sind für größere Übungen.",
-] * 3
 KINDS = ("bpe", "unigram", "word", "char")
-TAGS = ("de", "fr")
 SEEDS = st.integers(0, 1 << 63)
-AWKWARD = [
-    "",
-    " ",
-    "   ",
-    " leading and trailing ",
-    "two  spaces   and more",
-    "<s> </s> <pad> <2de> <0x41>",
-    "▁Ġ Ġ▁ĊÂ",
-    "tab\tnewline\ncarriage\rnull\0bell\x07",
-    "line\u2028paragraph\u2029next\x85",
-    "e\u0301 is é, \u1112\u1161\u11ab is 한",
-    "\u0301 a mark alone, a space and a mark \u0301\u0301",
-    "𝒳 🏳️‍🌈 👩‍👩‍👧 \U0010ffff \ufeff",
-    "\u00a0non-breaking\u00a0and\u3000wide",
-    "x" * 300,
-]
 
 
 @cache
 def learned(kind: str, shared: bool = True) -> TokenizerPair:
     return learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, shared=shared), TAGS)
-
-
-def nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -139,16 +103,6 @@ def saved(kind: str, tag: str = "") -> library.Tokenizer:
     return library.Tokenizer.from_str(library_tokenizer(learned(kind).src, tag).to_str())
 
 
-def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = learned("bpe").src
-    expected = [plain.encode(text) for text in (*ENGLISH, *GERMAN)]
-    monkeypatch.setattr(module, "CACHE_SIZE", 4)
-    small = Tokenizer.from_dict(plain.to_dict())
-    assert [small.encode(text) for text in (*ENGLISH, *GERMAN)] == expected
-    assert 0 < len(small._packed) <= 4
-    assert len(small._packed.older) <= 4
-
-
 # ---- vocabulary ------------------------------------------------------------------------------------------------------
 
 
@@ -163,14 +117,6 @@ def test_layout(kind: str) -> None:
     assert side.max_token_bytes == max(map(len, side._bytes))
     with pytest.raises(UsageError, match=r'"it".*known tags: de, fr'):
         side.tag("it")
-
-
-def test_decode_skips_special_tokens_and_repairs_bytes() -> None:
-    side = learned("bpe").src
-    ids = side.encode("Ich liebe dich")
-    assert side.decode([side.tag("de"), side.bos, *ids, side.eos, side.pad]) == "Ich liebe dich"
-    assert side.decode([side.offset + 0xE2]) == "\ufffd"
-    assert side.decode([]) == ""
 
 
 def test_tokens_are_readable() -> None:
@@ -196,14 +142,6 @@ def test_characters_and_words_are_single_tokens() -> None:
     assert len(char.encode("schöne Katze, 日")) == 1 + len("schöne Katze, 日")
     assert readable_tokens(word, word.encode("Deine Katze.")) == ["▁Deine", "▁Katze", "."]
     assert word.encode("Zug") == [word.offset + byte for byte in b" Zug"]
-
-
-def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
-    side = learned("bpe").src
-    for text in (*ENGLISH, *GERMAN):
-        for token in readable_tokens(side, side.encode(text)):
-            shapes = {(c.isalpha(), c.isdigit()) for c in token.removeprefix("▁") if "<0x" not in token}
-            assert len(shapes) <= 1, token
 
 
 # ---- BPE-dropout -----------------------------------------------------------------------------------------------------
@@ -333,11 +271,6 @@ def test_the_vocabulary_has_the_requested_size(kind: str) -> None:
         learn(ENGLISH, GERMAN, TokenizerConfig(kind=kind, vocab=260), TAGS)
 
 
-def test_default_sizes() -> None:
-    sizes = [default_size(pairs) for pairs in (1, 4_999, 29_000, 200_000, 1_000_000, 10**9)]
-    assert sizes == [2_000, 2_000, 8_000, 16_000, 32_000, 32_000]
-
-
 def test_separate_vocabularies_are_learned_from_their_own_side() -> None:
     both = learned("word", False)
     assert "▁Katze" in readable_tokens(both.tgt, both.tgt.encode("Katze"))
@@ -351,45 +284,6 @@ def test_plain_text_has_one_vocabulary() -> None:
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "not JSON"),
-        ('{"format": "qkv-tok', "not JSON"),
-        ("[]", "not a qkv tokenizer"),
-        ('{"model": {"type": "BPE"}}', "not a qkv tokenizer"),
-        ('{"format": "qkv-tokenizer", "version": 99}', "version 99"),
-        ('{"format": "qkv-tokenizer", "version": 1}', "damaged"),
-        ('{"format": "qkv-tokenizer", "version": 1, "sides": [{"kind": "bpe"}]}', "damaged"),
-        ('{"format": "qkv-tokenizer", "version": 1, "sides": [{"kind": "x", "tags": [], "pieces": []}]}', "damaged"),
-    ],
-)
-def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizers.json"
-    path.write_text(content)
-    with pytest.raises(QkvError, match=message) as caught:
-        TokenizerPair.load(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_damaged_and_missing_files(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizers.json"
-    learned("bpe").save(path)
-    plain = json.loads(path.read_text(encoding="utf-8"))
-    plain["sides"][0]["merges"][0] = "never seen"
-    path.write_text(json.dumps(plain))
-    with pytest.raises(QkvError, match="damaged"):
-        TokenizerPair.load(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(QkvError, match="not JSON"):
-        TokenizerPair.load(path)
-    with pytest.raises(UsageError, match="No such file"):
-        TokenizerPair.load(tmp_path / "missing.json")
-    with pytest.raises(QkvError, match=r"tokenizers\.json: cannot be written: (Not a directory|File exists)"):
-        learned("bpe").save(path / "tokenizers.json")  # a file is no folder
 
 
 def test_fingerprints_tell_vocabularies_apart() -> None:

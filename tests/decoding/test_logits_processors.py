@@ -20,7 +20,7 @@ from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from search_tables import BOS, EOS, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9

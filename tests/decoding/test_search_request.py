@@ -17,15 +17,17 @@ import torch
 import qkv
 from conftest import Call, sentences
 from qkv.api import OtherWord, Translation, Translator
+from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.constraints import find
-from qkv.decoding.search_request import SearchRequest
+from qkv.decoding.search_request import SearchRequest, token_logprobs
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
 from qkv.segmentation.sentences import split
+from search_tables import PAD, label_logprobs, sources, transformer
 
 TEXTS = [text for text, _ in sentences(14, seed=41)]
 
@@ -399,3 +401,13 @@ def test_the_engine_reports_its_kernels(tiny: Path) -> None:
         ("int8 on ", "fp32 on ")
     )  # or fp32, with the reason
     assert qkv.load(tiny, device="cpu", workers=2).engine.endswith("processes: 2")
+
+
+def test_log_probabilities_of_the_labels_are_those_of_the_model() -> None:
+    given, lengths = sources(3)
+    rows = [row[: length - 1].numpy() for row, length in zip(given, lengths.tolist(), strict=True)]
+    targets = [np.array(row, np.int64) for row in ([4, 5, 6], [7], [])]
+    batch = collate(rows, targets, TokenizerPair(Tokenizer("char", []), Tokenizer("char", [])))
+    found = token_logprobs(transformer(), batch, PAD)
+    for ours, theirs in zip(found, label_logprobs(transformer(), batch), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)

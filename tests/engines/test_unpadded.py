@@ -16,7 +16,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.transformer import Transformer
 from qkv.data.text_preparation import prepare_text
 from qkv.engines.unpadded import ShortDropout, Unpadded
-from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.explain.attention_heads import head_counts, mute_heads, record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
 from qkv.training.memory_limits import loss_in_parts

@@ -17,10 +17,9 @@ from qkv.assembly import build_model
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn
-from qkv.explain import attention_maps, head_analysis
-from qkv.explain.attention_hooks import Recording
-from qkv.explain.attention_maps import AttentionMap, attention_map, words
-from qkv.explain.head_analysis import measure_head, rare_tokens
+from qkv.explain import attention_maps
+from qkv.explain.attention_heads import Recording
+from qkv.explain.attention_maps import AttentionMap, attention_map, measure_head, rare_tokens, words
 from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
@@ -178,12 +177,12 @@ def test_rare_tokens_are_those_learned_last() -> None:
 
 
 def test_every_role_is_explained() -> None:
-    names = {f.name for f in dataclasses.fields(head_analysis.HeadMeasures)} - {"roles", "mass"}
-    assert names == set(head_analysis.MEASURES)
+    names = {f.name for f in dataclasses.fields(attention_maps.HeadMeasures)} - {"roles", "mass"}
+    assert names == set(attention_maps.MEASURES)
     script = (attention_maps.PAGE / "explorer.js").read_text(encoding="utf-8")
     signs = re.search(r"SIGNS = \{(.*?)\}", script)
     assert signs is not None
-    assert not [role for role in head_analysis.LEGEND if role not in signs[1]]
+    assert not [role for role in attention_maps.LEGEND if role not in signs[1]]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

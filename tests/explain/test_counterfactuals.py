@@ -18,9 +18,16 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import token_logprobs
-from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.explain.attention_heads import (
+    HeadImportance,
+    head_counts,
+    head_importance,
+    importance_tables,
+    mute_heads,
+    plot_head_importance,
+    record_attention,
+)
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
-from qkv.explain.head_analysis import HeadImportance, head_importance, importance_tables, plot_head_importance
 from qkv.models.convs2s import ConvEncoderOutput, ConvS2S
 from qkv.models.rnn import Rnn
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig

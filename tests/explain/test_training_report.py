@@ -24,8 +24,8 @@ from qkv.core.run import JsonlLog
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
-from qkv.explain import head_analysis
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain import attention_heads
+from qkv.explain.attention_heads import record_attention
 from qkv.explain.training_report import read_history, report_html, write_training_report
 from qkv.options import Config, TokenizerConfig, TransformerConfig
 
@@ -377,7 +377,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 
     alone: dict[str, list[float]] = {}
     with torch.inference_mode():
-        entropies_of_batch = head_analysis.attention_entropy(
+        entropies_of_batch = attention_heads.attention_entropy(
             model, batch(list(range(len(rows)))), tokenizers.tgt.pad, torch.device("cpu")
         )
         for i in range(len(rows)):
@@ -396,13 +396,13 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
 def test_validation_logs_the_entropy_of_a_small_batch(tiny: Path) -> None:
     run = Run.open(tiny)
     prepared, model = PreparedText.open(run.store), run.model(torch.device("cpu"))
-    task, rows = task_for(run.config), head_analysis.SAMPLE_ROWS
-    looked_at = head_analysis.first_rows(prepared, run.config, rows, head_analysis.SAMPLE_TOKENS)
+    task, rows = task_for(run.config), attention_heads.SAMPLE_ROWS
+    looked_at = attention_heads.first_rows(prepared, run.config, rows, attention_heads.SAMPLE_TOKENS)
     assert looked_at.source.shape[0] == rows
     first = [prepared.valid.tgt(i).tolist() for i in range(rows)]
     pad, eos = prepared.tokenizers.tgt.pad, prepared.tokenizers.tgt.eos
     assert [[t for t in row if t not in (pad, eos)] for row in looked_at.labels.tolist()] == first
-    smaller = head_analysis.first_rows(prepared, run.config, rows, 40)
+    smaller = attention_heads.first_rows(prepared, run.config, rows, 40)
     assert 1 <= smaller.source.shape[0] < rows
     assert max(smaller.source.numel(), smaller.labels.numel()) <= 40
     spec = dataclasses.replace(run.config, train=dataclasses.replace(run.config.train, metric="loss"))
@@ -418,5 +418,5 @@ def test_a_broken_model_has_no_entropy(tokenizers: TokenizerPair) -> None:
         model.source.tokens.weight.fill_(math.nan)
     row = [np.asarray(tokenizers.src.encode(TEXT[0]), np.int64)]
     batch = collate(row, row, tokenizers)
-    entropies_of_batch = head_analysis.attention_entropy(model, batch, tokenizers.tgt.pad, torch.device("cpu"))
+    entropies_of_batch = attention_heads.attention_entropy(model, batch, tokenizers.tgt.pad, torch.device("cpu"))
     assert entropies_of_batch == {}

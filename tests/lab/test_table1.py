@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qkv.core.errors import QkvError, UsageError
-from qkv.explain import figure_files
+from qkv.explain import pages
 from qkv.lab import table1
 from qkv.lab.layer_types import (
     LAYER_TYPES,
@@ -253,6 +253,6 @@ def test_the_plot_is_drawn(name: str, tmp_path: Path) -> None:
 def test_a_plot_that_cannot_be_drawn_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"out\.jpg: a picture is written as \.png or \.svg"):
         table1.measure(plot="out.jpg")
-    monkeypatch.setattr(figure_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(pages, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'qkv\[plot\]'"):
         table1.measure(plot="out.png")

@@ -17,7 +17,7 @@ from conftest import leaves
 from qkv.assembly import parameter_count
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
 from qkv.options import ConvS2SConfig
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.models.rnn import Layer, Rnn, gru, lstm
 from qkv.models.variants import attention_scores
 from qkv.options import RnnConfig

@@ -28,10 +28,11 @@ from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.data.subwords import unique_names
 from qkv.decoding.search_request import score_all
+from qkv.interop import check_supported
 from qkv.interop import ctranslate2 as ctranslate2_export
 from qkv.interop import huggingface as huggingface_export
-from qkv.interop import to_ctranslate2, to_huggingface
-from qkv.interop.conversion import check_supported
+from qkv.interop.ctranslate2 import to_ctranslate2
+from qkv.interop.huggingface import to_huggingface
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access

@@ -21,7 +21,7 @@ from qkv.core.search import Hypothesis, SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.models.language_models import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 

@@ -433,20 +433,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint(train: Any, tmp_path: Path, 
         assert all(tensor.equal(same[name]) for name, tensor in files.read_tensors(ours).items())
 
 
-def test_a_file_that_cannot_be_written_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "notes.txt"
-    files.write_text(path, "before")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(qkv.QkvError, match=r"notes\.txt: cannot be written: No space left on device"):
-        files.write_text(path, "after")
-    assert path.read_text() == "before"
-    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
-
-
 @pytest.mark.parametrize("place", ["log", "tokenizer", "output"])
 def test_other_writes_to_a_full_disk_are_reported_in_one_line(
     train: Any, tiny: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -21,8 +21,6 @@ from qkv.assembly import build_model, optimizer_for, parameter_count
 from qkv.core import optimizer
 from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
 from qkv.core.errors import UsageError
-from qkv.core.loss import label_smoothed_loss
-from qkv.core.search import length_penalty
 from qkv.core.transformer import (
     Embedding,
     FeedForward,
@@ -33,11 +31,9 @@ from qkv.core.transformer import (
     sinusoids,
 )
 from qkv.engines.unpadded import ShortDropout
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.models.variants import PreNormResidual, VariantFeedForward
-from qkv.options import DecodeConfig, TrainConfig, TransformerConfig
-from qkv.training import memory_limits
-from qkv.training.memory_limits import loss_in_parts
+from qkv.options import TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
 
 Array = NDArray[np.float64]
@@ -330,34 +326,11 @@ def test_rows_differ_from_the_base_in_nothing_else() -> None:
 # ---- 5.3: the learning rate ------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 100_000), st.integers(1, 8000), st.sampled_from([256, 512, 1024]), st.floats(0.1, 3))
-def test_equation_3(step: int, warmup: int, d_model: int, factor: float) -> None:
-    spec = TrainConfig(schedule="paper", warmup=warmup, learning_rate=factor)
-    expected = factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
-    assert optimizer.learning_rate(step, spec, d_model) == pytest.approx(expected, rel=1e-12)
-    peak = factor / math.sqrt(d_model * warmup)
-    assert optimizer.learning_rate(warmup, spec, d_model) == pytest.approx(peak, rel=1e-12)
-    if step != warmup:
-        assert optimizer.learning_rate(step, spec, d_model) < peak
-
-
 def test_the_base_models_peak() -> None:
     spec = presets.paper_base().train
     rates = [optimizer.learning_rate(step, spec, 512) for step in range(1, 10_000)]
     assert int(np.argmax(rates)) + 1 == 4000
     assert max(rates) == pytest.approx(6.9877e-4, rel=1e-4)
-
-
-@pytest.mark.parametrize("schedule", ["inverse_sqrt", "cosine", "linear", "constant"])
-def test_other_schedules_rise_to_the_rate_given(schedule: str) -> None:
-    spec = TrainConfig(schedule=schedule, warmup=100, steps=1000, learning_rate=2e-3)
-    rates = [optimizer.learning_rate(step, spec, 512) for step in range(1, 1001)]
-    np.testing.assert_allclose(rates[:100], [2e-3 * step / 100 for step in range(1, 101)])
-    assert rates[99:] == sorted(rates[99:], reverse=True)
-    last = {"inverse_sqrt": 2e-3 * math.sqrt(0.1), "cosine": 0.0, "linear": 0.0, "constant": 2e-3}
-    assert rates[-1] == pytest.approx(last[schedule], abs=1e-12)
-    half = {"inverse_sqrt": 2e-3 * math.sqrt(100 / 550), "cosine": 1e-3, "linear": 1e-3, "constant": 2e-3}
-    assert rates[549] == pytest.approx(half[schedule], abs=1e-12)
 
 
 def test_adam_has_the_papers_numbers() -> None:
@@ -388,59 +361,6 @@ def test_ema_is_the_recurrence() -> None:
 
 
 # ---- 5.4: label smoothing and dropout --------------------------------------------------------------------------------
-
-
-def smoothed(hidden: Array, weight: Array, labels: NDArray[np.int64], epsilon: float) -> tuple[float, Array, Array]:
-    """Cross-entropy against (1 − ε)·one-hot + ε/V, and its gradients by hidden and weight."""
-    p = softmax(hidden @ weight.T)
-    q = np.full_like(p, epsilon / p.shape[1])
-    q[np.arange(len(labels)), labels] += 1 - epsilon
-    return float(-(q * np.log(p)).sum()), (p - q) @ weight, (p - q).T @ hidden
-
-
-@given(st.integers(1, 12), st.integers(2, 9), st.floats(0, 1), st.integers(1, 5), st.integers(0, 99))
-def test_label_smoothed_loss_and_gradient(tokens: int, vocab: int, epsilon: float, rows: int, seed: int) -> None:
-    """numpy = fused, in parts of any size = plain = torch's own; half of the positions here are padding."""
-    torch.manual_seed(seed)
-    hidden, weight = torch.randn(2, tokens, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
-    labels = torch.randint(1, vocab, (2, tokens))
-    labels[1] = 0
-    value, d_hidden, d_weight = smoothed(array(hidden[0]), array(weight), labels[0].numpy(), epsilon)
-    whole, memory_limits.ROWS = memory_limits.ROWS, rows
-    try:
-        fused, nll = loss_in_parts(hidden, weight, labels, smoothing=epsilon, pad=0)
-    finally:
-        memory_limits.ROWS = whole
-    plain, plain_nll = label_smoothed_loss(hidden, weight, labels, epsilon, 0)
-    torchs = F.cross_entropy(hidden[0] @ weight.T, labels[0], reduction="sum", label_smoothing=epsilon)
-    for loss in (fused, plain, torchs):
-        assert float(loss.detach()) == pytest.approx(value, rel=1e-4, abs=1e-4)
-        of_hidden, of_weight = torch.autograd.grad(3 * loss, [hidden, weight])
-        np.testing.assert_allclose(array(of_hidden[0]), 3 * d_hidden, atol=1e-4)
-        np.testing.assert_allclose(array(of_weight), 3 * d_weight, atol=1e-4)
-        assert not of_hidden[1].any()
-    negative, _, _ = smoothed(array(hidden[0]), array(weight), labels[0].numpy(), 0.0)
-    assert float(nll) == pytest.approx(negative, rel=1e-4, abs=1e-4)
-    assert float(plain_nll) == pytest.approx(negative, rel=1e-4, abs=1e-4)
-
-
-def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    in_parts = memory_limits._LossInParts.apply
-
-    def spy(*arguments: Any) -> Any:
-        asked.append(arguments[-1])
-        return in_parts(*arguments)
-
-    monkeypatch.setattr(memory_limits._LossInParts, "apply", spy)
-    hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
-    with torch.no_grad():
-        without, _ = loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
-    with torch.inference_mode():
-        loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
-    with_gradient, _ = loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
-    assert asked == [False, False, True]
-    assert float(without) == float(with_gradient.detach())
 
 
 def dropped(monkeypatch: pytest.MonkeyPatch, **options: float) -> tuple[list[tuple[str, int, float]], Transformer]:
@@ -513,12 +433,3 @@ def test_residual_drops_the_sublayer_and_not_the_stream(norm: str) -> None:
 
 
 # ---- 6.1: the length penalty -----------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 300), st.floats(0, 2))
-def test_length_penalties(length: int, alpha: float) -> None:
-    spec = DecodeConfig(length_penalty="gnmt", alpha=alpha)
-    assert length_penalty(length, spec) == pytest.approx((5 + length) ** alpha / (5 + 1) ** alpha)  # Wu et al., eq. 14
-    assert length_penalty(length, dataclasses.replace(spec, length_penalty="average")) == length
-    assert length_penalty(length, dataclasses.replace(spec, length_penalty="none")) == 1
-    assert float(length_penalty(torch.tensor(length), spec)) == pytest.approx(length_penalty(length, spec), rel=1e-5)

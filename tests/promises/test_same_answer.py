@@ -21,7 +21,7 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.search_request import score_all
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.training.memory_limits import loss_in_parts
 from random_models import NAMES, SPEC, VARIANTS, VOCAB, model_of, shaken, some_text
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src"
+SRC, TESTS = ROOT / "src", ROOT / "tests"
 MODULES = sorted((SRC / "qkv").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -144,6 +144,29 @@ def test_only_core_dependencies_load_with_a_module(path: Path) -> None:
     assert not extra, f"{name_of(path)}: import {sorted(extra)} inside the function that needs it"
     foreign = {target for target in loaded if room_of(target) not in ("", room)}
     assert not foreign, f"{name_of(path)}: import {sorted(foreign)} inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", sorted((TESTS / "core").glob("*.py")), ids=lambda path: path.stem)
+def test_tests_of_the_core_import_nothing_of_the_rings(path: Path) -> None:
+    """Neither do the modules of tests/ that they import, so that they test the core by itself."""
+    waiting, seen = [path], set[Path]()
+    while waiting:
+        seen.add(file := waiting.pop())
+        for target in imports(file) if file == path else imports_at_load(file):
+            assert target == "qkv.core" or not re.match(r"qkv(\.(?!core\.)|$)", target), f"{file.name}: {target}"
+            if (helper := TESTS / f"{target}.py").is_file() and helper not in seen:
+                waiting.append(helper)
+
+
+def test_every_module_of_the_core_has_its_tests() -> None:
+    names = {path.stem for path in (TESTS / "core").glob("test_*.py")}
+    core = [path.stem for path in MODULES if path.parent.name == "core" and path.stem != "__init__"]
+    assert not [name for name in core if not any(each.startswith(f"test_{name}") for each in names)]
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = [path.name for path in TESTS.rglob("*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -147,10 +147,10 @@ def test_sentence_borders(expected: tuple[str, ...]) -> None:
 def test_scripts_without_spaces() -> None:
     borders("你好。「你好吗？」我很好！", "你好。", "「你好吗？」", "我很好！")
     cut = split("你好。你好吗？", characters(4))
-    assert cut.join(["Hello.", "How are you?"], glue=" ") == "Hello. How are you?"
+    assert cut.join(["Hello.", "How are you?"], spaces=True) == "Hello. How are you?"
     assert cut.join(cut.pieces) == "你好。你好吗？"
     endless = split("abcdef", characters(3))
-    assert endless.join(endless.pieces, glue=" ") == "abcdef"
+    assert endless.join(endless.pieces, spaces=True) == "abcdef"
 
 
 def test_white_space_is_put_back() -> None:

@@ -18,8 +18,7 @@ import pytest
 
 import qkv
 from conftest import PATIENCE, sentences
-from qkv.server.auth import new_key
-from qkv.server.service import SLICE
+from qkv.server.service import SLICE, new_key
 from serving import ENDLESS, FORM, JSON, Answer, Server, serving, train_language_model
 
 LINES = [source for source, _ in sentences(300, seed=9)]

@@ -19,12 +19,11 @@ import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
 from qkv.server import listener, served_models
-from qkv.server.auth import RateLimiter, find_key, new_key, read_keys
-from qkv.server.completion_stream import Continuation
 from qkv.server.listener import open_socket
 from qkv.server.middleware import Refusal, RequestLimits, parse_form, parse_json
 from qkv.server.scheduler import SchedulerOptions
 from qkv.server.served_models import ServedModel, ServedModels
+from qkv.server.service import RateLimiter, find_key, new_key, read_keys
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
@@ -80,36 +79,6 @@ def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
     for read in (parse_json, parse_form):
         with suppress(Refusal):  # any other exception fails the test
             read(data)
-
-
-# ---- completions -----------------------------------------------------------------------------------------------------
-
-
-class Letters:
-    """A decoder of tokens that are characters."""
-
-    def feed(self, token: int) -> str:
-        return chr(token)
-
-    def close(self) -> str:
-        return ""
-
-
-@given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_a_stream_never_contains_its_stop_text(text: str, stops: list[str]) -> None:
-    row = Continuation(Letters(), stops)  # type: ignore[arg-type]
-    shown = ""
-    for number, letter in enumerate(text, 1):
-        shown += row.add(ord(letter), last=number == len(text))
-        if row.finish_reason:
-            break
-    # The first complete stop text ends the stream; it may have begun after one that is still incomplete.
-    ended = [text[: i + 1] for i in range(len(text)) if any(text[: i + 1].endswith(stop) for stop in stops)]
-    if ended:
-        assert row.finish_reason == "stop"
-        assert shown == ended[0][: min(p for p in map(ended[0].find, stops) if p >= 0)]
-    else:
-        assert (row.finish_reason, shown) == ("length", text)
 
 
 def test_a_port_is_shared_only_with_reuse_port() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import qkv
 from browsing import Open, expect_text, expected_outcome, launched, needs_chromium, opening, outcome
-from qkv.server.auth import new_key
+from qkv.server.service import new_key
 from serving import Server, serving, train_language_model
 
 pytestmark = needs_chromium

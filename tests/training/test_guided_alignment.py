@@ -22,7 +22,7 @@ from qkv.core.trainer import Trainer
 from qkv.data import alignments, text_preparation
 from qkv.data.alignments import batch_alignment
 from qkv.data.text_preparation import prepare_text
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
 

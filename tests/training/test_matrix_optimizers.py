@@ -15,7 +15,6 @@ import qkv
 from conftest import step_of, tiny_config
 from qkv.assembly import Run, build_model, optimizer_for
 from qkv.core import checkpoint, files
-from qkv.core.optimizer import learning_rate
 from qkv.options import MODEL_KINDS, RnnConfig, TrainConfig, TransformerConfig
 from qkv.training import matrix_optimizers
 from qkv.training.matrix_optimizers import RMS, MatrixOptimizer, Muon, as_wide_matrices, matrices, orthogonal
@@ -314,21 +313,3 @@ def test_every_kind_of_model_has_matrices(kind: str, name: str) -> None:
 
 
 # ---- warm-up, stable, decay ------------------------------------------------------------------------------------------
-
-
-def test_wsd_rises_stays_and_falls_to_zero() -> None:
-    spec = TrainConfig(schedule="wsd", warmup=100, steps=1000, learning_rate=2e-3)
-    rates = [learning_rate(step, spec, 512) for step in range(1, 1001)]
-    assert rates[:100] == pytest.approx([2e-3 * step / 100 for step in range(1, 101)])
-    assert rates[99:700] == pytest.approx([2e-3] * 601)
-    assert rates[699:] == sorted(rates[699:], reverse=True)
-    assert rates[774] == pytest.approx(2e-3 * (1 - math.sqrt(75 / 300)))  # a quarter of the way down in time
-    assert rates[-1] == 0
-    assert learning_rate(1001, spec, 512) == 0  # beyond the end, as after train.steps was lowered
-
-
-def test_wsd_with_a_long_warm_up_never_rises_after_it() -> None:
-    spec = TrainConfig(schedule="wsd", warmup=90, steps=100, learning_rate=1.0)
-    rates = [learning_rate(step, spec, 512) for step in range(90, 101)]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == 0

@@ -8,10 +8,9 @@ from typing import Unpack
 
 from qkv.api.augmentation import Augmented, Augmenter, augment
 from qkv.api.completer import Completion, LanguageModel
-from qkv.api.results import OtherWord, Scored, Translation
 from qkv.api.run_training import train
 from qkv.api.text_encoder import Encoder, Filling
-from qkv.api.translator import CHUNK, Translator
+from qkv.api.translator import CHUNK, OtherWord, Scored, Translation, Translator
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.decoding.search_request import Options

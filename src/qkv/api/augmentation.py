@@ -21,25 +21,31 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from qkv import __version__
-from qkv.api.file_translation import Chunk, ProcessGroup, Work, fingerprint, translate_file, translate_stream
+from qkv.api.file_translation import (
+    Chunk,
+    ProcessGroup,
+    Work,
+    default_workers,
+    fingerprint,
+    is_stream_output,
+    translate_file,
+    translate_stream,
+)
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
-from qkv.api.results import Alternative, Translation
-from qkv.api.translator import CHUNK, Translator
+from qkv.api.translator import CHUNK, Alternative, Translation, Translator
 from qkv.assembly import Run
 from qkv.console import writer
-from qkv.core.corpus import COMPRESSED, is_stream
+from qkv.core.corpus import is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
-from qkv.data.formats import LineReader, layout_of, open_text
+from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
-from qkv.engines.cpu.native_search import worker_count
 from qkv.evaluation.diagnosis import find_loop
 from qkv.evaluation.metrics import bleu_tokenizer
 
 KINDS = ("back-translation", "self-training", "distillation")
 GARBLED = "\ufffd"  # the tokenizer's replacement of bytes that are not UTF-8
-BYTES_PER_TOKEN = 4  # roughly, in European languages
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,8 @@ class Augmenter:
             tokenizer = bleu_tokenizer(self.translator.config.data.tgt_lang)
             for i, (translation, reference) in enumerate(zip(translations, references, strict=True)):
                 n_best = [outputs[i], *translation.alternatives]  # best first: of equally close ones the first is taken
-                scores = utilities([reference, *(each.text for each in n_best)], self.closest_by, tokenizer)[1:, 0]
+                texts = [unicodedata.normalize("NFC", text) for text in (reference, *(each.text for each in n_best))]
+                scores = utilities(texts, self.closest_by, tokenizer)[1:, 0]
                 outputs[i] = n_best[int(scores.round(9).argmax())]
         rows = zip(map(str, lines), translations, outputs, filtered, strict=True)
         pairs = [self._filtered(number, *row) for number, row in enumerate(rows, first + 1)]
@@ -180,15 +187,12 @@ class Augmenter:
         def logprob(pair: Pair) -> float:
             return -math.inf if pair.logprob is None else pair.logprob
 
-        if least is not None:
-            pairs = [
-                pair if pair.disposition or logprob(pair) >= least else replace(pair, disposition="unlikely")
-                for pair in pairs
-            ]
-        passed = sorted((pair for pair in pairs if not pair.disposition), key=lambda pair: -logprob(pair))
-        best = {pair.line for pair in passed[: math.ceil(round(keep * len(passed), 9))]}
+        likely = [pair for pair in pairs if not pair.disposition and (least is None or logprob(pair) >= least)]
+        likely.sort(key=lambda pair: -logprob(pair))
+        dispositions = dict.fromkeys((pair.line for pair in likely), "worse")
+        dispositions |= {pair.line: "kept" for pair in likely[: math.ceil(round(keep * len(likely), 9))]}
         return [
-            replace(pair, disposition=pair.disposition or ("kept" if pair.line in best else "worse")) for pair in pairs
+            replace(pair, disposition=pair.disposition or dispositions.get(pair.line, "unlikely")) for pair in pairs
         ]
 
     def _oriented(self, pair: Pair) -> Pair:
@@ -245,7 +249,7 @@ def augment(
     if back is not None and not filters.ranked and form != "jsonl":
         raise UsageError("the log-probabilities of back are not used: set min_logprob or keep, or write .jsonl")
     if workers is None and not others and group.world == 1:
-        workers = worker_count(Path(text).stat().st_size // BYTES_PER_TOKEN if Path(text).is_file() else 0)
+        workers = default_workers(text)
     here = group.device(device)
     translator = Translator(run, weights=weights, device=here, dtype=dtype, workers=workers, others=others)
     backward = None if back is None else Translator(back, device=here, dtype=dtype)
@@ -254,7 +258,7 @@ def augment(
     files = [LineReader(name, on_bad) for name in names]
     lines = filter_lines(zip_lines(files), lambda: sum(each.bad for each in files), "repeated" not in filters.allow)
     work = _chunk_work(augmenter, form, references is not None, progress)
-    if _is_stream_output(output):
+    if is_stream_output(output):
         with writer(output) as write:
             counts = translate_stream(lines, lambda rows: rows and write(rows.removesuffix("\n")), work, size=CHUNK)
     else:
@@ -270,7 +274,7 @@ def _check_files(names: Sequence[str], output: str, group: ProcessGroup) -> str:
     """Check the names of input and output files; return the format of the output."""
     if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
-    if (form := layout_of(output)) == "lines" and not _is_stream_output(output):
+    if (form := layout_of(output)) == "lines" and not is_stream_output(output):
         raise UsageError(f"{output}: pairs are written as .tsv or .jsonl: choose a name that ends so")
     for name in names:
         if (given := layout_of(name)) != "lines":
@@ -278,14 +282,9 @@ def _check_files(names: Sequence[str], output: str, group: ProcessGroup) -> str:
     streams = [name for name in names if is_stream(open_text(name, ""))]
     if streams.count("-") > 1:
         raise UsageError("only one file can be standard input (-): give a file for the others")
-    if group.world > 1 and (_is_stream_output(output) or streams):
+    if group.world > 1 and (is_stream_output(output) or streams):
         raise UsageError("several processes cannot share standard input or output: give two files")
     return form
-
-
-def _is_stream_output(output: str) -> bool:
-    """Return whether the output is a terminal, pipe or device, which cannot be resumed."""
-    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
 
 
 def _chunk_work(augmenter: Augmenter, form: str, with_references: bool, progress: Callable[[int], None]) -> Work:

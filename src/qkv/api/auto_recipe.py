@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,22 +53,11 @@ class Size:
 
 # By pairs. Small corpora want small models, much dropout and many passes; the second row is that of the preset
 # multi30k, the last one is the paper's base. All pre-norm, which needs no tuning.
+_narrow = partial(TransformerConfig, heads=4)
 PAIRS = [
-    Size(
-        15_000,
-        TransformerConfig(d_model=128, d_ff=512, heads=4, encoder_layers=3, decoder_layers=3, dropout=0.3),
-        80,
-        True,
-    ),
-    Size(
-        80_000,
-        TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=4, decoder_layers=4, dropout=0.3),
-        40,
-        True,
-    ),
-    Size(
-        500_000, TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=6, decoder_layers=3, dropout=0.2), 30
-    ),
+    Size(15_000, _narrow(d_model=128, d_ff=512, encoder_layers=3, decoder_layers=3, dropout=0.3), 80, r_drop=True),
+    Size(80_000, _narrow(d_model=256, d_ff=1024, encoder_layers=4, decoder_layers=4, dropout=0.3), 40, r_drop=True),
+    Size(500_000, _narrow(d_model=256, d_ff=1024, encoder_layers=6, decoder_layers=3, dropout=0.2), 30),
     Size(math.inf, TransformerConfig(dropout=0.1), 15),
 ]
 
@@ -129,14 +119,17 @@ class Chooser:
         self.reasons = [f"auto: {amount}, on {describe_device(device)}{together}"]
 
     def choose(self) -> Config:
-        sizes, amount = _sizes(self.config, self.prepared, self.tokens)
-        row = next(i for i, size in enumerate(sizes) if amount <= size.limit)
-        text = sizes[row]  # dropout goes by it: a model that is small for lack of time has much text all the same
-        smaller = sizes[: row + 1]
+        model, amount = self.config.model, len(self.prepared.train)
+        sizes = [Size(math.inf, model, GIVEN)]  # other kinds keep their size
+        if isinstance(model, TransformerConfig):
+            sizes = PAIRS
+        elif isinstance(model, DecoderOnlyConfig):
+            sizes, amount = TOKENS, self.tokens
+        smaller = [size for i, size in enumerate(sizes) if not i or amount > sizes[i - 1].limit]
+        text = smaller[-1]  # dropout goes by it: a model that is small for lack of time has much text all the same
         if self.trained:
-            smaller = [dataclasses.replace(text, model=self.config.model, passes=ADAPTING, r_drop=False)]
-        plan = self._largest_that_fits(smaller, text.model.dropout)
-        plan = self._twice(plan)
+            smaller = [dataclasses.replace(text, model=model, passes=ADAPTING, r_drop=False)]
+        plan = self._with_r_drop(self._largest_that_fits(smaller, text.model.dropout))
         return self._settle(plan, text)
 
     def _largest_that_fits(self, sizes: list[Size], dropout: float) -> Plan:
@@ -166,7 +159,7 @@ class Chooser:
         passes = self.steps / updates if self.steps else self.budget / seconds
         return Plan(config, size, updates, seconds, min(passes, config.train.epochs or math.inf))
 
-    def _twice(self, plan: Plan) -> Plan:
+    def _with_r_drop(self, plan: Plan) -> Plan:
         """Return the plan with R-Drop, if it helps, time allows it, and no fixed option is against it."""
         if not plan.size.r_drop or "train.r_drop" in self.fixed or plan.passes < TWICE:
             return plan
@@ -193,7 +186,9 @@ class Chooser:
         config = self._set(config, train={"steps": steps, "warmup": min(1000, max(20, steps // 10)), **often})
         suits = "as you say" if "model.dropout" in self.fixed else f"for {made:.1f} passes over a text of this size"
         length = f"{steps:,} steps of {config.train.tokens_per_step:,} tokens, {made:.1f} passes over the text ({why})"
-        lasting = f"about {_duration(made * plan.seconds)} by the first steps' speed"
+        seconds = made * plan.seconds
+        duration = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        lasting = f"about {duration} by the first steps' speed"
         self.reasons += [
             f"auto: {shape(config.model)}, dropout {config.model.dropout:g} {suits}",
             f"auto: {length}: {lasting}; --set train.steps=N changes this",
@@ -216,7 +211,10 @@ class Chooser:
     def _suited(self, model: ModelConfig) -> Config:
         """Return a config for this model, with a suitable optimizer, schedule and learning rate."""
         if not self.trained:
-            model = _shaped(model, shared=self.config.tokenizer.shared)
+            if isinstance(model, TranslationConfig) and not self.config.tokenizer.shared:
+                model = dataclasses.replace(model, tie="output")
+            if isinstance(model, AttentionModelConfig):
+                model = dataclasses.replace(model, norm="pre")
         # If the rate falls to zero, an average of the last weights is worse than the last weights.
         train: dict[str, Any] = {"tokens_per_step": self._tokens_per_step(math.inf), "clip": 1.0, "average": 0}
         train["schedule"] = "wsd" if isinstance(model, TransformerConfig) else "cosine"
@@ -286,24 +284,6 @@ def seconds_a_pass(config: Config, prepared: PreparedText, ranks: int = 1) -> fl
     return statistics.median(times) * len(trainer.updates.plan(0)) / ranks
 
 
-def _shaped(model: ModelConfig, *, shared: bool) -> ModelConfig:
-    """Return the model with the options that suit every size."""
-    if isinstance(model, TranslationConfig) and not shared:
-        model = dataclasses.replace(model, tie="output")
-    if isinstance(model, AttentionModelConfig):
-        model = dataclasses.replace(model, norm="pre")
-    return model
-
-
-def _sizes(config: Config, prepared: PreparedText, tokens: int) -> tuple[list[Size], int]:
-    """Return the models to choose from, and the amount of text to choose by; other kinds keep their size."""
-    if isinstance(config.model, TransformerConfig):
-        return PAIRS, len(prepared.train)
-    if isinstance(config.model, DecoderOnlyConfig):
-        return TOKENS, tokens
-    return [Size(math.inf, config.model, GIVEN)], len(prepared.train)
-
-
 def tokens_per_step(tokens: int, read: float, device: str) -> int:
     """About 100 updates a pass for small texts; never less than 2,048 tokens or more than the paper's 25,000.
 
@@ -327,7 +307,3 @@ def _rate(config: Config) -> float:
 
 def _many(count: float) -> str:
     return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,.0f}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -6,7 +6,7 @@ import codecs
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.validation import total_loss
 from qkv.data.subwords import encode_text, newline_of, readable_tokens
-from qkv.decoding.logits_processors import GeneratedToken, Sampling, generate
+from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.language_models import DecoderOnly
 from qkv.training.lm_tasks import running_text
@@ -45,6 +45,17 @@ class Completion:
 
     def __str__(self) -> str:
         return self.text
+
+
+class StreamedToken(NamedTuple):
+    """A new token of one of several continuations, and the text that became final with it."""
+
+    row: int
+    id: int
+    text: str  # without characters that are incomplete or may begin a stop text
+    logprob: float
+    top: list[tuple[str, float]]  # the most probable tokens at this place, and their log-probabilities
+    finish: str | None  # as `Completion.finish_reason`, None while the continuation is unfinished
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -76,14 +87,9 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         """Yield the continuation of the prompt as it is generated; without `max_tokens` it is endless."""
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens = {max_tokens}: must be at least 1, or None for no limit")
-        decoder = TextDecoder(self.tokenizer, prompt)
-        for number, generated in enumerate(self._generate(prompt, Sampling(**sampling), 1), 1):
-            if piece := decoder.feed(generated.tokens[0]):
-                yield piece
-            if number == max_tokens:
-                break
-        if piece := decoder.close():
-            yield piece
+        for (token,) in self.stream_tokens(prompt, max_tokens=max_tokens, **sampling):
+            if token.text:
+                yield token.text
 
     def complete(
         self,
@@ -99,13 +105,53 @@ class LanguageModel(LoadedRun[DecoderOnly]):
             raise UsageError("stop takes a list of texts: put the text in brackets")
         if n < 1 or max_tokens < 1:
             raise UsageError(f"n = {n}, max_tokens = {max_tokens}: both must be at least 1")
-        continuations = [_Continuation(self.tokenizer, prompt, tuple(stop)) for _ in range(n)]
-        for number, generated in enumerate(self._generate(prompt, Sampling(**sampling), n), 1):
-            for each, token, logprob in zip(continuations, generated.tokens, generated.logprobs, strict=True):
-                each.add(token, logprob)
-            if number == max_tokens or all(each.stopped for each in continuations):
-                break
-        return [each.completion(self.tokenizer) for each in continuations]
+        rows: list[list[StreamedToken]] = [[] for _ in range(n)]
+        for tokens in self.stream_tokens(prompt, max_tokens=max_tokens, n=n, stop=stop, **sampling):
+            for token in tokens:
+                rows[token.row].append(token)
+        completions = []
+        for row in rows:
+            text, logprobs = "".join(token.text for token in row), [token.logprob for token in row]
+            names = readable_tokens(self.tokenizer, [token.id for token in row])
+            completions.append(Completion(text, sum(logprobs), names, logprobs, row[-1].finish or "length"))
+        return completions
+
+    @torch.inference_mode()
+    def stream_tokens(
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int | None = None,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        top: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Iterator[list[StreamedToken]]:
+        """Yield for each step the new tokens of the unfinished continuations, with the `top` most probable ones."""
+        tokenizer = self.tokenizer
+        never = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
+        options: dict[str, Any] = {"context": self.context, "rows": n, "forbidden": never, "device": self.device}
+        continuations = [Continuation(TextDecoder(tokenizer, prompt), stop) for _ in range(n)]
+        for number, step in enumerate(generate(self.model, self._ids(prompt), Sampling(**sampling), **options), 1):
+            best = step.ranked.topk(min(top, step.ranked.shape[-1] - len(never)))
+            new = []
+            for row, each in enumerate(continuations):
+                if each.finish is None:
+                    text = each.add(step.tokens[row], number == max_tokens)
+                    likeliest = zip(best.indices[row].tolist(), best.values[row].tolist(), strict=True)
+                    names = [(self.token_text(token), logprob) for token, logprob in likeliest]
+                    new.append(StreamedToken(row, step.tokens[row], text, step.logprobs[row], names, each.finish))
+            yield new
+            if all(each.finish for each in continuations):
+                return
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token; incomplete characters are replaced."""
+        return self.tokenizer.bytes_of(token).decode("utf-8", "replace")
+
+    def prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens of a prompt."""
+        return len(self._ids(prompt)) - 1
 
     @torch.inference_mode()
     def evaluate(self, text: str) -> TextLoss:
@@ -144,18 +190,6 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         """Return a newline and the prompt: in training every line follows a newline."""
         return [newline_of(self.tokenizer), *encode_text(self.tokenizer, prompt)]
 
-    def _generate(self, prompt: str, sampling: Sampling, rows: int) -> Iterator[GeneratedToken]:
-        never = (self.tokenizer.pad, self.tokenizer.bos, self.tokenizer.eos)
-        return generate(
-            self.model,
-            self._ids(prompt),
-            sampling,
-            context=self.context,
-            rows=rows,
-            forbidden=never,
-            device=self.device,
-        )
-
 
 class TextDecoder:
     """Incremental decoder of tokens to text: returns a character as soon as all its bytes are known."""
@@ -178,28 +212,29 @@ class TextDecoder:
         return self.characters.decode(b"", True)
 
 
-class _Continuation:
-    """An unfinished continuation; tokens after its stop text are ignored."""
+class Continuation:
+    """One continuation; holds back text that may be the beginning of a stop text."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: tuple[str, ...]) -> None:
-        self.decoder = TextDecoder(tokenizer, prompt)
-        self.stop = stop
-        self.text = ""
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.stopped = False
+    def __init__(self, decoder: TextDecoder, stop: Sequence[str]) -> None:
+        self.decoder, self.stop = decoder, [text for text in stop if text]
+        self.held_back = ""
+        self.finish: str | None = None
 
-    def add(self, token: int, logprob: float) -> None:
-        if self.stopped:
-            return
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.text += self.decoder.feed(token)
-        stops = [place for place in (self.text.find(word) for word in self.stop if word) if place >= 0]
-        if stops:
-            self.text, self.stopped = self.text[: min(stops)], True
+    def add(self, token: int, last: bool) -> str:
+        """Add a token and return the text that is now final."""
+        text = self.held_back + self.decoder.feed(token)
+        places = [place for place in map(text.find, self.stop) if place >= 0]
+        if places:
+            self.finish = "stop"
+            return text[: min(places)]
+        if last:
+            self.finish = "length"
+            return text + self.decoder.close()
+        final = len(text) - max((_overlap(text, stop) for stop in self.stop), default=0)
+        self.held_back = text[final:]
+        return text[:final]
 
-    def completion(self, tokenizer: Tokenizer) -> Completion:
-        text = self.text if self.stopped else self.text + self.decoder.close()
-        reason = "stop" if self.stopped else "length"
-        return Completion(text, sum(self.logprobs), readable_tokens(tokenizer, self.ids), self.logprobs, reason)
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of a text that are a beginning of the stop text."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -10,11 +10,10 @@ from qkv.api.loading import LoadedRun
 from qkv.core.errors import UsageError
 from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import tag_before
-from qkv.explain.attention_hooks import HeadName
+from qkv.explain.attention_heads import HeadImportance, HeadName, head_importance
 from qkv.explain.attention_maps import AttentionMap, attention_map
 from qkv.explain.counterfactuals import WhatIf, edit, what_if
 from qkv.explain.decoding_tree import forced_steps, trace_search
-from qkv.explain.head_analysis import HeadImportance, head_importance
 from qkv.explain.word_alignment import Alignment, AlignmentHead, align_pairs, alignment_head
 
 

@@ -29,12 +29,14 @@ import torch
 from qkv.api.output_journal import End, Entry, Journal, PartialFile, journal_path, part_path
 from qkv.assembly import Run
 from qkv.console import say
-from qkv.core.corpus import COMPRESSED, is_stream
+from qkv.core.corpus import is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.formats import open_text, read_any_file
+from qkv.data.formats import COMPRESSED, open_text, read_any_file
+from qkv.engines.cpu.native_search import worker_count
 
 CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory
+BYTES_PER_TOKEN = 4  # roughly, in European languages
 POLL = 0.5  # seconds between checks of the other processes
 
 
@@ -75,10 +77,6 @@ class ProcessGroup:
             return f"cuda:{self.local % torch.cuda.device_count()}"
         return name
 
-    @property
-    def name(self) -> str:
-        return f"process {self.rank + 1} of {self.world}"
-
 
 SINGLE = ProcessGroup()
 
@@ -98,6 +96,16 @@ def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: T
             number, first, characters, chunk = number + 1, first + len(chunk), 0, []
     if chunk:
         yield Chunk(number, first, chunk)
+
+
+def is_stream_output(output: str) -> bool:
+    """Return whether the output is a terminal, pipe or device, which cannot be resumed."""
+    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
+
+
+def default_workers(name: str) -> int:
+    """Return one process per core for a large file, and no extra process for a small one or a stream."""
+    return worker_count(Path(name).stat().st_size // BYTES_PER_TOKEN if Path(name).is_file() else 0)
 
 
 def count_lines(name: str) -> int | None:
@@ -168,7 +176,7 @@ def translate_file(
     watch = _watched(output, group) if group.world > 1 else nullcontext()
     with PartialFile(output, task, about or {}, rank=group.rank, world=group.world) as part, watch:
         if part.lines:
-            share = f", {group.name}" if group.world > 1 else ""
+            share = f", process {group.rank + 1} of {group.world}" if group.world > 1 else ""
             say(f"{output}: resuming, {part.lines:,} lines are done{share}")
         try:
             part.finish(_translate_chunks(chunks(lines, size), part, work, group, progress))
@@ -275,20 +283,12 @@ def _finish_group(part: PartialFile, group: ProcessGroup) -> Counter[str]:
         if len(journals) == group.world and all(journal.end for journal in journals):
             break
         time.sleep(POLL)
-    _join(paths, journals, part.output)
-    for path in reversed(paths):  # the own part last: without its lock the others would take this process for dead
-        path.unlink()
-        journal_path(path).unlink()
-    return sum((Counter(entry.counts) for journal in journals for entry in journal.entries), Counter())
-
-
-def _join(paths: list[Path], journals: list[Journal], output: Path) -> None:
-    """Write the chunks of all parts to one file, in the order of the input."""
-    joined = part_path(output)
+    output, joined = part.output, part_path(part.output)
     entries = [(entry, rank) for rank, journal in enumerate(journals) for entry in journal.entries]
-    entries.sort(key=lambda each: each[0].chunk)
-    ends = {journal.end for journal in journals}
-    if len(ends) > 1 or [entry.chunk for entry, _ in entries] != list(range(len(entries))):
+    entries.sort(key=lambda each: each[0].chunk)  # the order of the input
+    if len({journal.end for journal in journals}) > 1 or [entry.chunk for entry, _ in entries] != list(
+        range(len(entries))
+    ):
         raise QkvError(f"{output}: the processes have read different inputs: delete {joined}* and start again")
     try:
         with ExitStack() as stack, joined.open("wb") as out:
@@ -304,3 +304,7 @@ def _join(paths: list[Path], journals: list[Journal], output: Path) -> None:
         sync(output.parent)
     except OSError as error:
         raise QkvError(f"{output}: cannot be written: {error.strerror}: fix this and repeat the command") from None
+    for path in reversed(paths):  # the own part last: without its lock the others would take this process for dead
+        path.unlink()
+        journal_path(path).unlink()
+    return sum((Counter(entry.counts) for entry, _ in entries), Counter())

@@ -144,7 +144,7 @@ class MeasuredTask:
         self.task, self.updates = task, task.updates
 
     def validate(self, model: Any, text: PreparedText, config: Any, device: torch.device) -> Validation:
-        from qkv.explain.head_analysis import attention_entropies
+        from qkv.explain.attention_heads import attention_entropies
 
         result, entropies = (
             self.task.validate(model, text, config, device),

@@ -89,7 +89,7 @@ class Encoder(LoadedRun[EncoderOnly]):
         """
         if isinstance(texts, str):
             raise UsageError("embed takes a list of texts: put the text in brackets")
-        rows = [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts]
+        rows = self._rows(texts)
         vectors = torch.zeros(len(rows), self.config.model.d_model)
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             hidden = self._hidden([rows[i] for i in indices])
@@ -104,15 +104,14 @@ class Encoder(LoadedRun[EncoderOnly]):
     @torch.inference_mode()
     def evaluate(self, texts: Sequence[str]) -> GapScores:
         """Mask the same share of tokens as in training, with fixed seeds, and score the predictions."""
-        rows = [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts if text.strip()]
+        rows = self._rows([text for text in texts if text.strip()])
         if not rows:
             raise UsageError("no text to mask tokens in: give some lines")
         loss, right, tokens = 0.0, 0, 0
         for indices in by_length([len(row) + 1 for row in rows], TOKENS):
             random = [np.random.default_rng((int(i), 5)) for i in indices]
-            batch = mask_tokens([rows[i] for i in indices], self.tokenizer, self.model.config.masked, random).to(
-                self.device
-            )
+            batch = mask_tokens([rows[i] for i in indices], self.tokenizer, self.model.config.masked, random)
+            batch = batch.to(self.device)
             wanted = batch.labels != self.tokenizer.pad
             log_probs = self.model.project(self.model.hidden(*batch.inputs)[wanted]).float().log_softmax(-1)
             labels = batch.labels[wanted]
@@ -156,6 +155,9 @@ class Encoder(LoadedRun[EncoderOnly]):
         if masked.count(self.tokenizer.bos) != text.count(GAP):
             raise QkvError(f"a gap is part of a token of the text around it: put spaces around {GAP}")
         return self._checked(masked)
+
+    def _rows(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts]
 
     def _checked(self, ids: list[int]) -> list[int]:
         limit = self.config.data.max_length

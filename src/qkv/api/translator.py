@@ -6,24 +6,25 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
-from qkv.api.results import OtherWord, Scored, Translation
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import describe_device, say
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
+from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Model, StepModel
-from qkv.core.translate import translate_lines
+from qkv.core.translate import TranslatedLine, translate_lines
 from qkv.data.subwords import readable_tokens
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
@@ -37,6 +38,86 @@ from qkv.worker_pool import ProcessWorkers
 
 CHUNK = 2048  # lines translated together in a stream: enough for batches of similar length
 LONGEST_SCORED = 8192  # tokens of a scored text: memory grows with the square
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another translation of the same text."""
+
+    text: str
+    score: float
+    logprob: float
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translation and its scores; `score` is `logprob` under the length penalty.
+
+    For an input translated in pieces both are sums over the pieces.
+    """
+
+    text: str
+    score: float
+    logprob: float
+    tokens: list[str]
+    alternatives: list[Alternative]
+    truncated: bool = False  # the longest length allowed was reached before the model ended
+    pieces: int = 1  # how many sentences or parts of long ones were translated; 0 for blank text
+    finish_reason: str = "stop"  # stop: the model ended; length: the limit did; blank: there was nothing to translate
+    length_ratio: float = 0.0  # tokens of the output for each of the input
+    looped: bool = False  # the first output repeated itself; the search was repeated, and this is the better output
+
+    @classmethod
+    def of(cls, line: TranslatedLine, tgt: Tokenizer, *, looped: bool = False) -> Self:
+        """Return the result of a line, whose pieces were translated one by one."""
+        if not line.hypotheses:
+            return cls("", 0.0, 0.0, [], [], pieces=0, finish_reason="blank")
+        ranks = []
+        for text, rank in zip(line.texts, line.hypotheses, strict=True):
+            score, logprob = sum(h.score for h in rank), sum(h.logprob for h in rank)
+            ranks.append(Alternative(text, score, logprob, any(h.truncated for h in rank)))
+        best, written = ranks[0], [token for hypothesis in line.hypotheses[0] for token in hypothesis.tokens]
+        return cls(
+            **vars(best),
+            tokens=readable_tokens(tgt, written),
+            alternatives=ranks[1:],
+            pieces=len(line.hypotheses[0]),
+            finish_reason="length" if best.truncated else "stop",
+            length_ratio=len(written) / max(1, line.source_tokens),
+            looped=looped,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class OtherWord:
+    """Another word at a position of a translation, and the best translation with that word."""
+
+    word: str
+    probability: float  # of the word at this position
+    text: str
+    score: float
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probability of a given translation, in total and of each token, </s> last."""
+
+    logprob: float
+    tokens: list[str]
+    token_logprobs: list[float]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
 
 
 class Translator(Explainer):
@@ -150,10 +231,8 @@ class Translator(Explainer):
         **options: Any,
     ) -> list[Translation]:
         tgt = self.tokenizers.tgt
-        prefixes, required = (
-            search_request.prefixes(prefix, len(texts)),
-            search_request.phrases(must_include, len(texts)),
-        )
+        prefixes = search_request.prefixes(prefix, len(texts))
+        required = search_request.phrases(must_include, len(texts))
         phrases = list(dict.fromkeys(phrase for of_text in required for phrase in of_text))
         request = SearchRequest.of(self.config, tgt, must_include=phrases, **options)
         if request.shortlist and (any(prefixes) or phrases or request.avoid):
@@ -170,7 +249,7 @@ class Translator(Explainer):
                     f"text {first + number + 1} is translated in {len(pieces)} pieces, but a prefix or must_include "
                     f"needs a single piece: split the text into sentences"
                 )
-            return pieces.pieces, partial(self._join, pieces)
+            return pieces.pieces, partial(pieces.join, spaces=not without_spaces(self.config.data.tgt_lang))
 
         looped: set[int] = set()  # texts
 
@@ -196,10 +275,14 @@ class Translator(Explainer):
 
         room = self.config.data.max_length
         lines = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
-        tgt = self.tokenizers.tgt
         translations = [Translation.of(line, tgt, looped=number in looped) for number, line in enumerate(lines)]
-        for number, translation in enumerate(translations, first + 1):
-            self._check_avoided(translation, request, f"text {number}")
+        if request.avoid is not None:  # the search cannot prevent a phrase across the border of two pieces
+            for number, each in enumerate(translations, first + 1):
+                found = map(request.avoid.occurs, (each.text, *(other.text for other in each.alternatives)))
+                if phrase := next(filter(None, found), None):
+                    raise QkvError(
+                        f'text {number}: "{phrase}" is to be avoided, but arises where two pieces of the text meet'
+                    )
         return translations
 
     def _search(
@@ -234,12 +317,6 @@ class Translator(Explainer):
                     f"an output of {longest} tokens: {member.run.path} learned {positions} positions, including <s> "
                     f"and </s>: lower max_length, or give a shorter prefix"
                 )
-
-    def _check_avoided(self, translation: Translation, request: SearchRequest, where: str) -> None:
-        """Refuse a result with a forbidden phrase across the border of two pieces, which the search cannot prevent."""
-        for text in (translation.text, *(other.text for other in translation.alternatives)):
-            if request.avoid is not None and (phrase := request.avoid.occurs(text)) is not None:
-                raise QkvError(f'{where}: "{phrase}" is to be avoided, but arises where two pieces of the text meet')
 
     def alternatives(
         self, source: str, translation: str, position: int, n: int = 5, *, tag: str = "", beam: int | None = None
@@ -309,11 +386,12 @@ class Translator(Explainer):
 
     def _use_shortlist(self, shortlist: Shortlist) -> None:
         def narrow(tokens: Tensor) -> StepModel:
-            pairs = zip(self.engines, self.members, strict=True)
-            # A packed model stores its matrix in its own format: take the plain model's.
-            weights = [(each if isinstance(each, Model) else member.model).output.weight for each, member in pairs]
-            models = zip(self.engines, weights, strict=True)
-            return self._combined([Shortlisted(each, weight, shortlist, tokens) for each, weight in models])
+            models = []
+            for engine, member in zip(self.engines, self.members, strict=True):
+                # A packed model stores its matrix in its own format: take the plain model's.
+                weight = (engine if isinstance(engine, Model) else member.model).output.weight
+                models.append(Shortlisted(engine, weight, shortlist, tokens))
+            return self._combined(models)
 
         self.runner = dataclasses.replace(self.runner, narrow=narrow, shortlist=shortlist)
 
@@ -370,10 +448,3 @@ class Translator(Explainer):
     def _pieces(self, line: str, prefix: int, *, sentences: bool) -> Pieces:
         room = self.config.data.max_length - prefix
         return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
-
-    def _join(self, pieces: Pieces, texts: list[str]) -> str:
-        """Join the translations of pieces with the white space of the source."""
-        if not without_spaces(self.config.data.tgt_lang):
-            return pieces.join(texts, " ")
-        # A single space between sentences is dropped if the target language has no spaces.
-        return Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators)).join(texts)

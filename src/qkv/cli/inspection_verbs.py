@@ -203,11 +203,11 @@ def heads(
     """Rank attention heads by the loss increase without each."""
     from qkv.api import Translator
     from qkv.console import counter
-    from qkv.explain import figure_files
-    from qkv.explain.head_analysis import plot_head_importance
+    from qkv.explain.attention_heads import plot_head_importance
+    from qkv.explain.pages import check_picture
 
     if plot:
-        figure_files.check_picture(plot)
+        check_picture(plot)
     translator = Translator(run, weights=weights, device=device)
     sources, references = held_out(run, source, reference)
     sources, references = sources[:pairs], references[:pairs]
@@ -244,7 +244,7 @@ def align(
     from qkv.api import Translator
     from qkv.console import counter, say, writer
     from qkv.data.formats import read_lines
-    from qkv.explain import figure_files
+    from qkv.explain.pages import check_place
     from qkv.explain.word_alignment import HEAD_FILE, agreement, rank_heads, save_head
 
     if find and (gold or output != "-"):
@@ -253,7 +253,7 @@ def align(
         )
     translator = Translator(run, weights=weights, device=device)
     if find:
-        figure_files.check_place(run / HEAD_FILE)
+        check_place(run / HEAD_FILE)
     sources, targets = read_lines(source), read_lines(target)
     check_same_length(source, sources, target, targets)
     reference: list[Alignment] = []

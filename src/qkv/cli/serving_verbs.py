@@ -78,12 +78,12 @@ def serve(
     """
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UsageError(f"a server needs {', '.join(missing)}: pip install 'qkv[serve]'")
-    from qkv.server.auth import read_keys
     from qkv.server.listener import open_socket
     from qkv.server.listener import serve as serve_models
     from qkv.server.middleware import RequestLimits
     from qkv.server.scheduler import SchedulerOptions
     from qkv.server.served_models import ServedModels
+    from qkv.server.service import read_keys
 
     if new_key:
         _make_key(new_key)
@@ -99,7 +99,7 @@ def serve(
 
 
 def _make_key(name: str) -> None:
-    from qkv.server.auth import new_key
+    from qkv.server.service import new_key
 
     if not name.isascii() or any(c.isspace() or c == "#" for c in name):
         raise UsageError(f"--new-key {name}: use one ASCII word without spaces and #")

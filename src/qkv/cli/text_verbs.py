@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
     from qkv.data.formats import LineReader
 
-BYTES_PER_TOKEN = 4  # approximate, in European languages
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
 NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
 
@@ -72,25 +71,38 @@ def translate(
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
     from qkv.api import CHUNK, Translator
-    from qkv.api.file_translation import ProcessGroup, translate_file
+    from qkv.api.file_translation import (
+        ProcessGroup,
+        default_workers,
+        is_stream_output,
+        translate_file,
+        translate_stream,
+    )
+    from qkv.console import say, writer
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
-    runs, group = [run, *(others or [])], ProcessGroup.from_environment()
+    group = ProcessGroup.from_environment()
     if workers is None and not others and group.world == 1:
-        workers = _default_workers(file)
+        workers = default_workers(file)
     translator = Translator(
-        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=runs[1:]
+        run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=others or []
     )
-    if shortlist:
-        _ensure_shortlist(translator, run)
+    if shortlist and not (run / "shortlist.safetensors").exists():
+        say(f"{run}: computing the shortlist (likely translations of each source token), once")
+        translator.learn_shortlist()
     lines = _open_lines(run, file, output, on_bad.value, group)
-    _say_engine(translator, file, group)
+    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+        say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
-        if _is_stream(output):
-            counts = _translate_stream(lines, output, work)
+        if is_stream_output(output):
+            with writer(output) as write:  # lines that have arrived are written as soon as no further line is waiting
+                counts = translate_stream(
+                    lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
+                )
         else:
-            task = _resume_key(runs, weights, device=translator.device.type, dtype=dtype, json=as_json, **options)
+            key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
+            task = _resume_key(translator, weights, key)
             counts = translate_file(
                 lines,
                 Path(output),
@@ -104,39 +116,11 @@ def translate(
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
-def _ensure_shortlist(translator: Translator, run: Path) -> None:
-    """Compute the shortlist of a run and save it there, unless it exists."""
-    from qkv.console import say
-
-    if not (run / "shortlist.safetensors").exists():
-        say(f"{run}: computing the shortlist (likely translations of each source token), once")
-        translator.learn_shortlist()
-
-
-def _say_engine(translator: Translator, file: str, group: ProcessGroup) -> None:
-    """Print the engine to a terminal, unless the text is typed there."""
-    from qkv.console import say
-
-    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
-        say(translator.engine)
-
-
-def _default_workers(file: str) -> int:
-    """Return one process per core for a large file, and no extra process for a small one."""
-    from qkv.engines.cpu.native_search import worker_count
-
-    return worker_count(Path(file).stat().st_size // BYTES_PER_TOKEN if Path(file).is_file() else 0)
-
-
-def _is_stream(output: str) -> bool:
-    """Whether the output is a terminal, a pipe or a device, where a write cannot be undone or resumed."""
-    return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
-
-
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.core.corpus import COMPRESSED, is_stream
-    from qkv.data.formats import LineReader, layout_of, open_text
+    from qkv.api.file_translation import is_stream_output
+    from qkv.core.corpus import is_stream
+    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
@@ -144,21 +128,9 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGr
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
     if (form := layout_of(file)) != "lines":
         raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
-    if group.world > 1 and (_is_stream(output) or is_stream(open_text(file, ""))):
+    if group.world > 1 and (is_stream_output(output) or is_stream(open_text(file, ""))):
         raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
     return LineReader(file, on_bad)
-
-
-def _translate_stream(lines: LineReader, output: str, work: Work) -> Mapping[str, int]:
-    """Translate to a stream: write the lines that have arrived as soon as no further line is waiting."""
-    from qkv.api import CHUNK
-    from qkv.api.file_translation import translate_stream
-    from qkv.console import writer
-
-    with writer(output) as write:
-        return translate_stream(
-            lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
-        )
 
 
 @contextmanager
@@ -199,14 +171,12 @@ def _format(translation: Translation, number: int, ranked: bool, as_json: bool) 
     return translation.text
 
 
-def _resume_key(runs: list[Path], weights: str, **options: Any) -> dict[str, Any]:
+def _resume_key(translator: Translator, weights: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return everything that decides the output; an unfinished file is resumed only if this is unchanged."""
     from qkv.api.file_translation import fingerprint
-    from qkv.assembly import Run
 
-    opened = [Run.open(run) for run in runs]
-    by_sentence = options.get("split", True) and opened[0].by_sentence
-    models = [fingerprint(each, weights) for each in opened]
+    by_sentence = options.get("split", True) and translator.run.by_sentence
+    models = [fingerprint(member.run, weights) for member in translator.members]
     return {"qkv": __version__, "models": models, **options, "split": by_sentence}
 
 

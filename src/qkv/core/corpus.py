@@ -1,14 +1,14 @@
 """Text files as blocks of lines, the first stage of the path.
 
 A line ends at a newline byte and nowhere else; a carriage return before it and a byte order mark at the start of a file
-are removed. Files are decompressed once by a reader, then divided into blocks that any process can read by itself.
+are removed. Files are divided into blocks that any process can read by itself.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,19 +24,10 @@ if TYPE_CHECKING:
     from qkv.core.tokenizer import TokenizerPair
 
 BLOCK_BYTES = 1 << 20  # a block is closed when both sides together have so many
-READ_BYTES = 1 << 20
-COMPRESSED = (".gz", ".xz", ".bz2", ".zst")  # decompressed by the reader of `data.formats`
-BOM = b"\xef\xbb\xbf"
 
 Texts = tuple[str, ...]  # source and target, or one line of text without a source
-Reader = Callable[[Path], Iterator[bytes]]  # the decompressed content of a file, in parts
 Progress = Callable[[str, int, int | None], None]  # (stage, how much is done, of how much)
 ParallelMap = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]  # results in the tasks' order
-
-
-def serial_map(function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-    """Apply a function to all tasks in this process."""
-    return (function(*task) for task in tasks)
 
 
 @dataclass(frozen=True)
@@ -63,18 +54,9 @@ class Column:
 LINES = LineFormat("lines")
 
 
-def read_file(path: Path) -> Iterator[bytes]:
-    """Read a file in parts."""
-    try:
-        with open(path, "rb") as file:
-            yield from iter(lambda: file.read(READ_BYTES), b"")
-    except OSError as error:
-        raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus and its files: `names` as in the config, `paths` as found; the file of `column` is the last."""
+    """A corpus and its files: `names` as in the config, `paths` to read; the file of `column` is the last."""
 
     names: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -82,8 +64,8 @@ class Corpus:
     weight: float = 1.0
     tag: str = ""
     format: LineFormat = LINES
-    reader: Reader = read_file
     column: Column | None = None
+    given: bool = False  # a validation set
 
     def __str__(self) -> str:
         return " ".join(self.names)
@@ -96,8 +78,7 @@ class TextBlock:
     corpus: Corpus
     first: int  # number of lines of this corpus before the block
     count: int
-    files: tuple[Path, ...]
-    spans: tuple[tuple[int, int], ...]  # (first byte, number of bytes)
+    spans: tuple[tuple[int, int], ...]  # of each file: (first byte, byte after the last)
 
     def where(self, row: int, file: int = 0) -> str:
         """Return the file name and line number of a row, for messages."""
@@ -140,47 +121,13 @@ def file_state(path: Path) -> dict[str, Any]:
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def decompress(path: Path, reader: Reader, copy: Path) -> tuple[Path, str]:
-    """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
-    digest = hashlib.blake2b(digest_size=16)
-    plain = path.suffix not in COMPRESSED and not is_stream(path)
-    with nullcontext() if plain else open(copy, "wb") as out:
-        for part in reader(path):
-            digest.update(part)
-            if out:
-                out.write(part)
-    return path if plain else copy, digest.hexdigest()
-
-
-def decompress_all(
-    corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap, progress: Progress
-) -> tuple[list[tuple[Path, ...]], list[str]]:
-    """Make plain files of all inputs; return them by corpus, and the hash of each."""
-    files = [(path, corpus.reader) for corpus in corpora for path in corpus.paths]
-    tasks = [(path, reader, scratch / f"{number}.txt") for number, (path, reader) in enumerate(files)]
-    others = parallel_map(decompress, [task for task in tasks if not is_stream(task[0])])
-    # Pipes and standard input belong to this process, so they are read here.
-    streams = {task: decompress(*task) for task in tasks if is_stream(task[0])}
-    results = []
-    for number, task in enumerate(tasks, 1):
-        results.append(streams[task] if task in streams else next(others))
-        progress("unpack", number, len(tasks))
-    plain = iter(path for path, _ in results)
-    return [tuple(next(plain) for _ in corpus.paths) for corpus in corpora], [digest for _, digest in results]
-
-
-def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock]:
+def split_into_blocks(corpus: Corpus) -> list[TextBlock]:
     """Divide a corpus into blocks of whole lines; its files must have the same number of lines, at least one."""
     blocks: list[TextBlock] = []
     with ExitStack() as stack:
-        streams = [stack.enter_context(open(file, "rb")) for file in files]
-        starts = [stream.seek(len(BOM) if stream.read(len(BOM)) == BOM else 0) for stream in streams]
-        ends, first, count = list(starts), 0, 0
-
-        def close_block() -> None:
-            spans = tuple((start, end - start) for start, end in zip(starts, ends, strict=True))
-            blocks.append(TextBlock(corpus, first, count, files, spans))
-
+        streams = [stack.enter_context(open(path, "rb")) for path in corpus.paths]
+        starts = [stream.seek(len(BOM_UTF8) if stream.read(len(BOM_UTF8)) == BOM_UTF8 else 0) for stream in streams]
+        ends, first, count = starts, 0, 0
         for lines in zip_longest(*streams):
             if None in lines:
                 read = first + count
@@ -193,10 +140,10 @@ def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock
             ends = [end + len(line) for end, line in zip(ends, lines, strict=True)]
             count += 1
             if sum(ends) - sum(starts) >= BLOCK_BYTES:
-                close_block()
-                starts, first, count = list(ends), first + count, 0
+                blocks.append(TextBlock(corpus, first, count, tuple(zip(starts, ends, strict=True))))
+                starts, first, count = ends, first + count, 0
         if count:
-            close_block()
+            blocks.append(TextBlock(corpus, first, count, tuple(zip(starts, ends, strict=True))))
     if not blocks:
         raise QkvError(f"{corpus}: the file is empty")
     return blocks
@@ -204,18 +151,18 @@ def split_into_blocks(corpus: Corpus, files: tuple[Path, ...]) -> list[TextBlock
 
 def read_block(block: TextBlock, on_bad: str = "error") -> list[Texts | None]:
     """Return the texts of each pair of a block; with on_bad = "skip", None for a line that is not UTF-8."""
-    count = len(block.files) - (block.corpus.column is not None)
+    count = len(block.spans) - (block.corpus.column is not None)
     return block.corpus.format.texts(block, [read_column(block, file, on_bad) for file in range(count)], on_bad)
 
 
 def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | None]:
     """Return the lines of one file of a block."""
-    name, (start, size) = block.corpus.names[file], block.spans[file]
-    with open(block.files[file], "rb") as stream:
+    corpus, (start, stop) = block.corpus, block.spans[file]
+    with open(corpus.paths[file], "rb") as stream:
         stream.seek(start)
-        data = stream.read(size)
-    if len(data) != size:
-        raise QkvError(f"{name}: the file changed while it was being read: start again")
+        data = stream.read(stop - start)
+    if len(data) < stop - start:
+        raise QkvError(f"{corpus.names[file]}: the file changed while it was being read: start again")
     data = data.removesuffix(b"\n")
     try:
         return [line.removesuffix("\r") for line in data.decode().split("\n")]

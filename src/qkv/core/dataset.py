@@ -7,7 +7,6 @@ further columns, such as alignments, in the same way; the raw text of the valida
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -128,8 +127,10 @@ class PreparedText:
         folder = Path(folder)
         manifest = read_manifest(folder)
         for name, digest in manifest.get("checksums", {}).items():  # a store of an older version has none
-            if _checksum(folder / name) != digest:
-                raise QkvError(f"{folder / name}: damaged, its checksum is wrong: delete {folder} and prepare again")
+            whole = (folder / name).is_file() and files.content_hash(folder / name) == digest
+            if not whole:
+                fault = "damaged, its checksum is wrong" if (folder / name).exists() else "missing"
+                raise QkvError(f"{folder / name}: {fault}: delete {folder} and prepare again")
         tokenizers = TokenizerPair.load(folder / TOKENIZERS_FILE)
         if tokenizers.fingerprint != manifest["tokenizer"]:
             raise QkvError(f"{folder}: the text was prepared with other tokenizers: delete it and prepare again")
@@ -203,17 +204,14 @@ class StoreFolder:
         """Return the folder for a text made with these settings from inputs with these hashes."""
         return self.folder
 
-    def find(self, settings: dict[str, Any], inputs: Sequence[dict[str, Any]], *keys: str) -> PreparedText | None:
+    def find(self, settings: dict[str, Any], inputs: Sequence[dict[str, Any]]) -> PreparedText | None:
         """Return an earlier result with the same settings from inputs that are equal in these respects."""
-        wanted = [[about[key] for key in keys] for about in inputs]
-        say = self.say if keys == ("hash",) else lambda line: None  # the last respect that is compared
-        for folder in [] if any(None in about for about in wanted) else self.candidates():
+        say = self.say if "hash" in inputs[0] else lambda line: None  # the last respect that is compared
+        for folder in [] if any(None in about.values() for about in inputs) else self.candidates():
             try:
                 manifest = read_manifest(folder)
-                if (
-                    manifest["settings"] == settings
-                    and [[a[key] for key in keys] for a in manifest["inputs"]] == wanted
-                ):
+                equal = [about.items() <= old.items() for about, old in zip(inputs, manifest["inputs"], strict=False)]
+                if manifest["settings"] == settings and all(equal):
                     return PreparedText.open(folder)
                 if folder == self.folder:
                     say(f"{folder}: made from other text, with other options or by an older version: preparing again")
@@ -241,7 +239,7 @@ def publish(draft: Path, place: Path, manifest: dict[str, Any]) -> None:
     If another process has published the same text meanwhile, its result stays and the draft is dropped.
     """
     paths = sorted(path for path in draft.iterdir() if path.is_file())
-    checksums = {path.name: _checksum(path) for path in paths}
+    checksums = {path.name: files.content_hash(path) for path in paths}
     manifest = manifest | {"format": FORMAT, "version": VERSION, "checksums": checksums}
     files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
     for path in (*paths, draft):
@@ -262,11 +260,3 @@ def publish(draft: Path, place: Path, manifest: dict[str, Any]) -> None:
     files.sync(place.parent)
     for old in place.glob("old-*"):
         shutil.rmtree(old)
-
-
-def _checksum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError:
-        raise QkvError(f"{path}: missing or cut off: delete {path.parent} and prepare again") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -41,6 +42,12 @@ def read_tensors(path: Path, metadata: dict[str, str] | None = None) -> dict[str
         raise QkvError(f"{path}: no such weights: look into {path.parent} for the ones there are") from None
     except (SafetensorError, OSError) as error:
         raise QkvError(f"{path}: truncated or not a safetensors file ({error}): restore it from a copy") from None
+
+
+def content_hash(path: Path) -> str:
+    """Return a hash of the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -8,13 +8,13 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,19 +28,19 @@ from qkv.core.corpus import (
     ParallelMap,
     Progress,
     TextBlock,
-    decompress_all,
     file_state,
     read_block,
     read_column,
-    serial_map,
     split_into_blocks,
 )
 from qkv.core.dataset import Encoded, PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
+from qkv.core.files import content_hash
 from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
 
 Hashes = NDArray[np.uint64]
 Dispositions = NDArray[np.uint8]
+Unpack = Callable[[Sequence[Corpus], Path, ParallelMap, Progress], tuple[Sequence[Corpus], list[str]]]
 
 ROW = np.dtype([("source", "<u8"), ("pair", "<u8"), ("disposition", "u1")])  # of a pair: two hashes, and its fate
 HASHES_AT_ONCE = 1 << 24  # 128 MB
@@ -99,15 +99,13 @@ class Sentences:
     name = "sentences"
 
     def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
-        self.data, self.filters = data, tuple(filters)
+        self.data, self.filters = data, filters
         self.reasons = [each.name.lower() for each in Disposition if each < Disposition.FILTERED]
         self.reasons += [each.name for each in self.filters]
 
-    def blocks(
-        self, corpora: Sequence[Corpus], plain: Sequence[tuple[Path, ...]], scratch: Path, parallel_map: ParallelMap
-    ) -> list[list[TextBlock]]:
+    def blocks(self, corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap) -> list[list[TextBlock]]:
         """Divide the text of each corpus into blocks."""
-        return list(parallel_map(split_into_blocks, zip(corpora, plain, strict=True)))
+        return list(parallel_map(split_into_blocks, ((corpus,) for corpus in corpora)))
 
     def first_filter(self, stage: str, values: Sequence[Any], given: bool) -> int:
         """Return the disposition of the first filter that drops a pair, or TRAIN."""
@@ -116,7 +114,7 @@ class Sentences:
                 return Disposition.FILTERED + number
         return Disposition.TRAIN
 
-    def scan(self, block: TextBlock, given: bool) -> bytes:
+    def scan(self, block: TextBlock) -> bytes:
         """Return a ROW for every pair, as bytes: the hashes of its source and of the pair, and its disposition so far.
 
         Spaces around a text and its Unicode form do not change the hashes.
@@ -129,12 +127,20 @@ class Sentences:
             if pair is None:
                 rows.append(Disposition.ENCODING)
             else:
-                rows.append(self.first_filter("text", pair, given) if all(texts) else Disposition.EMPTY)
+                rows.append(self.first_filter("text", pair, block.corpus.given) if all(texts) else Disposition.EMPTY)
         return bytes(rows)
 
-    def sample(
-        self, block: TextBlock, given: bool, dispositions: bytes, side: int, share: float, seed: tuple[int, ...]
-    ) -> list[str]:
+    def choose(self, scan: Scan) -> None:
+        """Mark duplicates, and choose the pairs for validation; this needs all blocks and runs in one process."""
+        train, given = scan.rows[: scan.trained], scan.dispositions[scan.trained :]
+        if self.data.dedupe:
+            mark_duplicates(train["pair"], train["disposition"])
+        if len(given):
+            given[given == Disposition.TRAIN] = Disposition.VALID
+        else:
+            hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
+
+    def sample(self, block: TextBlock, dispositions: bytes, side: int, share: float, seed: Sequence[int]) -> list[str]:
         """Return a uniform share of one side of the block's training lines, to learn the vocabulary from."""
         rows = np.flatnonzero(np.frombuffer(dispositions, np.uint8) == Disposition.TRAIN)
         random = np.random.default_rng(seed)
@@ -144,20 +150,20 @@ class Sentences:
         return [pair[side] for row in chosen if (pair := pairs[row])]
 
     def encode(
-        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
+        self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
     ) -> tuple[Encoded, list[int]]:
         """Tokenise a block: return what it adds to each file, and how many of its pairs have each disposition."""
         tokenizers = dataset.load_tokenizers(path)
         corpus, sides = block.corpus, [tokenizers.src, tokenizers.tgt][-block.corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
-        lines = read_column(block, len(block.files) - 1) if corpus.column else []
+        lines = read_column(block, len(block.spans) - 1) if corpus.column else []
         kept: tuple[list[Any], list[Any]] = ([], [])
         counts = [0] * len(self.reasons)
         for row, (pair, disposition) in enumerate(zip(read_block(block, self.data.on_bad), dispositions, strict=True)):
             if pair is not None and disposition <= Disposition.VALID:
                 packed = [self._pack(text, side) for text, side in zip(pair, sides, strict=True)]
                 lengths = [len(ids) // side.dtype.itemsize for ids, side in zip(packed, sides, strict=True)]
-                if dropped := self.first_filter("tokens", lengths, given):
+                if dropped := self.first_filter("tokens", lengths, corpus.given):
                     disposition = dropped
                 else:
                     extra = [b""] * (len(dtypes) - len(sides))
@@ -178,85 +184,73 @@ class Sentences:
             return bytes((self.data.max_length + 1) * side.dtype.itemsize)
         return side.pack(text)
 
-    def choose(self, scan: Scan) -> None:
-        """Mark duplicates, and choose the pairs for validation; this needs all blocks and runs in one process."""
-        train, given = scan.rows[: scan.trained], scan.dispositions[scan.trained :]
-        if self.data.dedupe:
-            mark_duplicates(train["pair"], train["disposition"])
-        if scan.given:
-            given[given == Disposition.TRAIN] = Disposition.VALID
-        else:
-            hold_out(train["source"], train["disposition"], self.data.valid_size, self.data.seed)
-
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def hash_files(
+    corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap, progress: Progress
+) -> tuple[Sequence[Corpus], list[str]]:
+    """Return corpora of plain files, here the given ones, and a hash of each file."""
+    return corpora, [content_hash(path) for corpus in corpora for path in corpus.paths]
 
 
 def prepare(
     train: Sequence[Corpus],
     valid: Sequence[Corpus],
-    data: DataConfig,
+    text: Sentences,
     tokenizer: TokenizerConfig,
     store: StoreFolder,
     *,
     tokenizers: TokenizerPair | None = None,
     learner: Learner = learn_bpe,
-    kind: type[Sentences] = Sentences,
-    filters: Sequence[Filter] = (),
-    parallel_map: ParallelMap = serial_map,
+    unpack: Unpack = hash_files,
+    parallel_map: ParallelMap = starmap,
     progress: Progress = lambda stage, done, total: None,
 ) -> PreparedText:
     """Read, filter, learn the vocabulary unless one is given, tokenise and store; or reuse an equal earlier result.
 
-    `kind` is the unit of text: sentences, or running text (`data.lm_data`).
+    `text` is the unit of text: sentences, or running text (`data.lm_data`).
     """
     if not train:
         raise UsageError("no training text: give data.train")
-    corpora, text = [*train, *valid], kind(data, [*length_filters(data), *filters])
-    learned = [learner.__name__, tokenizer.vocab, tokenizer.shared, tokenizer.sample]
-    settings = _settings(text, tokenizers.fingerprint if tokenizers else learned, corpora, len(train))
+    corpora = [*train, *(replace(corpus, given=True) for corpus in valid)]
     paths = [path for corpus in corpora for path in corpus.paths]
     inputs = [file_state(path) for path in paths]
-    if reused := store.find(settings, inputs, "path", "size", "mtime"):
+    learned = [learner.__name__, tokenizer.vocab, tokenizer.shared, tokenizer.sample]
+    described = [[c.format.key, c.sides, c.weight, c.tag, c.column and [c.column.name, c.column.key]] for c in corpora]
+    settings = {  # everything but the text itself that decides the result, as plain values
+        "text": text.name,
+        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
+        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
+        "tokenizer": tokenizers.fingerprint if tokenizers else learned,
+        "train": described[: len(train)],
+        "valid": described[len(train) :],
+    }
+    if reused := store.find(settings, inputs):
         return reused
     try:
         with store.draft() as draft:
             scratch = draft / "scratch"
             scratch.mkdir()
-            plain, digests = decompress_all(corpora, scratch, parallel_map, progress)
-            hashed = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
-            if reused := store.find(settings, hashed, "hash"):
+            plain, digests = unpack(corpora, scratch, parallel_map, progress)
+            if reused := store.find(settings, [{"hash": digest} for digest in digests]):
                 return reused
-            scan = Scan(text, corpora, len(train), plain, scratch, parallel_map, progress)
+            scan = Scan(text, plain, scratch, parallel_map, progress)
             text.choose(scan)
             tokenizers = tokenizers or scan.learn_tokenizers(tokenizer, learner)
             tokenizers.save(draft / dataset.TOKENIZERS_FILE)
             manifest = scan.tokenise(draft, tokenizers)
-            for path, about in zip(paths, inputs, strict=True):
-                if file_state(path) != about:
-                    raise QkvError(f"{path}: the file changed while it was being read: start again")
+            if changed := [path for path, about in zip(paths, inputs, strict=True) if file_state(path) != about]:
+                raise QkvError(f"{changed[0]}: the file changed while it was being read: start again")
             del scan
             shutil.rmtree(scratch)
+            hashed = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
             place = store.place(settings, digests)
             dataset.publish(draft, place, {**manifest, "settings": settings, "inputs": hashed})
     except OSError as error:
         raise QkvError(f"{error.filename or store.folder}: preparing the text failed: {error.strerror}") from None
     return PreparedText.open(place)
-
-
-def _settings(text: Sentences, vocabulary: str | list[Any], corpora: list[Corpus], train: int) -> dict[str, Any]:
-    """Return everything but the text itself that decides the result, as plain values."""
-    described = [[c.format.key, c.sides, c.weight, c.tag, c.column and [c.column.name, c.column.key]] for c in corpora]
-    settings = {
-        "text": text.name,
-        "data": {name: getattr(text.data, name) for name in ("valid_size", "dedupe", "on_bad", "seed")},
-        "filters": [[each.name, each.stage, each.key, each.on_validation] for each in text.filters],
-        "tokenizer": vocabulary,
-        "train": described[:train],
-        "valid": described[train:],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
 
 
 class Scan:
@@ -266,35 +260,28 @@ class Scan:
         self,
         text: Sentences,
         corpora: Sequence[Corpus],
-        train: int,
-        plain: Sequence[tuple[Path, ...]],
         scratch: Path,
         parallel_map: ParallelMap,
         progress: Progress,
     ) -> None:
-        self.text, self.corpora, self.train = text, corpora, train
-        self.parallel_map, self.progress = parallel_map, progress
-        self.given = len(corpora) > train  # whether there is a validation set
+        self.text, self.corpora, self.parallel_map, self.progress = text, corpora, parallel_map, progress
         self.notes: list[dict[str, Any]] = [{} for _ in corpora]  # more numbers for the report, set by `choose`
-        divided = text.blocks(corpora, plain, scratch, parallel_map)
+        divided = text.blocks(corpora, scratch, parallel_map)
         self.counts = [sum(block.count for block in blocks) for blocks in divided]  # pairs of each corpus
+        self.trained = sum(n for n, corpus in zip(self.counts, corpora, strict=True) if not corpus.given)
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
-        self.starts = np.cumsum([0, *(block.count for _, block in self.blocks)]).tolist()
-        self.trained, total = sum(self.counts[:train]), self.starts[-1]
-        self.rows = np.memmap(scratch / "rows", ROW, "w+", shape=(total,))
+        self.stops = np.cumsum([block.count for _, block in self.blocks]).tolist()
+        self.rows = np.memmap(scratch / "rows", ROW, "w+", shape=(self.stops[-1],))
         self.dispositions = self.rows["disposition"]
-        tasks = ((block, number >= train) for number, block in self.blocks)
-        for start, stop, rows in zip(self.starts, self.starts[1:], parallel_map(text.scan, tasks), strict=False):
-            self.rows[start:stop] = np.frombuffer(rows, ROW)
-            progress("scan", stop, total)
+        found = parallel_map(text.scan, ((block,) for _, block in self.blocks))
+        for (_, block), stop, rows in zip(self.blocks, self.stops, found, strict=True):
+            self.rows[stop - block.count : stop] = np.frombuffer(rows, ROW)
+            progress("scan", stop, self.stops[-1])
 
-    def map(self, function: Callable[..., Any], arguments: Callable[[int], tuple[Any, ...]]) -> Iterator[Any]:
-        """Apply a function to all blocks, with their dispositions and arguments that depend on the block's number."""
-        tasks = (
-            (block, corpus >= self.train, self.dispositions[start : start + block.count].tobytes(), *arguments(number))
-            for number, (start, (corpus, block)) in enumerate(zip(self.starts, self.blocks, strict=False))
-        )
-        return self.parallel_map(function, tasks)
+    def tasks(self) -> Iterator[tuple[TextBlock, bytes]]:
+        """Yield every block with the dispositions of its pairs."""
+        for (_, block), stop in zip(self.blocks, self.stops, strict=True):
+            yield block, self.dispositions[stop - block.count : stop].tobytes()
 
     def learn_tokenizers(self, options: TokenizerConfig, learner: Learner) -> TokenizerPair:
         """Learn the vocabulary from a uniform sample of the training pairs."""
@@ -306,7 +293,8 @@ class Scan:
         tags = tuple(dict.fromkeys(corpus.tag for corpus in self.corpora if corpus.tag))
 
         def lines(side: int) -> Iterator[str]:
-            return chain.from_iterable(self.map(self.text.sample, lambda block: (side, share, (seed, block))))
+            tasks = ((*task, side, share, (seed, number)) for number, task in enumerate(self.tasks()))
+            return chain.from_iterable(self.parallel_map(self.text.sample, tasks))
 
         sides = [lines(side) for side in range(self.corpora[0].sides)]
         return learn_tokenizers(sides, options, tags, pairs=kept, learner=learner)
@@ -317,19 +305,20 @@ class Scan:
         dtypes = {"src": tokenizers.src.dtype, "tgt": tokenizers.tgt.dtype}
         dtypes |= {corpus.column.name: corpus.column.dtype for corpus in self.corpora if corpus.column}
         columns = {name: dtype for name, dtype in dtypes.items() if name in sides or name not in ("src", "tgt")}
-        reasons, arguments = self.text.reasons, (columns, draft / dataset.TOKENIZERS_FILE)
-        counts = np.zeros((len(self.corpora), len(reasons)), np.int64)
-        for number, (encoded, found) in enumerate(self.map(self.text.encode, lambda _: arguments)):
-            counts[self.blocks[number][0]] += found
+        reasons, counts = self.text.reasons, np.zeros((len(self.corpora), len(self.text.reasons)), np.int64)
+        tasks = ((*task, columns, draft / dataset.TOKENIZERS_FILE) for task in self.tasks())
+        results = self.parallel_map(self.text.encode, tasks)
+        for (corpus, _), stop, (encoded, found) in zip(self.blocks, self.stops, results, strict=True):
+            counts[corpus] += found
             for name, content in encoded.items():
                 with (draft / name).open("ab") as file:
                     file.write(content)
-            self.progress("tokenise", self.starts[number + 1], self.starts[-1])
+            self.progress("tokenise", stop, self.stops[-1])
         report = [
-            {"name": str(corpus), "part": "train" if number < self.train else "valid", "read": sum(found)}
+            {"name": str(corpus), "part": "valid" if corpus.given else "train", "read": sum(found)}
             | dict(zip(reasons, found, strict=True))
-            | self.notes[number]
-            for number, (corpus, found) in enumerate(zip(self.corpora, counts.tolist(), strict=True))
+            | note
+            for corpus, found, note in zip(self.corpora, counts.tolist(), self.notes, strict=True)
         ]
         manifest: dict[str, Any] = {
             "sides": sides,
@@ -337,14 +326,15 @@ class Scan:
             "tokenizer": tokenizers.fingerprint,
             "report": report,
         }
-        held_out = slice(self.train if self.given else 0, None)  # from all, without a validation set
-        for part, corpora in ((Disposition.TRAIN, slice(self.train)), (Disposition.VALID, held_out)):
+        given = [number for number, corpus in enumerate(self.corpora) if corpus.given]
+        train = [number for number, corpus in enumerate(self.corpora) if not corpus.given]
+        for part, corpora in ((Disposition.TRAIN, train), (Disposition.VALID, given or train)):  # held out from all
             name, pairs = part.name.lower(), counts[corpora, part].tolist()
             if not sum(pairs):
                 totals = {"read": counts.sum()} | dict(zip(reasons[2:], counts.sum(axis=0)[2:], strict=True))
                 listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in totals.items() if n)
                 raise QkvError(f"nothing is left for {name} after filtering: {listed}")
-            manifest[name] = {"pairs": pairs, "weights": [corpus.weight for corpus in self.corpora[corpora]]}
+            manifest[name] = {"pairs": pairs, "weights": [self.corpora[number].weight for number in corpora]}
         return manifest
 
 

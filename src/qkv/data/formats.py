@@ -1,7 +1,8 @@
-"""More input for preparation: .tsv, .jsonl and .zst files, standard input, and the built-in demo corpus.
+"""More input for preparation: .tsv and .jsonl, compressed files, standard input, and the built-in demo corpus.
 
 `find_text` turns the corpora of a config into core's `Corpus`; a new layout is a `ParsedLines` with a function from a
-line to the texts of a pair. `LineReader` reads any of these files one line after another.
+line to the texts of a pair. `unpack` makes plain files of all inputs. `LineReader` reads any of these files one line
+after another.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import bz2
 import dataclasses
 import difflib
 import gzip
+import hashlib
 import importlib
 import io
 import json
@@ -18,8 +20,8 @@ import select
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
@@ -27,20 +29,23 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from qkv.core.corpus import (
-    COMPRESSED,
     LINES,
-    READ_BYTES,
     Corpus,
     LineFormat,
+    ParallelMap,
+    Progress,
     TextBlock,
     Texts,
     decode_line,
     find_corpus,
+    is_stream,
 )
 from qkv.core.errors import QkvError, UsageError
 from qkv.options import CorpusConfig, DataConfig
 
 DEMO = Path(__file__).with_name("demo")  # the built-in corpus, compressed; benchmarks/demo_corpus generates it
+COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
+READ_BYTES = 1 << 20
 SOON = 0.01  # seconds
 
 
@@ -155,7 +160,7 @@ def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
         found = dataclasses.replace(found, names=names, paths=paths, column=column)
     if found.names.count("-") > 1:
         raise UsageError("standard input (-) can be only one file")
-    return dataclasses.replace(found, reader=read_any_file)
+    return found
 
 
 def open_text(name: str, root: str = "") -> Path:
@@ -231,6 +236,37 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
             raise QkvError(f"{path}: broken .zst file ({error}): copy or compress it again") from None
     if not complete:
         raise EOFError("it ends too early")
+
+
+def decompress(path: Path, copy: Path) -> tuple[Path, str]:
+    """Return a file with the plain content of `path` (itself, or `copy`), and a hash of that content."""
+    digest = hashlib.blake2b(digest_size=16)
+    plain = path.suffix not in COMPRESSED and not is_stream(path)
+    with nullcontext() if plain else open(copy, "wb") as out:
+        for part in read_any_file(path):
+            digest.update(part)
+            if out:
+                out.write(part)
+    return path if plain else copy, digest.hexdigest()
+
+
+def unpack(
+    corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap, progress: Progress
+) -> tuple[list[Corpus], list[str]]:
+    """Make plain files of all inputs; return the corpora with these files, and a hash of each file."""
+    paths = [path for corpus in corpora for path in corpus.paths]
+    tasks = [(path, scratch / f"{number}.txt") for number, path in enumerate(paths)]
+    others = parallel_map(decompress, [task for task in tasks if not is_stream(task[0])])
+    # Pipes and standard input belong to this process, so they are read here.
+    streams = {task: decompress(*task) for task in tasks if is_stream(task[0])}
+    plain, digests = list[Path](), list[str]()
+    for number, task in enumerate(tasks, 1):
+        path, digest = streams[task] if task in streams else next(others)
+        plain.append(path)
+        digests.append(digest)
+        progress("unpack", number, len(tasks))
+    files = iter(plain)
+    return [dataclasses.replace(each, paths=tuple(next(files) for _ in each.paths)) for each in corpora], digests
 
 
 class LineReader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import re
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate, UpdateStream, pad, visits
-from qkv.core.corpus import BOM, LINES, Corpus, LineFormat, ParallelMap, TextBlock, read_block
+from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock, read_block
 from qkv.core.dataset import Encoded, TokenStore, load_tokenizers
 from qkv.core.errors import UsageError
-from qkv.core.preparation import (
-    Disposition,
-    Dispositions,
-    Filter,
-    Scan,
-    Sentences,
-)
+from qkv.core.preparation import Disposition, Dispositions, Scan, Sentences
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.subwords import newline_of, pack_text
-from qkv.options import DataConfig
 
 # A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
 PARTS = LineFormat("parts")
@@ -41,31 +35,27 @@ class RunningText(Sentences):
 
     name = "running text"
 
-    def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
-        super().__init__(data, ())
-
-    def blocks(
-        self, corpora: Sequence[Corpus], plain: Sequence[tuple[Path, ...]], scratch: Path, parallel_map: ParallelMap
-    ) -> list[list[TextBlock]]:
+    def blocks(self, corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap) -> list[list[TextBlock]]:
         """Divide the text into blocks of lines, and long lines into parts if there are too few to hold some out."""
         if corpora[0].sides == 2:
             raise UsageError(f"corpus {corpora[0]}: a language model learns from running text: give text, not pairs")
-        divided = super().blocks(corpora, plain, scratch, parallel_map)
+        divided = super().blocks(corpora, scratch, parallel_map)
         total = sum(block.count for blocks in divided for block in blocks)
         if self._held_out(total) or any(corpus.format != LINES for corpus in corpora):
             return divided
-        parts = [dataclasses.replace(corpus, format=PARTS) for corpus in corpora]
-        copies = [(scratch / f"parts{number}",) for number in range(len(corpora))]
-        for (file,), (copy,) in zip(plain, copies, strict=True):
-            split_long_lines(file, copy)
-        return super().blocks(parts, copies, scratch, parallel_map)
+        parts = []
+        for number, corpus in enumerate(corpora):
+            copy = scratch / f"parts{number}"
+            split_long_lines(corpus.paths[0], copy)
+            parts.append(dataclasses.replace(corpus, paths=(copy,), format=PARTS))
+        return super().blocks(parts, scratch, parallel_map)
 
     def choose(self, scan: Scan) -> None:
         """Choose the last lines of each corpus for validation: a tenth of all, at most 5000, or data.valid_size."""
         dispositions, scan.notes = scan.dispositions, [{"in_training": 0} for _ in scan.corpora]
         dispositions[dispositions == Disposition.EMPTY] = Disposition.TRAIN
-        if scan.given:
-            valid = dispositions[scan.trained :]
+        valid = dispositions[scan.trained :]
+        if len(valid):
             valid[valid == Disposition.TRAIN] = Disposition.VALID
             return
         total = sum(scan.counts)
@@ -89,7 +79,7 @@ class RunningText(Sentences):
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
     def encode(
-        self, block: TextBlock, given: bool, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
+        self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
     ) -> tuple[Encoded, list[int]]:
         side = load_tokenizers(path).tgt
         newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (newline_of(side), side.eos))
@@ -134,7 +124,7 @@ def split_long_lines(file: Path, copy: Path) -> None:
         mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as text,
         copy.open("wb") as out,
     ):
-        for match in PART.finditer(text, len(BOM) if text[: len(BOM)] == BOM else 0):
+        for match in PART.finditer(text, len(BOM_UTF8) if text[: len(BOM_UTF8)] == BOM_UTF8 else 0):
             inner, line, last = match.groups()
             out.write(b"+" + inner + b"\n" if inner is not None else b"." + (line or last or b"") + b"\n")
 

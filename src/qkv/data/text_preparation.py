@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from qkv.console import say
-from qkv.core.corpus import COMPRESSED, Progress
+from qkv.core.corpus import Progress
 from qkv.core.dataset import DRAFT, PreparedText, StoreFolder
 from qkv.core.errors import UsageError
-from qkv.core.preparation import Disposition, Filter, Scan, Sentences, prepare, slices
+from qkv.core.preparation import Disposition, Filter, Scan, Sentences, length_filters, prepare, slices
 from qkv.core.tokenizer import Learner, TokenizerPair, learn_bpe
-from qkv.data.formats import find_text
+from qkv.data.formats import COMPRESSED, find_text, unpack
 from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
@@ -48,11 +48,11 @@ def prepare_text(
     With `running_text`, plain text is read on across lines: nothing is dropped, newlines are tokens, and its end is
     held out for validation.
     """
-    kind: type[Sentences] = ReportedSentences
+    text: Sentences = ReportedSentences(data, [*length_filters(data), *filters])
     if running_text:
         from qkv.data.lm_data import RunningText  # which loads torch
 
-        kind = RunningText
+        text = RunningText(data, ())
     learner: Learner = learn_bpe
     if tokenizer.kind != "bpe":
         from qkv.data.subwords import learner_for
@@ -74,13 +74,13 @@ def prepare_text(
         for corpus in (*train, *valid)
         for path in corpus.paths
     ]
-    run = partial(prepare, train, valid, data, tokenizer, store, tokenizers=tokenizers, learner=learner)
-    options: dict[str, Any] = {"kind": kind, "filters": filters, "progress": progress}
+    options: dict[str, Any] = {"tokenizers": tokenizers, "learner": learner, "unpack": unpack, "progress": progress}
+    run = partial(prepare, train, valid, text, tokenizer, store, **options)
     workers = 1 if sum(sizes) < SMALL_TEXT else data.workers or cpu_count()
     if workers == 1:
-        return run(**options)
+        return run()
     with WorkerPool(workers) as pool:
-        return run(**options, parallel_map=pool.map)
+        return run(parallel_map=pool.map)
 
 
 class ReportedSentences(Sentences):
@@ -88,19 +88,19 @@ class ReportedSentences(Sentences):
 
     def choose(self, scan: Scan) -> None:
         super().choose(scan)
-        repeated = count_repeated(scan) if scan.given else [0] * len(scan.corpora)
+        repeated = count_repeated(scan) if len(scan.rows) > scan.trained else [0] * len(scan.corpora)
         scan.notes = [{"in_training": count} for count in repeated]
 
 
 def count_repeated(scan: Scan) -> list[int]:
-    """Return for each validation corpus how many of its pairs occur in the training text (0 for training corpora)."""
+    """Return for each corpus how many of its validation pairs occur in the training text (0 for training corpora)."""
     usable = scan.dispositions[scan.trained :] == Disposition.VALID
     pairs, valid = scan.rows["pair"], scan.rows["pair"][scan.trained :]
     wanted = np.unique(valid[usable])
     common = [wanted[np.isin(wanted, pairs[start:stop])] for start, stop in slices(scan.trained)]
     repeated = usable & np.isin(valid, np.concatenate(common))
-    by_corpus = np.split(repeated, np.cumsum(scan.counts[scan.train :])[:-1])
-    return [0] * scan.train + [int(part.sum()) for part in by_corpus]
+    sizes = [count if corpus.given else 0 for corpus, count in zip(scan.corpora, scan.counts, strict=True)]
+    return [int(part.sum()) for part in np.split(repeated, np.cumsum(sizes)[:-1])]
 
 
 class SharedStores(StoreFolder):

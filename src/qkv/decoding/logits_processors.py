@@ -155,6 +155,7 @@ class GeneratedToken:
 
     tokens: list[int]
     logprobs: list[float]
+    ranked: Tensor  # (rows, vocab): log-probabilities of all tokens, −inf for forbidden ones
 
 
 @torch.inference_mode()
@@ -187,7 +188,7 @@ def generate(
             raise QkvError("the model's probabilities are not numbers: its weights are damaged; use another step's")
         token = draw(last, sampling, torch.rand(rows, generator=draws, dtype=torch.float64).to(last.device))
         logprobs = log_probs.gather(-1, token[:, None]).squeeze(-1)
-        yield GeneratedToken(token.tolist(), logprobs.tolist())
+        yield GeneratedToken(token.tolist(), logprobs.tolist(), last)
         history = torch.cat([history, token[:, None]], dim=1)[:, -context:]
         if state.position >= context:
             logits, state = model.step(history[:, -max(1, context // 2) :], model.start(beam=rows))

@@ -18,17 +18,17 @@ from qkv.documents.segments import Segment, TextFormat, Token, split_lines, spli
 
 __all__ = ["FORMATS", "Document", "read_document"]
 
-WORD = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 MEDIA_TYPES = {
     "txt": "text/plain; charset=utf-8",
     "md": "text/markdown; charset=utf-8",
     "html": "text/html; charset=utf-8",
     "htm": "text/html; charset=utf-8",
     "srt": "application/x-subrip; charset=utf-8",
-    "docx": WORD,
+    "docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
 }
 FORMATS: tuple[str, ...] = tuple(MEDIA_TYPES)
 BOM = b"\xef\xbb\xbf"
+Join = Callable[[Iterable[str | None]], bytes]  # the built text of each segment, None if unchanged → the file
 
 
 class Document:
@@ -37,8 +37,8 @@ class Document:
     A document built from its own segments equals the input; txt, md, html and srt are equal byte for byte.
     """
 
-    def __init__(self, name: str, media_type: str, parts: Sequence[Segment]) -> None:
-        self.name, self.media_type, self._parts = name, media_type, list(parts)
+    def __init__(self, name: str, media_type: str, parts: Sequence[Segment], join: Join) -> None:
+        self.name, self.media_type, self._parts, self._join = name, media_type, parts, join
         self.segments = [part.text for part in self._parts]  # without markup, in order
 
     @property
@@ -57,10 +57,7 @@ class Document:
             raise UsageError(f"{self.name}: {count} segments, but {len(translations)} translations: give one for each")
         links = [None] * len(translations) if alignments is None else alignments
         triples = zip(self._parts, translations, links, strict=True)
-        return self._join([part.build(text, link) for part, text, link in triples], translations)
-
-    def _join(self, built: list[str], translations: Sequence[str]) -> bytes:
-        raise NotImplementedError
+        return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
 
 
 def read_document(name: str, data: bytes) -> Document:
@@ -69,36 +66,22 @@ def read_document(name: str, data: bytes) -> Document:
     if suffix not in MEDIA_TYPES:
         raise UsageError(f"{name}: not a document that can be translated: send one of {', '.join(FORMATS)}")
     if suffix == "docx":
-        return _WordDocument(name, data)
+        word = WordFile(data, name)
+        return Document(name, MEDIA_TYPES[suffix], word.segments, word.write)
     bom = BOM if data.startswith(BOM) else b""
     try:
         text = data[len(bom) :].decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start + len(bom)].count(b"\n") + 1
         raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
-    return _TextDocument(name, MEDIA_TYPES[suffix], READERS[suffix](text), bom)
+    parts = READERS[suffix](text)
+    segments = [part for part in parts if isinstance(part, Segment)]
 
+    def join(built: Iterable[str | None]) -> bytes:
+        texts = iter([part.raw if text is None else text for part, text in zip(segments, built, strict=True)])
+        return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
-class _TextDocument(Document):
-    def __init__(self, name: str, media_type: str, parts: list[str | Segment], bom: bytes) -> None:
-        super().__init__(name, media_type, [part for part in parts if isinstance(part, Segment)])
-        self.parts, self.bom = parts, bom
-
-    def _join(self, built: list[str], translations: Sequence[str]) -> bytes:
-        texts = iter(built)
-        return self.bom + "".join(next(texts) if isinstance(p, Segment) else p for p in self.parts).encode()
-
-
-class _WordDocument(Document):
-    def __init__(self, name: str, data: bytes) -> None:
-        self.file = WordFile(data, name)
-        super().__init__(name, WORD, self.file.segments)
-
-    def _join(self, built: list[str], translations: Sequence[str]) -> bytes:
-        return self.file.write(
-            text if translation != part.text else None
-            for part, text, translation in zip(self._parts, built, translations, strict=True)
-        )
+    return Document(name, MEDIA_TYPES[suffix], segments, join)
 
 
 # ---- plain text ------------------------------------------------------------------------------------------------------

@@ -58,13 +58,13 @@ def strip_markup(text: str) -> str:
     return TAG.sub("", text)
 
 
-def place_markup(source: str, translation: str, alignment: Iterable[Link], *, rule: str = "marks") -> str:
+def place_markup(source: str, translation: str, alignment: Iterable[Link]) -> str:
     """Add the source's tags to a translation of `strip_markup(source)`.
 
-    The alignment links words as counted by `word_spans` with this `rule`.
+    The alignment links words as counted by `word_spans`.
     """
     plain, root = _parse(source)
-    links, source_spans, target_spans = sorted(alignment), word_spans(plain, rule), word_spans(translation, rule)
+    links, source_spans, target_spans = sorted(alignment), word_spans(plain), word_spans(translation)
     owners = _target_elements(links, _source_elements(root, source_spans), len(target_spans), root)
     before, after = _empty_elements(root, [begin for begin, _ in source_spans], links, owners)
     return _render(translation, target_spans, owners, before, after)

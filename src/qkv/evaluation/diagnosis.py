@@ -17,22 +17,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qkv.core.errors import QkvError
 from qkv.data import alignments
-from qkv.evaluation.metrics import quick_bleu
-
-if TYPE_CHECKING:
-    from sacrebleu.metrics.base import Metric
-
-
-Floats = npt.NDArray[np.float64]
+from qkv.evaluation.metrics import Floats, chrf, quick_bleu, sentence_statistics, value_of
 
 CHANCE_QUANTILE = 0.9  # chance level: this quantile of the chrF2 of references of different sentences, …
 MAX_CHANCE = 30.0  # … at most this, for test sets of very similar sentences; …
@@ -195,12 +188,13 @@ def diagnose(
     )
     judged = [i for i in range(lines) if sources[i].strip() and references[i].strip()]
     judged_references = [references[i] for i in judged]
-    statistics = _statistics([hypotheses[i] for i in judged], judged_references)  # (judged, statistics)
+    metric = chrf()
+    statistics = sentence_statistics(metric, [hypotheses[i] for i in judged], judged_references)
     chance = chance_level(judged_references)
     sentences: list[Sentence] = []
     copied = source_words = 0
     for i, row in zip(judged, statistics, strict=True):
-        source, hypothesis, reference, chrf = sources[i], hypotheses[i], references[i], _chrf(row)
+        source, hypothesis, reference, closeness = sources[i], hypotheses[i], references[i], value_of(metric, row)
         ratio = len(hypothesis.strip()) / len(reference.strip())
         copies, words = copied_words(source, hypothesis, reference)
         share = copies / max(1, words)
@@ -212,7 +206,7 @@ def diagnose(
         raised = {  # in the order of `Diagnosis.definitions`
             "empty": empty,
             "loop": loop,
-            "hallucination": long_enough and not loop and not copy and chrf <= chance,
+            "hallucination": long_enough and not loop and not copy and closeness <= chance,
             "copy": copy,
             "short": ratio < SHORT and not empty,
             "long": ratio > LONG,
@@ -220,7 +214,7 @@ def diagnose(
             "retried": bool(retried and retried[i]),
         }
         flags = tuple(flag for flag, is_raised in raised.items() if is_raised)
-        sentences.append(Sentence(i + 1, source, hypothesis, reference, chrf, ratio, share, flags))
+        sentences.append(Sentence(i + 1, source, hypothesis, reference, closeness, ratio, share, flags))
     blank = [i for i in range(lines) if not sources[i].strip()]
     lengths = [(len(sentence.hypothesis.strip()), len(sentence.reference.strip())) for sentence in sentences]
     return Diagnosis(
@@ -296,25 +290,9 @@ def chance_level(references: Sequence[str]) -> float:
         return DEFAULT_CHANCE
     # In alphabetical order similar sentences are neighbours; sentences half the list away have little in common.
     half = len(distinct) // 2
-    pairs = _statistics(distinct, distinct[half:] + distinct[:half])
-    return min(MAX_CHANCE, float(np.quantile([_chrf(row) for row in pairs], CHANCE_QUANTILE)))
-
-
-@cache
-def _metric() -> Metric:
-    from sacrebleu.metrics.chrf import CHRF
-
-    return CHRF()
-
-
-def _statistics(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
-    """Return chrF2's counts for each sentence: (sentences, statistics). A group's score follows from their sum."""
-    counts = _metric()._extract_corpus_statistics(hypotheses, [references]) if hypotheses else []
-    return np.array(counts, dtype=np.float64)
-
-
-def _chrf(total: Floats) -> float:
-    return float(_metric()._compute_score_from_stats(total.tolist()).score)
+    metric = chrf()
+    pairs = sentence_statistics(metric, distinct, distinct[half:] + distinct[:half])
+    return min(MAX_CHANCE, float(np.quantile([value_of(metric, row) for row in pairs], CHANCE_QUANTILE)))
 
 
 def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -> tuple[Bucket, ...]:
@@ -325,7 +303,7 @@ def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -
         inside = np.flatnonzero((lengths >= low) & (lengths <= high)).tolist()
         texts = [(sentences[i].hypothesis, sentences[i].reference) for i in inside]
         bleu = quick_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
-        buckets.append(Bucket(low, high, len(inside), bleu, _chrf(statistics[inside].sum(0))))
+        buckets.append(Bucket(low, high, len(inside), bleu, value_of(chrf(), statistics[inside].sum(0))))
     return tuple(buckets)
 
 

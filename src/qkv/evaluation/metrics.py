@@ -164,7 +164,7 @@ def score(
         len(references),
         interval("BLEU", _bleu(tgt_lang)),
         interval(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
-        interval("chrF2", _chrf()),
+        interval("chrF2", chrf()),
         interval("TER", _ter(tgt_lang)) if ter else None,
     )
 
@@ -193,7 +193,7 @@ def compare(
         extreme = np.abs(differences - differences.mean()) >= abs(b.value - a.value) - 1e-9
         return Difference(name, a, b, float((extreme.sum() + 1) / (bootstrap + 1)))
 
-    return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", _chrf()))
+    return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", chrf()))
 
 
 def quick_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lang: str = "") -> float:
@@ -223,7 +223,8 @@ def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Met
     return BLEU(tokenize=bleu_tokenizer(tgt_lang), lowercase=lowercase, force=lowercase or quiet)
 
 
-def _chrf() -> Metric:
+def chrf() -> Metric:
+    """Return sacreBLEU's chrF2."""
     from sacrebleu.metrics.chrf import CHRF
 
     return CHRF()
@@ -250,20 +251,26 @@ class _Resamples:
         return np.stack([np.bincount(pick, minlength=self.lines) @ statistics for pick in picks])
 
 
+def sentence_statistics(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
+    """Return the metric's counts for each sentence, (lines, statistics): their sum gives the score of any test set."""
+    counts = metric._extract_corpus_statistics(hypotheses, [references]) if hypotheses else []
+    return np.array(counts, dtype=np.float64)
+
+
+def value_of(metric: Metric, total: Floats) -> float:
+    """Return the metric's value for summed statistics."""
+    return float(metric._compute_score_from_stats(total.tolist()).score)
+
+
 def _score_and_samples(
     name: str, metric: Metric, hypotheses: Sequence[str], references: Sequence[str], resamples: _Resamples
 ) -> tuple[Score, Floats]:
     """Return the score, and its value on every resampled test set."""
-
-    def value(total: Floats) -> float:
-        return float(metric._compute_score_from_stats(total.tolist()).score)
-
-    # The metric's counts for each sentence: (lines, statistics). The score of any test set follows from their sum.
-    statistics = np.array(metric._extract_corpus_statistics(hypotheses, [references]), dtype=np.float64)
-    actual = value(statistics.sum(0))
+    statistics = sentence_statistics(metric, hypotheses, references)
+    actual = value_of(metric, statistics.sum(0))
     if not resamples.bootstrap:
         return Score(name, actual, str(metric.get_signature())), np.empty(0)
-    samples = np.array([value(total) for total in resamples.totals(statistics)])
+    samples = np.array([value_of(metric, total) for total in resamples.totals(statistics)])
     metric.n_bootstrap, metric.seed = resamples.bootstrap, str(resamples.seed)  # so that the signature names them
     tail = resamples.bootstrap // 40
     ordered = np.sort(samples)

@@ -1,4 +1,9 @@
-"""Attention maps: the weights of every layer and head for one sentence pair, as a page, JSON or picture."""
+"""Attention maps: the weights of every layer and head for one sentence pair, as a page, JSON or picture.
+
+A map also measures each head (sharpness, distance, offset …) and names its roles by fixed thresholds; on another
+sentence both may differ. The roles positional and rare-token are from Voita et al. (2019), alignment from Bahdanau et
+al. (2015).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +29,13 @@ from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
-from qkv.explain import figure_files
-from qkv.explain.attention_hooks import record_attention
-from qkv.explain.head_analysis import LEGEND, MEASURES, HeadMeasures, measure_head, rare_tokens
+from qkv.explain.attention_heads import record_attention
+from qkv.explain.pages import PAGE, PICTURE_FORMATS, check_picture, check_place, new_figure, script_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".html", ".json", *figure_files.PICTURE_FORMATS)
-PAGE = Path(__file__).parent / "page"
+SUFFIXES = (".html", ".json", *PICTURE_FORMATS)
 PARTS = {f"/*{name}*/": name for name in ("explorer.css", "views.js", "decoding.js", "explorer.js")}
 UNITS = 10_000  # the page stores weights as 16-bit integers in units of 1/10,000
 Span = tuple[int, int]
@@ -44,9 +47,9 @@ def check_map_path(path: Path) -> None:
         raise UsageError(
             f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose a name with such an end"
         )
-    if path.suffix in figure_files.PICTURE_FORMATS:
-        figure_files.check_picture(path)
-    figure_files.check_place(path)
+    if path.suffix in PICTURE_FORMATS:
+        check_picture(path)
+    check_place(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +97,9 @@ class AttentionMap:
 
     def page(self) -> str:
         """Return the explorer as one HTML page that works offline."""
-        # Escaped, because "</script" or "<!--" would end or break the script element that holds the data.
-        data = json.dumps(self.drawn(), ensure_ascii=False).replace("<", "\\u003c")
         parts = {place: (PAGE / name).read_text(encoding="utf-8") for place, name in PARTS.items()}
-        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation), "/*data*/": data}
+        parts |= {"{text}": html.escape(self.text), "{translation}": html.escape(self.translation)}
+        parts["/*data*/"] = script_data(self.drawn())
         # All placeholders in one pass, because the sentence may contain the text of a placeholder.
         placeholders = "|".join(map(re.escape, parts))
         page = (PAGE / "explorer.html").read_text(encoding="utf-8")
@@ -195,6 +197,134 @@ def attention_map(
     )
 
 
+# ---- measures and roles of a head ------------------------------------------------------------------------------------
+
+POSITIONAL_MASS = 0.5  # mean weight on one fixed offset
+RARE_MASS, RARE_TIMES = 0.5, 2.0  # mean weight on the rarest tokens, and its ratio to that of even attention
+RARE_SHARE = 0.2  # the rarest fifth of the source's tokens, at least one
+ALIGNMENT_CONFIDENCE, ALIGNMENT_ORDER, ALIGNMENT_COVERAGE = 0.6, 0.8, 0.6
+SHORTEST = 4  # queries; with fewer, almost every head passes a threshold by chance
+
+LEGEND = {
+    "previous token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset −1",
+    "next token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset +1",
+    "positional": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on another fixed offset",
+    "rare token": (
+        f"a mean weight of at least {RARE_MASS}, and {RARE_TIMES:g} times that of even attention, on the rarest "
+        f"{RARE_SHARE:.0%} of the source's tokens; rarity is the token's number in the vocabulary, which is learned "
+        f"from frequent to rare (single bytes are never rare)"
+    ),
+    "alignment": (
+        f"cross-attention that is sharp (confidence ≥ {ALIGNMENT_CONFIDENCE}), monotonic (order ≥ {ALIGNMENT_ORDER}) "
+        f"and nearly one-to-one (coverage ≥ {ALIGNMENT_COVERAGE})"
+    ),
+}
+MEASURES = {
+    "confidence": "the greatest weight of a row, averaged over the rows",
+    "entropy": "the entropy of a row in bits, averaged over the rows: 0 for all weight on one token, log₂ n for equal "
+    "weights on n tokens",
+    "distance": "the weighted mean distance between query and key; in cross-attention, between key and diagonal",
+    "offset": "self-attention: the fixed offset (key − query) with the greatest mean weight, and that weight; in the "
+    "decoder, offset 0 is the input token",
+    "rare": "the mean weight on the rarest tokens of the source",
+    "order": "cross-attention: the correlation of a row's number with the position of its greatest weight",
+    "coverage": "cross-attention: the number of different keys with the greatest weight of a row, as a share of the "
+    "largest number possible",
+}
+
+
+@dataclass(frozen=True)
+class HeadMeasures:
+    """The measures and roles of one head; a measure that does not apply to its kind of attention is None."""
+
+    confidence: float
+    entropy: float
+    distance: float
+    offset: int | None
+    mass: float | None
+    rare: float | None
+    order: float | None
+    coverage: float | None
+    roles: list[str]
+
+
+def measure_head(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] | None = None) -> HeadMeasures:
+    """Measure one head: weights (queries, keys), each row a distribution; `rare` marks the rare keys."""
+    weights = np.asarray(weights, np.float64)
+    queries, keys = weights.shape
+    scale = (keys - 1) / max(queries - 1, 1) if cross else 1.0
+    distances = np.abs(np.arange(keys)[None] - scale * np.arange(queries)[:, None])
+    entropies = -(weights * np.log2(np.where(weights > 0, weights, 1.0))).sum(1)
+    offset, mass = (None, None) if cross else best_offset(weights)
+    order, coverage = alignment(weights) if cross else (None, None)
+    head = HeadMeasures(
+        confidence=float(weights.max(1).mean()),
+        entropy=float(entropies.mean() + 0.0),  # + 0.0 turns −0 into 0
+        distance=float((weights * distances).sum(1).mean()),
+        offset=offset,
+        mass=mass,
+        rare=None if rare is None else float(weights[:, rare].sum(1).mean()),
+        order=order,
+        coverage=coverage,
+        roles=[],
+    )
+    if queries < SHORTEST:
+        return head
+    return replace(head, roles=_roles(head, 0.0 if rare is None else float(np.mean(rare))))
+
+
+def best_offset(weights: NDArray[Any]) -> tuple[int, float]:
+    """Return the offset key − query with the greatest mean weight, among offsets that half of the queries have."""
+    queries, keys = weights.shape
+    means = {
+        offset: float(diagonal.mean())
+        for offset in range(1 - queries, keys)
+        if len(diagonal := np.diagonal(weights, offset)) * 2 >= queries
+    }
+    offset = max(means, key=lambda o: (means[o], -abs(o)))
+    return offset, means[offset]
+
+
+def alignment(weights: NDArray[Any]) -> tuple[float, float]:
+    """Return order and coverage of the rows' greatest weights."""
+    best = weights.argmax(1)
+    coverage = len(set(best.tolist())) / min(weights.shape)
+    if best.std() == 0 or len(best) < 2:
+        return 0.0, coverage
+    return float(np.corrcoef(np.arange(len(best)), best)[0, 1]), coverage
+
+
+def rare_tokens(ids: list[int], first_learned: int) -> NDArray[np.bool_]:
+    """Mark the rarest tokens: those with the greatest ids; ids below `first_learned` are bytes and never rare."""
+    numbers = np.asarray(ids)
+    learned: NDArray[np.bool_] = numbers >= first_learned
+    if not learned.any():
+        return learned
+    count = max(1, round(RARE_SHARE * len(ids)))
+    # Each id counts once, so that a repeated token does not displace another one.
+    bound = np.sort(np.unique(numbers[learned]))[::-1][:count].min()
+    rare: NDArray[np.bool_] = learned & (numbers >= bound)
+    return rare
+
+
+def _roles(head: HeadMeasures, share: float) -> list[str]:
+    """Return the roles of a head; `share` is the mean weight that even attention has on the rare keys."""
+    roles = []
+    if head.mass is not None and head.mass >= POSITIONAL_MASS:
+        roles.append({-1: "previous token", 1: "next token"}.get(head.offset or 0, "positional"))
+    if head.rare is not None and head.rare >= max(RARE_MASS, RARE_TIMES * share):
+        roles.append("rare token")
+    if (
+        head.order is not None
+        and head.coverage is not None
+        and head.confidence >= ALIGNMENT_CONFIDENCE
+        and head.order >= ALIGNMENT_ORDER
+        and head.coverage >= ALIGNMENT_COVERAGE
+    ):
+        roles.append("alignment")
+    return roles
+
+
 # ---- heat-maps as a picture: a row for each layer, a column for each head --------------------------------------------
 
 
@@ -213,7 +343,7 @@ def plot_attention(
     rows, columns = (max(len(pair[side]) for pair in labels.values()) for side in (0, 1))
     width, height = heads * max(columns * CELL + MARGIN, CAPTION), len(names) * (rows * CELL + MARGIN) + 0.5
     scale = min(1.0, WIDEST / max(width, height))
-    with figure_files.new_figure(path, (max(width * scale, 4), height * scale), font=9 * scale) as figure:
+    with new_figure(path, (max(width * scale, 4), height * scale), font=9 * scale) as figure:
         grid = figure.subplots(len(names), heads, squeeze=False)
         for name, row in zip(names, grid, strict=True):
             stack, layer, kind = name.split(".")

@@ -20,7 +20,7 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.search_request import score_all
-from qkv.explain.attention_hooks import HeadName, head_counts, mute_heads
+from qkv.explain.attention_heads import HeadName, head_counts, mute_heads
 from qkv.explain.attention_maps import words
 from qkv.explain.decoding_tree import EncodedSource
 from qkv.options import DecodeConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -19,8 +18,7 @@ from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.evaluation.diagnosis import Diagnosis, Sentence, percent, word_spans
 from qkv.evaluation.metrics import Comparison, Scores
-from qkv.explain import figure_files
-from qkv.explain.training_report import PAGE, heading, table
+from qkv.explain.pages import check_page, check_place, fill_template, table
 
 LISTED = 50  # largest number of sentences in a list
 FLAGGED = 200  # the same for the list of one flag
@@ -51,9 +49,8 @@ class SentenceList:
 
 def check(path: str | Path) -> None:
     """Refuse a path that cannot be written, before minutes are spent on translating."""
-    if Path(path).suffix != ".html":
-        raise UsageError(f"{path}: a report is written as .html: choose a name that ends in .html")
-    figure_files.check_place(Path(path))
+    check_page(path)
+    check_place(Path(path))
 
 
 def write_evaluation_page(systems: Sequence[System], path: str | Path, comparison: Comparison | None = None) -> None:
@@ -68,22 +65,19 @@ def page_html(systems: Sequence[System], comparison: Comparison | None = None) -
         raise UsageError(f"an evaluation page shows one system or two, not {len(systems)}")
     names = [system.name for system in systems]
     lists = sentence_lists(systems)
-    parts = {
-        "title": escape(" and ".join(names)),
-        "css": "".join((PAGE / name).read_text(encoding="utf-8") for name in ("report.css", "evaluation.css")),
-        "js": (PAGE / "evaluation.js").read_text(encoding="utf-8"),
-        "heading": heading(names),
-        "lines": _line_counts(systems[0].diagnosis),
-        "scores": _scores(systems, comparison),
-        "charts": "\n".join(_charts(systems)),
-        "findings": _findings(systems),
-        "key": "Words of an output that are not in the reference are <mark>marked like this</mark>, words of the "
+    return fill_template(
+        "evaluation",
+        names,
+        styles=("report", "evaluation"),
+        lines=_line_counts(systems[0].diagnosis),
+        scores=_scores(systems, comparison),
+        charts="\n".join(_charts(systems)),
+        findings=_findings(systems),
+        key="Words of an output that are not in the reference are <mark>marked like this</mark>, words of the "
         'reference that are not in an output <mark class="missed">like this</mark>; word order counts.',
-        "choices": "\n".join(_choice(each, checked=i == 0) for i, each in enumerate(lists)),
-        "lists": "\n".join(_list(each, names) for each in lists),
-    }
-    template = (PAGE / "evaluation.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+        choices="\n".join(_choice(each, checked=i == 0) for i, each in enumerate(lists)),
+        lists="\n".join(_list(each, names) for each in lists),
+    )
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ import numpy as np
 from qkv.assembly import Run, parameters, shape, vocabulary
 from qkv.core import files
 from qkv.core.errors import UsageError
+from qkv.explain.pages import check_page, fill_template, script_data, table
 from qkv.options import TranslationConfig
 
-PAGE = Path(__file__).parent / "page"
 TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")
 VALID = ("step", "seconds", "tokens", "loss", "perplexity", "bleu", "bits_per_byte")
 SMOOTH = 40  # smoothing: mean over 1/40 of the log's lines, at least two, on each side
@@ -71,8 +71,7 @@ class Chart:
 
 def write_training_report(runs: Sequence[Run], path: str | Path) -> None:
     """Write the report of one run, or of two side by side, as an HTML file."""
-    if Path(path).suffix != ".html":
-        raise UsageError(f"{path}: a report is written as .html: choose a name that ends in .html")
+    check_page(path)
     files.write_text(Path(path), report_html(runs))
 
 
@@ -91,19 +90,8 @@ def report_html(runs: Sequence[Run]) -> str:
         ],
         "charts": [dataclasses.asdict(chart) for chart in charts(histories)],
     }
-    parts = {
-        "title": escape(" and ".join(names)),
-        "css": (PAGE / "report.css").read_text(encoding="utf-8"),
-        "js": (PAGE / "report.js").read_text(encoding="utf-8"),
-        "heading": heading(names),
-        "body": "\n".join(
-            [_facts(runs, names, histories), _differences(runs, names), _samples(runs, names, histories)]
-        ),
-        # Escaped, because "</script" or "<!--" would end or break the script element that holds the data.
-        "data": json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-    }
-    template = (PAGE / "report.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    sections = [_facts(runs, names, histories), _differences(runs, names), _samples(runs, names, histories)]
+    return fill_template("report", names, body="\n".join(sections), data=script_data(data))
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
@@ -225,25 +213,6 @@ def _entropy_charts(histories: Sequence[History]) -> list[Chart]:
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def heading(names: Sequence[str]) -> str:
-    """Return the names of the runs as HTML, each with the colour of its lines."""
-    return " <span class=and>and</span> ".join(
-        f'<span class="run run-{i}"><i aria-hidden="true"></i>{escape(name)}</span>' for i, name in enumerate(names)
-    )
-
-
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table; cells are HTML, and the first cell of a row is its header."""
-    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{caption}"><table>'
-        f"<caption>{caption}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _facts(runs: Sequence[Run], names: Sequence[str], histories: Sequence[History]) -> str:

@@ -25,7 +25,7 @@ from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length
 from qkv.data import alignments
 from qkv.data.alignments import Link, tokens_of_words
-from qkv.explain.attention_hooks import record_attention
+from qkv.explain.attention_heads import record_attention
 from qkv.options import TransformerConfig
 from qkv.training.regularization import guided_layer
 

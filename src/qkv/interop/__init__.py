@@ -5,53 +5,33 @@ With separate source and target vocabularies, the target's tokenizer is in the s
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from qkv.assembly import Run
 from qkv.console import say
 from qkv.core import files
+from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.decoding.search_request import tag_before
-from qkv.interop.conversion import length_penalty_exponent
-from qkv.interop.ctranslate2 import to_ctranslate2
-from qkv.interop.huggingface import library_tokenizer, to_huggingface, write_huggingface, write_tokenizer
-from qkv.options import Config
+from qkv.engines import SIZES
+from qkv.models.variants import score_of
+from qkv.options import Config, DecodeConfig, TransformerConfig
 
-__all__ = ["export", "to_ctranslate2", "to_huggingface"]
-
-CTRANSLATE2_PROGRAM = """\
-import ctranslate2
-import tokenizers
-
-folder = "."  # the folder of this file
-source = tokenizers.Tokenizer.from_file(f"{{folder}}/tokenizer.json")
-target = {target}
-translator = ctranslate2.Translator(folder)  # compute_type="int8" is faster on a CPU and slightly less exact
-texts = [source.encode(text).tokens for text in ("First sentence.", "And another.")]
-search = {{"beam_size": {beam}, "length_penalty": {penalty}, "max_decoding_length": {longest}}}
-for result in translator.translate_batch(texts, **search):
-    print(target.decode([target.token_to_id(token) for token in result.hypotheses[0]]))
-"""
-
-HUGGINGFACE_PROGRAM = """\
-import transformers
-
-folder = "."  # the folder of this file
-source = transformers.AutoTokenizer.from_pretrained(folder)
-target = {target}
-model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
-texts = source(["First sentence.", "And another."], return_tensors="pt", padding=True)
-print(*target.batch_decode(model.generate(**texts), skip_special_tokens=True), sep="\\n")
-"""
+# Packages that the exported folder needs; the first is the hub's name for the format.
+REQUIREMENTS = {"ctranslate2": "ctranslate2 tokenizers", "huggingface": "transformers torch"}
 
 
 def export(run: str | Path | Run, *, to: str, output: str | Path, weights: str = "", tag: str = "") -> Path:
@@ -61,8 +41,8 @@ def export(run: str | Path | Run, *, to: str, output: str | Path, weights: str =
     one direction, that of `tag`. The folder appears only when it is complete; an existing one must be empty.
     """
     opened, folder = run if isinstance(run, Run) else Run.open(run), Path(output)
-    if to not in WRITERS:
-        raise UsageError(f'unknown export format "{to}": choose {" or ".join(WRITERS)}')
+    if to not in REQUIREMENTS:
+        raise UsageError(f'unknown export format "{to}": choose {" or ".join(REQUIREMENTS)}')
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file: name a folder")
     if folder.is_dir() and any(folder.iterdir()):
@@ -78,7 +58,8 @@ def export(run: str | Path | Run, *, to: str, output: str | Path, weights: str =
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         draft.mkdir(parents=True)
-        program = WRITERS[to](model, tokenizers, config, draft, tag)
+        exporter = importlib.import_module(f"qkv.interop.{to}")
+        program = exporter.write_folder(model, tokenizers, config, draft, tag)
         readme = draft / "README.md"
         files.write_text(readme, _readme(opened, opened.weights(weights).stem, to, program))
         for path in draft.rglob("*"):  # safetensors makes its files readable by their owner only
@@ -90,44 +71,6 @@ def export(run: str | Path | Run, *, to: str, output: str | Path, weights: str =
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
-
-
-def _write_ctranslate2(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
-    """Write model and tokenizers; return the program for the README."""
-    to_ctranslate2(model, tokenizers, folder)
-    files.write_text(folder / "tokenizer.json", library_tokenizer(tokenizers.src, tag).to_str())
-    target = "source"
-    if not tokenizers.shared:
-        files.write_text(folder / "target" / "tokenizer.json", library_tokenizer(tokenizers.tgt).to_str())
-        target = 'tokenizers.Tokenizer.from_file(f"{folder}/target/tokenizer.json")'
-    penalty = length_penalty_exponent(config.decode)
-    return CTRANSLATE2_PROGRAM.format(
-        target=target, beam=config.decode.beam, penalty=penalty, longest=_max_output_length(config)
-    )
-
-
-def _write_huggingface(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
-    """Write model and tokenizers; return the program for the README."""
-    write_huggingface(model, folder, config.decode, _max_output_length(config))
-    write_tokenizer(tokenizers.src, folder, _max_output_length(config), tag)
-    target = "source"
-    if not tokenizers.shared:
-        write_tokenizer(tokenizers.tgt, folder / "target", _max_output_length(config))
-        target = 'transformers.AutoTokenizer.from_pretrained(folder, subfolder="target")'
-    return HUGGINGFACE_PROGRAM.format(target=target)
-
-
-WRITERS: dict[str, Callable[[Transformer, TokenizerPair, Config, Path, str], str]] = {
-    "ctranslate2": _write_ctranslate2,
-    "huggingface": _write_huggingface,
-}
-# Packages that the exported folder needs; the first is the hub's name for the format.
-REQUIREMENTS = {"ctranslate2": "ctranslate2 tokenizers", "huggingface": "transformers torch"}
-
-
-def _max_output_length(config: Config) -> int:
-    """Return the largest number of tokens of any translation: the other toolkits have one limit for all sources."""
-    return config.data.max_length + config.decode.extra_length
 
 
 def _readme(run: Run, weights: str, to: str, program: str) -> str:
@@ -144,3 +87,86 @@ def _readme(run: Run, weights: str, to: str, program: str) -> str:
     use = f"`pip install {REQUIREMENTS[to]}`, then:\n\n```python\n{program}```\n"
     about = card.read_text(encoding="utf-8").partition("\n")[2] if card.exists() else ""  # none yet while in training
     return "\n".join([*header, f"{title}\n\n{use}\nWeights: {weights}.\n{about}"])
+
+
+# ---- parts of the exporters: optional packages, option checks, weights in the terms of other toolkits ----------------
+
+
+def import_optional(name: str) -> Any:
+    """Import a package that is not a dependency of qkv; say how to install it if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UsageError(f"{name} is not installed: pip install {name}") from None
+
+
+def check_supported(spec: TransformerConfig, toolkit: str, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse a model with options that the toolkit does not support, naming all of them in one error.
+
+    Like the engines' allow-lists, `supported` names every option but sizes: one that it does not name is refused.
+    """
+    for field in dataclasses.fields(spec):
+        if field.name not in supported and field.name not in SIZES:
+            raise UsageError(f"model.{field.name}: the export to {toolkit} does not support this option")
+    lacking = {option: values for option, values in supported.items() if getattr(spec, option) not in values}
+    if lacking:
+        given = " and ".join(f"model.{option} = {getattr(spec, option)!r}" for option in lacking)
+        known = " and ".join(" or ".join(map(repr, values)) for values in lacking.values())
+        remedy = " ".join(f"--set model.{option}={str(values[0]).lower()}" for option, values in lacking.items())
+        raise UsageError(f"{given}: {toolkit} supports only {known}: choose another format, or train with {remedy}")
+
+
+def max_output_length(config: Config) -> int:
+    """Return the largest number of tokens of any translation: the other toolkits have one limit for all sources."""
+    return config.data.max_length + config.decode.extra_length
+
+
+def length_penalty_exponent(search: DecodeConfig) -> float:
+    """Return the exponent for toolkits that divide a score by length**exponent.
+
+    The paper's ((5 + length) / 6)**alpha is approximated by length**alpha.
+    """
+    return {"none": 0.0, "average": 1.0, "gnmt": search.alpha}[search.length_penalty]
+
+
+class LinearWeights(NamedTuple):
+    """Weight and bias of x ↦ xWᵀ + b, in torch's layout."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> LinearWeights:
+        return cls(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
+
+    @classmethod
+    def joined(cls, *parts: LinearWeights) -> LinearWeights:
+        """Concatenate the outputs of several layers with the same input."""
+        biases = [part.bias for part in parts if part.bias is not None]
+        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+
+def attention_projections(
+    attention: MultiHeadAttention,
+) -> tuple[LinearWeights, LinearWeights, LinearWeights, LinearWeights]:
+    """Return W^Q, W^K, W^V and W^O for a toolkit with scores qᵀk/√d_k only; other scores are folded into W^Q.
+
+    `dot` multiplies the query by √d_k; `general`, qᵀWk, also replaces it by Wᵀq. `additive` cannot be folded.
+    """
+    weight, bias = LinearWeights.of(attention.qkv)
+    widths = [attention.heads * width for width in (attention.d_k, attention.d_k, attention.d_v)]
+    biases = [None] * 3 if bias is None else list(bias.split(widths))
+    query, key, value = (LinearWeights(*pair) for pair in zip(weight.split(widths), biases, strict=True))
+    if score_of(attention)[0] != "scaled":
+        folded = None if query.bias is None else _fold_score(query.bias, attention)
+        query = LinearWeights(_fold_score(query.weight, attention), folded)
+    return query, key, value, LinearWeights.of(attention.output)
+
+
+def _fold_score(part: Tensor, attention: MultiHeadAttention) -> Tensor:
+    """Return W^Q, or its bias, for which scaled scores equal this attention's scores."""
+    heads = part.unflatten(0, (attention.heads, attention.d_k)) * math.sqrt(attention.d_k)  # (heads, d_k, …)
+    if (score_weight := score_of(attention)[1]) is not None:
+        heads = torch.einsum("hij,hi...->hj...", score_weight.detach(), heads)
+    rows: Tensor = heads.flatten(0, 1)
+    return rows

@@ -12,13 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkv.core import files
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
 from qkv.core.transformer import LearnedPositions, Transformer, TransformerLayer, sinusoids
 from qkv.data.subwords import unique_names
-from qkv.interop.conversion import LinearWeights, attention_projections, check_supported, import_optional
-from qkv.options import TransformerConfig
+from qkv.interop import (
+    LinearWeights,
+    attention_projections,
+    check_supported,
+    import_optional,
+    length_penalty_exponent,
+    max_output_length,
+)
+from qkv.interop.huggingface import library_tokenizer
+from qkv.options import Config, TransformerConfig
 
 POSITIONS = 4096  # rows of sinusoids written to the file: CTranslate2's default formula differs
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -32,6 +41,31 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": (False, True),
 }
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "swiglu": "SWISH"}
+PROGRAM = """\
+import ctranslate2
+import tokenizers
+
+folder = "."  # the folder of this file
+source = tokenizers.Tokenizer.from_file(f"{{folder}}/tokenizer.json")
+target = {target}
+translator = ctranslate2.Translator(folder)  # compute_type="int8" is faster on a CPU and slightly less exact
+texts = [source.encode(text).tokens for text in ("First sentence.", "And another.")]
+search = {{"beam_size": {beam}, "length_penalty": {penalty}, "max_decoding_length": {longest}}}
+for result in translator.translate_batch(texts, **search):
+    print(target.decode([target.token_to_id(token) for token in result.hypotheses[0]]))
+"""
+
+
+def write_folder(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
+    """Write model and tokenizers for CTranslate2; return the program for the README."""
+    to_ctranslate2(model, tokenizers, folder)
+    files.write_text(folder / "tokenizer.json", library_tokenizer(tokenizers.src, tag).to_str())
+    target = "source"
+    if not tokenizers.shared:
+        files.write_text(folder / "target" / "tokenizer.json", library_tokenizer(tokenizers.tgt).to_str())
+        target = 'tokenizers.Tokenizer.from_file(f"{folder}/target/tokenizer.json")'
+    penalty = length_penalty_exponent(config.decode)
+    return PROGRAM.format(target=target, beam=config.decode.beam, penalty=penalty, longest=max_output_length(config))
 
 
 def to_ctranslate2(model: Transformer, tokenizers: TokenizerPair, folder: str | Path) -> None:

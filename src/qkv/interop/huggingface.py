@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, pre_tokenizer
+from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, TokenizerPair, pre_tokenizer
 from qkv.core.transformer import Transformer, TransformerLayer
 from qkv.data.subwords import unique_names
-from qkv.interop.conversion import (
+from qkv.interop import (
     LinearWeights,
     attention_projections,
     check_supported,
     import_optional,
     length_penalty_exponent,
+    max_output_length,
 )
-from qkv.options import DecodeConfig, TransformerConfig
+from qkv.options import Config, TransformerConfig
 
 UNUSED_SCORE = -1e6  # unigram score of special tokens: no text is split into them
 POSITIONS = 1024  # smallest table of positions; transformers computes it when the weights are loaded
@@ -40,6 +41,16 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "norm": ("post", "pre"),
     "bias": (False, True),
 }
+PROGRAM = """\
+import transformers
+
+folder = "."  # the folder of this file
+source = transformers.AutoTokenizer.from_pretrained(folder)
+target = {target}
+model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
+texts = source(["First sentence.", "And another."], return_tensors="pt", padding=True)
+print(*target.batch_decode(model.generate(**texts), skip_special_tokens=True), sep="\\n")
+"""
 
 
 def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any:
@@ -61,17 +72,24 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
     return target.eval()
 
 
-def write_huggingface(model: Transformer, folder: Path, search: DecodeConfig, longest: int) -> None:
-    """Write a folder for `from_pretrained` with the run's search options, for outputs of up to `longest` tokens."""
-    target = to_huggingface(model, max_positions=_position_count(longest))
+def write_folder(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
+    """Write model and tokenizers for `from_pretrained`, with the run's search options; return the README's program."""
+    search, longest = config.decode, max_output_length(config)
+    target_model = to_huggingface(model, max_positions=_position_count(longest))
     penalty = {"length_penalty": length_penalty_exponent(search)} if search.beam > 1 else {}
-    target.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **penalty)
+    target_model.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **penalty)
     logging = import_optional("transformers").utils.logging
     bar_was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    target.save_pretrained(folder)
+    target_model.save_pretrained(folder)
     if bar_was_enabled:
         logging.enable_progress_bar()
+    write_tokenizer(tokenizers.src, folder, longest, tag)
+    target = "source"
+    if not tokenizers.shared:
+        write_tokenizer(tokenizers.tgt, folder / "target", longest)
+        target = 'transformers.AutoTokenizer.from_pretrained(folder, subfolder="target")'
+    return PROGRAM.format(target=target)
 
 
 def _position_count(longest: int) -> int:

@@ -75,11 +75,18 @@ def measure(
     variants = {BASELINE: base} | {change: _apply_change(base, change) for change in changes}
     texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
     _check_same_validation(texts)
-    updates = {"steps": _updates(base, texts[BASELINE]), "epochs": 0.0}
-    variants = {name: variant.replace(train=updates) for name, variant in variants.items()}
+    # A recipe in epochs needs a trainer to count its updates.
+    count = trainer_for(base, texts[BASELINE]).plan().last_step if base.train.epochs else base.train.steps
+    variants = {name: each.replace(train={"steps": count, "epochs": 0.0}) for name, each in variants.items()}
     if equal == "time":
         variants = _equalise_time(variants, texts, folder)
-    results = _train(variants, texts, folder, seeds, jobs or trials.default_jobs(device))
+    planned = [
+        Trial(name, variant.replace(train={"seed": seed}), texts[name])
+        for seed in range(1, seeds + 1)
+        for name, variant in variants.items()
+    ]
+    finished = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
+    results = {name: [each for each in finished if each.name == name] for name in variants}
     result = {
         **result_tables.provenance(device, command),
         "equal": equal,
@@ -110,41 +117,24 @@ def _check_same_validation(texts: dict[str, PreparedText]) -> None:
             )
 
 
-def _updates(config: Config, prepared: PreparedText) -> int:
-    """Return the number of updates; a recipe in epochs needs a trainer to count them."""
-    return trainer_for(config, prepared).plan().last_step if config.train.epochs else config.train.steps
-
-
 def _equalise_time(variants: dict[str, Config], texts: dict[str, PreparedText], folder: Path) -> dict[str, Config]:
-    """Return every variant with the number of updates, and the schedule, that fit the time of the unchanged recipe."""
+    """Return every variant with the updates, warm-up and validation interval that fit the unchanged recipe's time."""
     seconds = {
         name: trials.cached_seconds(Trial(name, variant, texts[name]), folder, seconds_per_update)
         for name, variant in variants.items()
     }
-    return {name: _scale_schedule(variant, seconds[BASELINE] / seconds[name]) for name, variant in variants.items()}
+    fitted = {}
+    for name, variant in variants.items():
+        now = {what: getattr(variant.train, what) for what in ("steps", "warmup", "validate_every")}
+        share = seconds[BASELINE] / seconds[name]
+        fitted[name] = variant.replace(
+            train={what: max(1, round(value * share)) if value else 0 for what, value in now.items()}
+        )
+    return fitted
 
 
 def seconds_per_update(config: Config, prepared: PreparedText) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
-
-
-def _scale_schedule(config: Config, share: float) -> Config:
-    """Return the config with updates, warm-up and validation interval multiplied by `share`."""
-    now = {name: getattr(config.train, name) for name in ("steps", "warmup", "validate_every")}
-    return config.replace(train={name: max(1, round(value * share)) if value else 0 for name, value in now.items()})
-
-
-def _train(
-    variants: dict[str, Config], texts: dict[str, PreparedText], folder: Path, seeds: int, jobs: int
-) -> dict[str, list[Result]]:
-    """Return the results of all seeds of every variant."""
-    planned = [
-        Trial(name, variant.replace(train={"seed": seed}), texts[name])
-        for seed in range(1, seeds + 1)
-        for name, variant in variants.items()
-    ]
-    results = trials.run_all(planned, folder, jobs=jobs)
-    return {name: [result for result in results if result.name == name] for name in variants}
 
 
 def _result_table(title: str, by_name: dict[str, list[Result]]) -> result_tables.ResultTable:

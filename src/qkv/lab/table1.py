@@ -14,7 +14,6 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qkv.console import counter, describe_device
 from qkv.core import files
 from qkv.core.device import choose_device
-from qkv.explain import figure_files
+from qkv.explain.pages import check_picture, new_figure
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
@@ -113,12 +112,17 @@ def measure(
 ) -> dict[str, Any]:
     """Measure for about `seconds`, print the table, and write JSON (`output`) and a plot (`plot`: .png, .svg)."""
     if plot:
-        figure_files.check_picture(plot)
+        check_picture(plot)
     chosen = choose_device(device)
     torch.manual_seed(0)
-    # Full fp32: with TF32 in cuDNN only the recurrence would become faster.
-    with _one_core(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        result = _measure(chosen, seconds)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        # Full fp32: with TF32 in cuDNN only the recurrence would become faster.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            result = _measure(chosen, seconds)
+    finally:
+        torch.set_num_threads(threads)
     if output:
         files.write_text(Path(output), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if plot:
@@ -131,7 +135,10 @@ def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     grids = GRIDS["cpu" if device.type == "cpu" else "cuda"]
     d, batch = grids["restricted"].d[1], grids["restricted"].batch
     base = LayerShape(d, WINDOW, device=device)  # fp32: arithmetic dominates at smaller sizes than in bf16
-    points = {name: _grid_points(LAYER_TYPES[name], grid, base) for name, grid in grids.items()}
+    points = {  # of the second layer of a stack, which is the first dilated one
+        name: [Point(LAYER_TYPES[name], replace(base, d=d, span=span, layer=1), n, grid.batch) for n, d, span in grid]
+        for name, grid in grids.items()
+    }
     window = {
         where: [Point(LAYER_TYPES["restricted"], replace(base, causal=causal), n, batch) for n in WINDOW_N]
         for where, causal in (("encoder", False), ("decoder", True))
@@ -148,16 +155,6 @@ def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _one_core() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def fit_exponents(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Fit values ≈ c · x^a · y^b … and return the exponents a, b …; `sizes` has the (x, y …) of each value."""
     logarithms = np.log(np.asarray(sizes, dtype=np.float64))
@@ -167,11 +164,6 @@ def fit_exponents(sizes: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
 
 # ---- complexity ------------------------------------------------------------------------------------------------------
-
-
-def _grid_points(kind: LayerType, grid: Grid, base: LayerShape) -> list[Point]:
-    # The second layer of a stack is the first dilated one.
-    return [Point(kind, replace(base, d=d, span=span, layer=1), n, grid.batch) for n, d, span in grid]
 
 
 @torch.inference_mode()
@@ -392,7 +384,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 def draw(result: dict[str, Any], path: str) -> None:
     """Draw the result of `measure`: time against n and against d on logarithmic axes."""
-    with figure_files.new_figure(path, (11, 5), font=10) as figure:
+    with new_figure(path, (11, 5), font=10) as figure:
         left, right = figure.subplots(1, 2)
         for axes, symbol, held, name in ((left, "n", "d", "sequence length n"), (right, "d", "n", "width d")):
             _panel(axes, result["complexity"], symbol, held)

@@ -249,8 +249,8 @@ def verdict(by_name: Mapping[str, Sequence[Result]]) -> list[str]:
         cost = _cost_of_reaching(good[OURS], good[name])
         back = _cost_of_reaching(good[name], good[OURS])
         lines.append(
-            f"{OURS} against {name}: BLEU {gap}; {OURS} cost_to_reach {name}'s final loss {_share(cost, name)}; "
-            f"{name} cost_to_reach {OURS}'s {_share(back, OURS)}"
+            f"{OURS} against {name}: BLEU {gap}; {OURS} reaches {name}'s final loss {_share(cost, name)}; "
+            f"{name} reaches {OURS}'s {_share(back, OURS)}"
         )
         signs.append(
             0 if not gap.significant and cost[0] < 1 else 1 if gap.significant and gap.value > 0 and cost[0] < 1 else -1

@@ -204,13 +204,10 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
         for number, result in enumerate(finished, 1):
             results[result.key] = result
             _append(folder / RESULTS, result)
-            say(f"{number}/{len(waiting)}  {result}; {_time_left(started, number, len(waiting) - number)}")
+            seconds = (time.monotonic() - started) / number * (len(waiting) - number)
+            left = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+            say(f"{number}/{len(waiting)}  {result}; about {left} left")
     return [results[key] for key in keys]
-
-
-def _time_left(started: float, done: int, left: int) -> str:
-    seconds = (time.monotonic() - started) / done * left
-    return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def _append(path: Path, result: Result) -> None:

@@ -58,16 +58,18 @@ class Pieces:
     def __iter__(self) -> Iterator[str]:
         return iter(self.pieces)
 
-    def join(self, translated: Sequence[str], glue: str = "") -> str:
-        """Return the text with every piece replaced; `glue` is inserted after a wide mark (。) without a space."""
+    def join(self, translated: Sequence[str], *, spaces: bool | None = None) -> str:
+        """Return the text with every piece replaced; `spaces` tells whether words of the target language have them.
+
+        If so, a space is inserted after a wide mark (。) without one; if not, single spaces between pieces are dropped.
+        """
         if len(translated) != len(self.pieces):
             raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: give one for each piece")
-        parts = [self.separators[0]]
-        for i, replacement in enumerate(translated):
-            gap = self.separators[i + 1]
-            last = i + 1 == len(self.pieces)
-            parts += [replacement, gap if gap or last or not _ends_wide(self.pieces[i]) else glue]
-        return "".join(parts)
+        gaps = ["" if spaces is False and gap == " " else gap for gap in self.separators]
+        for i, piece in enumerate(self.pieces[:-1], 1):
+            if spaces and not gaps[i] and piece.rstrip(CLOSERS).endswith(tuple(WIDE_STOPS + WIDE_PAUSES)):
+                gaps[i] = " "
+        return gaps[0] + "".join(text + gap for text, gap in zip(translated, gaps[1:], strict=True))
 
 
 class Border(NamedTuple):
@@ -219,10 +221,6 @@ def _ends_sentence(text: str, start: int, marks: str, resume: int) -> bool:
     ordinal = word.isdigit() and len(word) <= 2
     abbreviations = BEFORE_NUMBERS if following.isdigit() else ABBREVIATIONS
     return not (initials or ordinal or word.lower() in abbreviations)
-
-
-def _ends_wide(piece: str) -> bool:
-    return piece.rstrip(CLOSERS).endswith(tuple(WIDE_STOPS + WIDE_PAUSES))
 
 
 def _sticks(text: str, at: int) -> bool:

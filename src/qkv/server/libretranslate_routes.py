@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -12,11 +11,10 @@ from starlette.datastructures import UploadFile
 from qkv.documents import FORMATS
 from qkv.server import served_models
 from qkv.server.document_jobs import job_store
-from qkv.server.middleware import Refusal, body_schema, check_limit, parse_body
+from qkv.server.middleware import Refusal, body_schema, check_limit, json_response, parse_body
 from qkv.server.service import service_of
 
 router = APIRouter(tags=["LibreTranslate"])
-ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 MAX_TEXT = 1_000_000  # characters of a text in the schema; the server's own limit applies too
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -110,7 +108,7 @@ async def translate(request: Request) -> Response:
         response["detectedLanguage"] = [{"confidence": confidence, "language": model.source}] * len(texts)
     if isinstance(body.q, str):
         response = {name: value[0] for name, value in response.items()}
-    return Response(ENCODER.encode(response), media_type="application/json")
+    return json_response(response)
 
 
 @router.post("/detect", openapi_extra=body_schema(Detect, form=True), responses=ERRORS)

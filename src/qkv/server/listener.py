@@ -16,12 +16,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from qkv.console import say
 from qkv.core.errors import QkvError, UsageError
 from qkv.server.app import create_app
-from qkv.server.auth import ApiKey
 from qkv.server.document_jobs import JobStore
 from qkv.server.middleware import Metrics, RequestLimits
 from qkv.server.scheduler import Scheduler, SchedulerOptions
 from qkv.server.served_models import ServedModels
-from qkv.server.service import Service
+from qkv.server.service import ApiKey, Service
 
 MAX_CONNECTIONS = 1024  # at once; further requests get 503
 MIN_SEND_SECONDS = 1  # at least, at shutdown, for finished responses to reach their clients

@@ -14,8 +14,10 @@ from urllib.parse import parse_qsl
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -168,22 +170,23 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
-        origin = header(scope, b"origin")
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "")
         security = CROSS_ORIGIN_HEADERS if origin in self.origins else SAME_ORIGIN_HEADERS
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status, headers = message["status"], message["headers"]
-                has_cache_control = any(name == b"cache-control" for name, _ in headers)
-                message["headers"] = [*headers, *security] if has_cache_control else [*headers, *security, NO_STORE]
+                status = message["status"]
+                has_cache_control = any(name == b"cache-control" for name, _ in message["headers"])
+                message["headers"] = [*message["headers"], *security, *([] if has_cache_control else [NO_STORE])]
             await send(message)
 
         limit = self.limits.file if scope["path"].startswith(FILE_ROUTES) else self.limits.body
         scope["body_reader"] = BodyReader(receive, limit, self.limits.receive_timeout)
         try:
             # A browser names the site of a script: only our page and the allowed sites may use the server.
-            if origin and origin not in self.origins and origin.split("://")[-1] != header(scope, b"host"):
+            if origin and origin not in self.origins and origin.split("://")[-1] != headers.get("host", ""):
                 scope["refusal"] = Refusal(403, "scripts of other sites are refused: --allow-origin SITE allows one")
             await self.app(scope, scope["body_reader"].receive, send_with_headers)
         finally:
@@ -237,16 +240,7 @@ class BodyReader:
         return message
 
 
-def header(scope: Scope, name: bytes) -> str:
-    """Return the first header with this name, or an empty string."""
-    for key, value in scope["headers"]:
-        if key == name:
-            text: str = value.decode("latin-1")
-            return text
-    return ""
-
-
-# ---- request parsing: JSON or a form, checked against a pydantic model -----------------------------------------------
+# ---- bodies: JSON or a form, checked against a pydantic model; JSON responses ----------------------------------------
 
 B = TypeVar("B", bound=BaseModel)
 MAX_FIELDS = 2000  # of a form
@@ -256,7 +250,7 @@ JSON_HINT = "send it with the header Content-Type: application/json"
 
 async def parse_body(request: Request, model: type[B]) -> B:
     """Parse the body as a `model`; an invalid body is refused with a pointer to the invalid part."""
-    kind = header(request.scope, b"content-type").partition(";")[0].strip().lower()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == MULTIPART:
         async with request.form(max_files=0, max_fields=MAX_FIELDS) as form:
             values = _collect_fields(form.multi_items())
@@ -285,6 +279,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # NaN and Infinity are no JSON
+ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def parse_form(data: bytes) -> dict[str, Any]:
@@ -309,16 +304,18 @@ def refuse_malformed(errors: Any) -> NoReturn:
     """Refuse with the first of pydantic's errors; for a union, with the error of the closest branch."""
     same_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = max(same_field, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
-    place = [part for part in first["loc"] if part not in ("body", "query", "path") and not _is_union_branch(part)]
+    # A string in brackets or the name of a type is a branch of a union, such as `str` or `list[str]`.
+    hidden = ("body", "query", "path", "str", "constrained-str", "int", "float", "bool")
+    place = [part for part in first["loc"] if part not in hidden and "[" not in str(part)]
     pointer = "".join(f"/{part}" for part in place)
     status = 413 if first["type"] in ("string_too_long", "too_long") else 422
     reason = first["msg"].removeprefix("Value error, ")
     raise Refusal(status, f"{pointer.lstrip('/') or 'body'}: {reason}", pointer=pointer)
 
 
-def _is_union_branch(part: Any) -> bool:
-    """Whether a part of pydantic's location names a branch of a union, such as `str` or `list[str]`."""
-    return isinstance(part, str) and (part in ("str", "constrained-str", "int", "float", "bool") or "[" in part)
+def json_response(body: Any) -> Response:
+    """Return a response with JSON in UTF-8, without escapes."""
+    return Response(ENCODER.encode(body), media_type="application/json")
 
 
 def body_schema(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:

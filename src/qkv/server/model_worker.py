@@ -239,9 +239,10 @@ def attention(
 
 
 def complete(model: qkv.LanguageModel, prompt: str, **options: Any) -> Iterator[Event]:
-    from qkv.server.completion_stream import stream_completions
-
-    return stream_completions(model, prompt, **options)
+    """The length of the prompt, then for each step the new tokens of the unfinished continuations."""
+    yield {"prompt_tokens": model.prompt_tokens(prompt)}
+    for tokens in model.stream_tokens(prompt, **options):
+        yield {"tokens": [{"token": model.token_text(token.id), **token._asdict()} for token in tokens]}
 
 
 JOBS: dict[str, Callable[..., Iterator[Event]]] = {

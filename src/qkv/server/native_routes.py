@@ -68,8 +68,9 @@ async def _submit_job(
     service.check_size(texts, pointer)
     service.scheduler.check_accepting()
     cost = weight * sum(1 + len(text) // 3 for text in texts)
-    work = service.scheduler.submit_one(client, kind, model.name, {**job, "tag": model.tag("")}, cost)
-    return await service.run(request, work) | {"model": model.name}
+    work = service.scheduler.submit(client, (kind, model.name, ""), [{**job, "tag": model.tag("")}], [cost])
+    (result,) = await service.run(request, work)
+    return result | {"model": model.name}
 
 
 @router.post("/score", responses=ERRORS)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from qkv.server.libretranslate_routes import ERRORS, Text
-from qkv.server.middleware import Refusal, RequestLimits, check_limit
+from qkv.server.middleware import Refusal, RequestLimits, check_limit, json_response
 from qkv.server.served_models import ServedModel
 from qkv.server.service import disconnect_of, service_of
 
@@ -29,7 +29,6 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 Stop = Annotated[str, Field(max_length=100)]
 Temperature = Annotated[float | None, Field(ge=0, le=2)]
 TopP = Annotated[float | None, Field(gt=0, le=1)]
-Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
 
 
 class StreamOptions(BaseModel):
@@ -38,27 +37,38 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
-class Completion(BaseModel):
-    """One prompt to continue, or several."""
+class CommonOptions(BaseModel):
+    """The options that completions and chats share."""
 
     model: Name
+    top_p: TopP = None
+    n: Annotated[int | None, Field(ge=1, le=16)] = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    frequency_penalty: float | None = 0
+    presence_penalty: float | None = 0
+    user: Annotated[str | None, Field(max_length=256)] = None
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether the last event of a stream has the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Completion(CommonOptions):
+    """One prompt to continue, or several."""
+
     prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=16)] = ""
     max_tokens: Annotated[int | None, Field(ge=1)] = 16
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    n: Annotated[int | None, Field(ge=1, le=16)] = 1
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
-    seed: Seed = None
     echo: bool | None = False
     best_of: int | None = None
     suffix: Annotated[str | None, Field(max_length=100)] = None
-    frequency_penalty: float | None = 0
-    presence_penalty: float | None = 0
     logit_bias: dict[str, float] | None = None
-    user: Annotated[str | None, Field(max_length=256)] = None
 
 
 class TextPart(BaseModel):
@@ -75,26 +85,16 @@ class ChatMessage(BaseModel):
     content: Text | Annotated[list[TextPart], Field(max_length=100)] | None = None
 
 
-class Chat(BaseModel):
+class Chat(CommonOptions):
     """Messages; the last one is translated, by beam search, or by sampling if the temperature is above 0."""
 
-    model: Name
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Temperature = None
-    top_p: TopP = None
-    n: Annotated[int | None, Field(ge=1, le=16)] = 1
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    seed: Seed = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     logprobs: bool | None = False
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
-    frequency_penalty: float | None = 0
-    presence_penalty: float | None = 0
-    user: Annotated[str | None, Field(max_length=256)] = None
 
 
 def _refuse_options(body: BaseModel, *names: str) -> None:
@@ -164,9 +164,8 @@ async def completions(request: Request, body: Completion) -> Response:
     events = _merge_streams(streams, n, service.limits)
     if body.stream:
         first = await anext(events)  # before the response starts, so that a refusal has its own status
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_completion_chunks(first, events, head, body, usage), events)
-    return _json_response(await service.run(request, _complete_response(events, head, body)))
+        return EventStream(_completion_chunks(first, events, head, body), events)
+    return json_response(await service.run(request, _complete_response(events, head, body)))
 
 
 async def _merge_streams(
@@ -249,7 +248,7 @@ async def _complete_response(
 
 
 async def _completion_chunks(
-    first: dict[str, Any], events: AsyncIterator[dict[str, Any]], head: dict[str, Any], body: Completion, usage: bool
+    first: dict[str, Any], events: AsyncIterator[dict[str, Any]], head: dict[str, Any], body: Completion
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield one chunk for each token, and the usage at the end if it was requested."""
     prompt_tokens, new_tokens = first["prompt_tokens"], 0
@@ -268,7 +267,7 @@ async def _completion_chunks(
             "logprobs": None if body.logprobs is None else _logprobs([event], offset),
         }
         yield {**head, "choices": [choice]}
-    if usage:
+    if body.with_usage:
         yield {**head, "choices": [], "usage": _usage(prompt_tokens, new_tokens)}
 
 
@@ -312,13 +311,12 @@ async def chat(request: Request, body: Chat) -> Response:
             }
             for number, each in enumerate(results[0].texts)
         ]
-        return _json_response({**head, "object": "chat.completion", "choices": choices, "usage": usage})
+        return json_response({**head, "object": "chat.completion", "choices": choices, "usage": usage})
     head["object"] = "chat.completion.chunk"
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
     line_ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
     pieces = [[each.texts[0] + end for each, end in zip(results, line_ends, strict=True)]] if n == 1 else []
     pieces = pieces or [[text] for text in results[0].texts]
-    return EventStream(_chat_chunks(head, pieces, reason, usage if with_usage else None))
+    return EventStream(_chat_chunks(head, pieces, reason, usage if body.with_usage else None))
 
 
 async def _chat_chunks(
@@ -335,10 +333,6 @@ async def _chat_chunks(
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
-
-
-def _json_response(body: Any) -> Response:
-    return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
 
 class EventStream(Response):

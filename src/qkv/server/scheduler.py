@@ -206,11 +206,6 @@ class Scheduler:
             seconds = min(60, math.ceil(queue.cost / self.tokens_per_second) or 1)
             raise Refusal(429, f"the queue is full: try again in {seconds} s", retry_after=seconds)
 
-    async def submit_one(self, client: Hashable, kind: str, model: str, payload: Event, cost: int) -> Event:
-        """Return the result of a single job."""
-        (result,) = await self.submit(client, (kind, model, ""), [payload], [cost])
-        return result
-
     async def stream(self, client: Hashable, kind: str, model: str, payload: Event) -> AsyncIterator[Event]:
         """Yield the events of a job as they arrive."""
         self.check_accepting()

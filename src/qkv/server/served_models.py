@@ -83,12 +83,6 @@ class ServedModel:
         pieces = split(text, fits, sentences=self.by_sentence)
         return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
 
-    def join(self, pieces: Pieces, texts: list[str], spaces: bool) -> str:
-        """Join the translations of all pieces, as `Translator` does; `spaces`: the target language separates words."""
-        if not spaces:
-            pieces = Pieces(pieces.pieces, tuple("" if gap == " " else gap for gap in pieces.separators))
-        return pieces.join(texts, " " if spaces else "").strip()
-
 
 class ServedModels(dict[str, ServedModel]):
     """All served runs by name, and the selection of one for a request."""

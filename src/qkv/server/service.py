@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import re
 import secrets
+import time
+from collections import OrderedDict
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Scope
 
+from qkv.core.errors import UsageError
 from qkv.data.alignments import word_spans
 from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
 from qkv.segmentation.sentences import Pieces
-from qkv.server.auth import ApiKey, RateLimiter, find_key
 from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
 
 R = TypeVar("R")
-RESULT_FIELDS = ("score", "logprob", "source_tokens", "target_tokens", "truncated", "looped")
 SLICE = 64  # sentences in the queue at once of a call that waits for room
 LONG = 4000  # characters above which a thread splits the texts, so that the event loop is not blocked
+KEY_LINE = re.compile(r"(\S+)\s+([0-9a-f]{64})(?:\s+(\d+))?")
+MAX_CLIENTS = 10_000  # token buckets in memory; the least recently used one is dropped first
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,6 @@ class TranslationResult:
     @classmethod
     def combine(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> TranslationResult:
         """Describe texts that were joined from separately translated parts."""
-        if len(parts) == 1:
-            (only,) = parts
-            return cls(texts, *[only[name] for name in RESULT_FIELDS])
         summed = ("score", "logprob", "source_tokens", "target_tokens")
         sums = {name: sum(part[name] for part in parts) for name in summed}
         flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
@@ -67,6 +69,75 @@ class TranslationResult:
             "looped": self.looped,
             "length_ratio": self.target_tokens / max(1, self.source_tokens),
         }
+
+
+# ---- API keys, stored as hashes, and a rate limit for each client ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A client with a key; `rate` is its limit in requests per minute (0: none, None: the server's default)."""
+
+    name: str
+    rate: int | None = None
+
+
+def new_key(name: str = "client") -> tuple[str, str]:
+    """Return a new random key and its line for the key file."""
+    key = secrets.token_urlsafe(32)
+    return key, f"{name} {hash_key(key)}"
+
+
+def hash_key(key: str) -> str:
+    """Hash a key; keys are long and random, so a plain SHA-256 cannot be inverted."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_keys(path: Path) -> dict[str, ApiKey]:
+    """Read a key file into clients by key hash; each line is `name hash [requests per minute]` or a # comment."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: the key file cannot be read: {error}: check --keys") from None
+    keys: dict[str, ApiKey] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        if (match := KEY_LINE.fullmatch(text)) is None:
+            raise UsageError(
+                f"{path}, line {number}: expected `name hash [requests a minute]`: qkv serve --new-key prints one"
+            )
+        keys[match[2]] = ApiKey(match[1], int(match[3]) if match[3] else None)
+    if not keys:
+        raise UsageError(f"{path}: no key, so every request would be refused: add a line from qkv serve --new-key")
+    return keys
+
+
+def find_key(keys: Mapping[str, ApiKey], given: str) -> ApiKey | None:
+    """Return the client of a key; comparing hashes reveals nothing about the keys by timing."""
+    return keys.get(hash_key(given)) if given else None
+
+
+class RateLimiter:
+    """A token bucket for each client; a full bucket allows a minute's worth of requests."""
+
+    def __init__(self) -> None:
+        self.buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests left, and at which time
+
+    def take(self, client: str, rate: int, now: float | None = None) -> float:
+        """Take one request from the client's bucket; returns 0, or the seconds until the next one is allowed."""
+        now = time.monotonic() if now is None else now
+        left, at = self.buckets.pop(client, (float(rate), now))
+        left = min(float(rate), left + (now - at) * rate / 60)
+        allowed = left >= 1
+        self.buckets[client] = (left - 1 if allowed else left, now)
+        if len(self.buckets) > MAX_CLIENTS:
+            self.buckets.popitem(last=False)
+        return 0.0 if allowed else (1 - left) * 60 / rate
+
+
+# ---- the service -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -178,7 +249,7 @@ class Service:
             split_texts = [model.split(text) for text in texts]
         sentences = [sentence for pieces, _ in split_texts for sentence in pieces]
         costs = [cost for _, lengths in split_texts for cost in lengths]
-        group = (kind, model.name, _options_json(tuple(options.items())))
+        group = (kind, model.name, json.dumps(options, sort_keys=True))
         if wait_for_room:
             results: list[dict[str, Any]] = []
             for begin in range(0, len(sentences), SLICE):
@@ -192,7 +263,7 @@ class Service:
     def _join(self, model: ServedModel, pieces: Pieces, translations: Sequence[str]) -> str:
         """Join the translations of a text's sentences, with spaces if the target language has them."""
         spaces = self.scheduler.model_cards[model.name]["spaces"] if translations else True
-        return model.join(pieces, list(translations), spaces)
+        return pieces.join(translations, spaces=spaces).strip()
 
     async def translate_html(
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
@@ -268,11 +339,6 @@ def join_alignments(
             target_words + len(word_spans(target_part)),
         )
     return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
-
-
-@lru_cache(64)
-def _options_json(options: tuple[tuple[str, Any], ...]) -> str:
-    return json.dumps(dict(options), sort_keys=True)
 
 
 def service_of(request: Request) -> Service:

@@ -1,22 +1,22 @@
-"""Measures of attention heads (sharpness, distance, offset …), their roles by fixed thresholds, and their importance.
+"""Attention heads of a model: recording and muting them, their importance, and their entropy during training.
 
-The roles positional and rare-token are from Voita et al. (2019), alignment from Bahdanau et al. (2015). Measures and
-roles describe a head on one sentence; on another sentence they may differ.
+Recording and muting are wrappers around the attention of the plain model, so no weight is changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from qkv.core.attention import Attend, around_attention
 from qkv.core.batches import Batch, collate
 from qkv.core.config import Config
 from qkv.core.dataset import PreparedText
@@ -26,143 +26,86 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import by_length
 from qkv.data.lm_data import block_batch, text_blocks
-from qkv.explain import figure_files
-from qkv.explain.attention_hooks import head_counts, mute_heads, record_attention
+from qkv.explain.pages import new_figure
+from qkv.models.variants import observe_weights
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 from qkv.training.lm_tasks import masked_batch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POSITIONAL_MASS = 0.5  # mean weight on one fixed offset
-RARE_MASS, RARE_TIMES = 0.5, 2.0  # mean weight on the rarest tokens, and its ratio to that of even attention
-RARE_SHARE = 0.2  # the rarest fifth of the source's tokens, at least one
-ALIGNMENT_CONFIDENCE, ALIGNMENT_ORDER, ALIGNMENT_COVERAGE = 0.6, 0.8, 0.6
-SHORTEST = 4  # queries; with fewer, almost every head passes a threshold by chance
-
-LEGEND = {
-    "previous token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset −1",
-    "next token": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on offset +1",
-    "positional": f"self-attention with a mean weight of at least {POSITIONAL_MASS} on another fixed offset",
-    "rare token": (
-        f"a mean weight of at least {RARE_MASS}, and {RARE_TIMES:g} times that of even attention, on the rarest "
-        f"{RARE_SHARE:.0%} of the source's tokens; rarity is the token's number in the vocabulary, which is learned "
-        f"from frequent to rare (single bytes are never rare)"
-    ),
-    "alignment": (
-        f"cross-attention that is sharp (confidence ≥ {ALIGNMENT_CONFIDENCE}), monotonic (order ≥ {ALIGNMENT_ORDER}) "
-        f"and nearly one-to-one (coverage ≥ {ALIGNMENT_COVERAGE})"
-    ),
-}
-MEASURES = {
-    "confidence": "the greatest weight of a row, averaged over the rows",
-    "entropy": "the entropy of a row in bits, averaged over the rows: 0 for all weight on one token, log₂ n for equal "
-    "weights on n tokens",
-    "distance": "the weighted mean distance between query and key; in cross-attention, between key and diagonal",
-    "offset": "self-attention: the fixed offset (key − query) with the greatest mean weight, and that weight; in the "
-    "decoder, offset 0 is the input token",
-    "rare": "the mean weight on the rarest tokens of the source",
-    "order": "cross-attention: the correlation of a row's number with the position of its greatest weight",
-    "coverage": "cross-attention: the number of different keys with the greatest weight of a row, as a share of the "
-    "largest number possible",
-}
+HeadName = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)
 
 
-@dataclass(frozen=True)
-class HeadMeasures:
-    """The measures and roles of one head; a measure that does not apply to its kind of attention is None."""
+@dataclass
+class Recording:
+    """Attention weights by name, e.g. `decoder.2.cross`: one tensor (batch, heads, queries, keys) for each call."""
 
-    confidence: float
-    entropy: float
-    distance: float
-    offset: int | None
-    mass: float | None
-    rare: float | None
-    order: float | None
-    coverage: float | None
-    roles: list[str]
+    weights: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, name: str, weights: Tensor) -> None:
+        self.weights.setdefault(name, []).append(weights)
 
 
-def measure_head(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] | None = None) -> HeadMeasures:
-    """Measure one head: weights (queries, keys), each row a distribution; `rare` marks the rare keys."""
-    weights = np.asarray(weights, np.float64)
-    offset, mass = (None, None) if cross else best_offset(weights)
-    order, coverage = alignment(weights) if cross else (None, None)
-    entropies = -(weights * np.log2(np.where(weights > 0, weights, 1.0))).sum(1)
-    head = HeadMeasures(
-        confidence=float(weights.max(1).mean()),
-        entropy=float(entropies.mean() + 0.0),  # + 0.0 turns −0 into 0
-        distance=distance(weights, cross),
-        offset=offset,
-        mass=mass,
-        rare=None if rare is None else float(weights[:, rare].sum(1).mean()),
-        order=order,
-        coverage=coverage,
-        roles=[],
-    )
-    if len(weights) < SHORTEST:
-        return head
-    return replace(head, roles=_roles(head, 0.0 if rare is None else float(np.mean(rare))))
+@contextmanager
+def record_attention() -> Iterator[Recording]:
+    """Collect the weights of every attention computed inside the block."""
+    recording = Recording()
+    with around_attention(observe_weights(recording.add)):
+        yield recording
 
 
-def distance(weights: NDArray[Any], cross: bool) -> float:
-    """Return the weighted mean distance between query and key; in cross-attention, between key and diagonal."""
-    queries, keys = weights.shape
-    scale = (keys - 1) / max(queries - 1, 1) if cross else 1.0
-    distances = np.abs(np.arange(keys)[None] - scale * np.arange(queries)[:, None])
-    return float((weights * distances).sum(1).mean())
+def head_counts(model: Any, device: torch.device) -> dict[str, int]:
+    """The number of heads of each attention of a translating model, by name, found by reading one token."""
+    one = torch.ones(1, 1, dtype=torch.long, device=device)
+    with torch.inference_mode(), record_attention() as recording:
+        model.step(one, model.start(model.encode(one, one[0])))
+    return {name: parts[0].shape[1] for name, parts in recording.weights.items()}
 
 
-def best_offset(weights: NDArray[Any]) -> tuple[int, float]:
-    """Return the offset key − query with the greatest mean weight, among offsets that half of the queries have."""
-    queries, keys = weights.shape
-    means = {
-        offset: float(diagonal.mean())
-        for offset in range(1 - queries, keys)
-        if len(diagonal := np.diagonal(weights, offset)) * 2 >= queries
-    }
-    offset = max(means, key=lambda o: (means[o], -abs(o)))
-    return offset, means[offset]
+@contextmanager
+def mute_heads(heads: Iterable[HeadName], known: Mapping[str, int]) -> Iterator[None]:
+    """Inside the block these heads contribute zero to the concatenation before W^O; no weight is changed.
+
+    A name means all heads of an attention, a prefix such as `decoder.1` or `encoder` all attentions below it, a pair
+    one head. `known` is the result of `head_counts`. Nested blocks add up.
+    """
+    muted: dict[str, set[int]] = {}
+    for head in heads:
+        for name, numbers in _named(head, known).items():
+            muted.setdefault(name, set()).update(numbers)
+
+    def wrap(
+        attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        mixed = attend(q, k, v, mask, causal)  # (batch, heads, queries, d_v)
+        if attention.name not in muted:
+            return mixed
+        return mixed.index_fill(1, torch.tensor(sorted(muted[attention.name]), device=mixed.device), 0.0)
+
+    with around_attention(wrap):
+        yield
 
 
-def alignment(weights: NDArray[Any]) -> tuple[float, float]:
-    """Return order and coverage of the rows' greatest weights."""
-    best = weights.argmax(1)
-    coverage = len(set(best.tolist())) / min(weights.shape)
-    if best.std() == 0 or len(best) < 2:
-        return 0.0, coverage
-    return float(np.corrcoef(np.arange(len(best)), best)[0, 1]), coverage
+def _named(head: HeadName, known: Mapping[str, int]) -> dict[str, Iterable[int]]:
+    """The attentions and heads that one name or pair means; what the model does not have is refused."""
+    if isinstance(head, str):
+        names = [name for name in known if name == head or name.startswith(f"{head}.")]
+        if not names:
+            raise _unknown(head, known)
+        return {name: range(known[name]) for name in names}
+    if len(head) != 2 or type(head[1]) is not int:  # it may come from an HTTP request
+        raise UsageError(f'{head!r} is no head: give a name, or a name and a number such as ("decoder.0.cross", 3)')
+    name, number = head
+    if name not in known:
+        raise _unknown(name, known)
+    if not 0 <= number < known[name]:
+        raise UsageError(f"{name} has no head {number}: its heads are 0 to {known[name] - 1}")
+    return {name: (number,)}
 
 
-def rare_tokens(ids: list[int], first_learned: int) -> NDArray[np.bool_]:
-    """Mark the rarest tokens: those with the greatest ids; ids below `first_learned` are bytes and never rare."""
-    numbers = np.asarray(ids)
-    learned: NDArray[np.bool_] = numbers >= first_learned
-    if not learned.any():
-        return learned
-    count = max(1, round(RARE_SHARE * len(ids)))
-    # Each id counts once, so that a repeated token does not displace another one.
-    bound = np.sort(np.unique(numbers[learned]))[::-1][:count].min()
-    rare: NDArray[np.bool_] = learned & (numbers >= bound)
-    return rare
-
-
-def _roles(head: HeadMeasures, share: float) -> list[str]:
-    """Return the roles of a head; `share` is the mean weight that even attention has on the rare keys."""
-    roles = []
-    if head.mass is not None and head.mass >= POSITIONAL_MASS:
-        roles.append({-1: "previous token", 1: "next token"}.get(head.offset or 0, "positional"))
-    if head.rare is not None and head.rare >= max(RARE_MASS, RARE_TIMES * share):
-        roles.append("rare token")
-    if (
-        head.order is not None
-        and head.coverage is not None
-        and head.confidence >= ALIGNMENT_CONFIDENCE
-        and head.order >= ALIGNMENT_ORDER
-        and head.coverage >= ALIGNMENT_COVERAGE
-    ):
-        roles.append("alignment")
-    return roles
+def _unknown(name: str, known: Mapping[str, int]) -> UsageError:
+    return UsageError(f'no attention is called "{name}": this model has {", ".join(known) or "none"}')
 
 
 # ---- importance: the change in the loss on a test set when a head is muted -------------------------------------------
@@ -255,7 +198,7 @@ def plot_head_importance(importances: Sequence[HeadImportance], path: str | Path
     layers = max(map(len, tables.values()))
     largest = max([abs(each.change) for each in importances] + [1e-9])
     size = (max(5.0, 0.62 * sum(widths) + 0.7 * len(widths) + 1.2), 0.42 * layers + 1.9)
-    with figure_files.new_figure(path, size) as figure:
+    with new_figure(path, size) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False, width_ratios=widths)[0]
         for axes, (kind, table) in zip(panels, tables.items(), strict=True):
             _panel(axes, table, largest)
