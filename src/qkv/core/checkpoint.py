@@ -14,17 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from qkv.core import files
 from qkv.core.batches import Position, Update
+from qkv.core.device import World
 from qkv.core.errors import QkvError
 from qkv.core.run import Run, by_step, load_weights
-
-if TYPE_CHECKING:
-    from qkv.core.trainer import PlainTrainStep
 
 
 @dataclass
@@ -77,10 +76,19 @@ class Clock:
         return tokens / max(1e-9, seconds), stalled / max(1e-9, seconds)
 
 
+class Trained(Protocol):
+    """Parts of a training step that a state records."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    average: Any  # a WeightAverage, or None
+    world: World
+
+
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def save_state(run: Run, progress: Progress, step: PlainTrainStep) -> None:
+def save_state(run: Run, progress: Progress, step: Trained) -> None:
     """Write the state of this update, then remove older ones; when this returns, on any rank, it is on disk."""
     own, average, world = dict(step.model.named_parameters()), step.average, step.world
     slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in step.optimizer.state.get(p, {}).items()}
@@ -112,7 +120,7 @@ def latest_state(run: Run) -> Path | None:
     return max(by_step(run.path / "state").items(), default=(0, None))[1]
 
 
-def restore_state(folder: Path, step: PlainTrainStep) -> Progress:
+def restore_state(folder: Path, step: Trained) -> Progress:
     """Load a state into model, optimizer and average; return its progress."""
     start_from(folder / "weights.safetensors", step)
     own, optimizer, average, world = dict(step.model.named_parameters()), step.optimizer, step.average, step.world
@@ -131,7 +139,7 @@ def restore_state(folder: Path, step: PlainTrainStep) -> Progress:
         raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
 
 
-def start_from(weights: Path, step: PlainTrainStep) -> None:
+def start_from(weights: Path, step: Trained) -> None:
     """Load the weights of another training, without its optimizer and progress."""
     tensors = files.read_tensors(weights)
     load_weights(dict(step.model.named_parameters()), tensors, weights, step.world)
