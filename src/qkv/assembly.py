@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from qkv.core.run import LOCKED
 from qkv.core.search import Search, StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
-from qkv.core.transformer import Layers, Model, Transformer, TranslationModel
+from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
 from qkv.engines import unpadded
 from qkv.engines.cuda_training import cuda_trainer
@@ -52,7 +52,6 @@ from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompu
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.models.language_models import DecoderOnly, EncoderOnly
     from qkv.worker_pool import ProcessWorkers
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
@@ -62,27 +61,7 @@ PATIENCE = 0.1  # seconds until a thread with a full queue checks whether it sho
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
 
-@overload
-def build_model(config: TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
-
-
-@overload
-def build_model(config: TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
-
-
-@overload
-def build_model(config: DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
-
-
-@overload
-def build_model(config: EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
-
-
-@overload
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
-
-
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Any:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
     unpadded.use_short_dropout(model)
@@ -99,11 +78,11 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
             kind = Transformer if unpadded.supports(config) else unpadded.UnpaddedTransformer
             return kind(config, src_vocab, tgt_vocab, layers_for(config))
         case DecoderOnlyConfig():
-            from qkv.models.language_models import DecoderOnly
+            from qkv.models.variants import DecoderOnly
 
             return DecoderOnly(config, tgt_vocab, layers_for(config))
         case EncoderOnlyConfig():
-            from qkv.models.language_models import EncoderOnly
+            from qkv.models.variants import EncoderOnly
 
             return EncoderOnly(config, tgt_vocab, layers_for(config))
         case RnnConfig():
@@ -440,8 +419,6 @@ def trainer_for(
         parts["updates"] = updates
     if issubclass(step, ShardedTrainStep):
         parts["build"] = build_on_device
-    if issubclass(step, CudaTrainStep):
-        parts["pad"] = tokenizers.tgt.pad
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
     return Trainer(config, text, train_step, task_for(config), updates, schedule)

@@ -20,7 +20,7 @@ from qkv.core.validation import total_loss
 from qkv.data.subwords import encode_text, newline_of, readable_tokens
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 from qkv.training.lm_tasks import running_text
 from qkv.training.memory_limits import loss_in_parts
 

@@ -29,8 +29,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv.api import Translator
 from qkv.api.run_training import fit
+from qkv.api.translator import Translator
 from qkv.assembly import Run, build_model, parameters, stored_at, updates_for, vocabulary
 from qkv.console import bars, describe_device, say
 from qkv.core import files

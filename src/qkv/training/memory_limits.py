@@ -148,8 +148,7 @@ def recompute_layers(model: nn.Module) -> None:
 def _recomputed(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
     if not torch.is_grad_enabled():  # nothing is kept then
         return forward(*inputs)
-    output: Tensor = checkpoint(forward, *inputs, use_reentrant=False)
-    return output
+    return checkpoint(forward, *inputs, use_reentrant=False)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

@@ -138,8 +138,7 @@ class GuidedAlignment:
             )  # (batch, 1, target, source)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        log_weights: Tensor = scores.log_softmax(dim=-1)[:, 0]
-        return log_weights
+        return scores.log_softmax(dim=-1)[:, 0]
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------

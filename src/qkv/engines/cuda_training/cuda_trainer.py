@@ -101,10 +101,9 @@ class CudaTrainStep(MemoryLimitedStep):
     average: Ema | None
     options: TrainConfig
 
-    def __init__(self, *arguments: Any, pad: int, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         assert len(self.hooks) == (self.average is not None), "the graphs support no other hook than a moving average"
-        self.pad = pad
         self._graphs: CudaGraphs | None = None
 
     def graphs(self, epoch: int = 0) -> CudaGraphs:
@@ -116,7 +115,7 @@ class CudaTrainStep(MemoryLimitedStep):
                 self.optimizer,
                 self.average,
                 self.options,
-                pad=self.pad,
+                pad=self.updates.tokenizers.tgt.pad,
                 dtype=self.precision,
                 max_rows=self.updates.most_rows(epoch),
             )
@@ -306,8 +305,7 @@ class CudaGraphs:
 
         def wait() -> list[float]:
             copied.synchronize()
-            numbers: list[float] = host.tolist()
-            return numbers
+            return host.tolist()
 
         return wait
 
