@@ -47,7 +47,7 @@ from qkv.options import (
 )
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
-from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompute_layers
 
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
@@ -143,11 +143,26 @@ def vocabulary(tokenizers: TokenizerPair) -> str:
 
 
 class Run(core_run.Run):
-    """A run folder of any kind of model."""
+    """A run folder of any kind of model; with what the rings add to the files that `core/run.py` names.
+
+    ```
+    weights/start.safetensors   the weights of another run that the training began with
+    tensorboard/                log.jsonl as TensorBoard events
+    card.md                     scores.json for people
+    bad-batch.json              the last update of a training that gave up
+    alignment.json              the heads that align words best, once `qkv align` has measured them
+    shortlist.safetensors       the target tokens that each source token can need, once they are learned
+    ```
+    """
 
     @cached_property
     def config(self) -> Config:
         return Config.load(self.path / "config.toml")
+
+    @property
+    def start(self) -> Path:
+        """The weights that training begins with, if they are those of another run."""
+        return self.path / "weights" / "start.safetensors"
 
     def build_model(self) -> Model:
         return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
@@ -244,7 +259,8 @@ def task_for(config: Config) -> Task:
 
             return MaskedLanguageModelTask()
         case _:
-            return TranslationTask(partial(_start_search, config), partial(_bleu, config), **batch_hooks_for(config))
+            start, bleu = partial(_start_search, config), partial(_bleu, config)
+            return TranslationTask(start, bleu, loss_in_parts, **batch_hooks_for(config))
 
 
 def _start_search(config: Config, *arguments: Any, **options: Any) -> Search:
@@ -348,7 +364,7 @@ def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Ob
         from qkv.training.regularization import RDropObjective
 
         return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
-    return SmoothedObjective(options.label_smoothing, pad)
+    return SmoothedObjective(options.label_smoothing, pad, loss_in_parts)
 
 
 def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
@@ -405,4 +421,4 @@ def trainer_for(
         parts["build"] = build_on_device
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
-    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule)

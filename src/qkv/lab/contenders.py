@@ -26,7 +26,6 @@ from qkv.assembly import Run, open_run, optimizer_for, start_search_for
 from qkv.core.batches import Batch
 from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
@@ -38,6 +37,7 @@ from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.lab.peers import OURS
 from qkv.options import TrainConfig
+from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import ProcessWorkers
 
 STEP = 256  # packed batches are padded to a multiple of this many tokens, to limit the number of shapes
@@ -146,7 +146,7 @@ class PlainQkv(StandardLoop):
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         hidden = self.model.hidden_at(labels != PAD, *batch)
         smoothing = self.subject.spec.label_smoothing
-        loss, _ = label_smoothed_loss(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
+        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
         return loss / (labels != PAD).sum()
 
 

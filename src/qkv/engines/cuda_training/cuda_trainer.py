@@ -121,10 +121,8 @@ class CudaTrainStep(MemoryLimitedStep):
             )
         return self._graphs
 
-    def probe(self) -> None:
-        """Skip the memory probe: an update that does not fit into memory is computed in parts."""
-
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
+        """Change the weights; nothing is probed, because an update that does not fit is computed in parts."""
         graphs = self.graphs(update.after.epoch - (update.after.update == 0))
         seed = self.seed(number)
         self.model.train()
