@@ -255,10 +255,10 @@ def step_of(model: nn.Module, optimizer: Optimizer) -> Any:
 def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
     """Resume a trainer from the state that another one saved in the files of a run."""
     from qkv.assembly import Run
-    from qkv.core.checkpoint import latest_state
+    from qkv.core.checkpoint import latest_state, restore_state, save_state
 
     run = Run.create(folder, broken.config, broken.text.tokenizers)
-    broken.save(run)
+    save_state(run, broken.progress, broken.train_step)
     state = latest_state(run)
     assert state is not None
-    resumed.restore(state)
+    resumed.go_on_from(restore_state(state, resumed.train_step))

@@ -12,7 +12,7 @@ from qkv.core.tokenizer import EOS
 from qkv.data.subwords import unique_names
 from qkv.interop import import_optional
 from qkv.interop.ctranslate2 import to_ctranslate2
-from qkv.lab.decoding_contenders import DecodeFunction, DecodingSetup, DecodingTask, Outputs, Setting, Sources
+from qkv.lab.contenders import DecodeFunction, DecodingSetup, DecodingTask, Outputs, Setting, Sources
 
 ENGINE, PACKAGE = "CTranslate2", "ctranslate2"
 

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from qkv.core.batches import pad
 from qkv.core.tokenizer import EOS, PAD
 from qkv.interop.huggingface import to_huggingface
-from qkv.lab.decoding_contenders import (
+from qkv.lab.contenders import (
     FLOATS,
+    Contender,
     DecodeFunction,
     DecodingSetup,
     DecodingTask,
     Outputs,
     Setting,
     Sources,
+    StandardLoop,
+    TrainingSetup,
     batches_of,
 )
-from qkv.lab.training_contenders import Contender, StandardLoop, TrainingSetup
 
 PACKAGE = "transformers"
 

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.transformer import Transformer
-from qkv.lab.decoding_contenders import DecodeFunction, DecodingSetup, Setting, search_with
-from qkv.lab.training_contenders import Contender, StandardLoop, TrainingSetup
+from qkv.lab.contenders import (
+    Contender,
+    DecodeFunction,
+    DecodingSetup,
+    Setting,
+    StandardLoop,
+    TrainingSetup,
+    search_with,
+)
 
 ENGINE = "torch.nn.Transformer"
 

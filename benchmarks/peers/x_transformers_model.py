@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.lab.training_contenders import Contender, StandardLoop, TrainingSetup
+from qkv.lab.contenders import Contender, StandardLoop, TrainingSetup
 
 PACKAGE = "x-transformers"
 

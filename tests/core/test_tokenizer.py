@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from qkv.core import tokenizer as module
 from qkv.core.config import TokenizerConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import Tokenizer, TokenizerPair, default_size, learn_tokenizers
+from qkv.core.tokenizer import Tokenizer, TokenizerPair, learn_tokenizers
 from tokenizer_texts import AWKWARD, ENGLISH, GERMAN, TAGS, nfc
 
 
@@ -190,8 +190,15 @@ def test_letters_digits_and_punctuation_do_not_share_a_token() -> None:
 
 
 def test_default_sizes() -> None:
-    sizes = [default_size(pairs) for pairs in (1, 4_999, 29_000, 200_000, 1_000_000, 10**9)]
-    assert sizes == [2_000, 2_000, 8_000, 16_000, 32_000, 32_000]
+    sizes: list[int] = []
+
+    def learner(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer:
+        sizes.append(size + 256 + 3)
+        return Tokenizer("char", [])
+
+    for pairs in (1, 4_999, 5_000, 29_000, 149_999, 150_000, 999_999, 1_000_000, 10**9):
+        learn_tokenizers([["a"]], TokenizerConfig(), pairs=pairs, learner=learner)
+    assert sizes == [2_000, 2_000, 4_000, 8_000, 8_000, 16_000, 16_000, 32_000, 32_000]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 import qkv
 from conftest import Call, sentences
-from qkv.api import OtherWord, Translation, Translator
+from qkv.api.translator import OtherWord, Translation, Translator
 from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError

@@ -19,7 +19,7 @@ from qkv.assembly import build_model
 from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.lab import decoding_contenders, decoding_speed, doctor, peers, training_contenders, training_speed
+from qkv.lab import contenders, decoding_speed, doctor, peers, training_speed
 from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -37,12 +37,12 @@ def peer(name: str) -> ModuleType:
     return next(module for module in peers._load_modules(FOLDER) if Path(str(module.__file__)).stem == name)
 
 
-def every_contender(device: str) -> list[training_contenders.Contender]:
-    return training_contenders.contenders(torch.device(device), peers.find_peers(FOLDER, "training"))
+def every_contender(device: str) -> list[contenders.Contender]:
+    return contenders.training_contenders(torch.device(device), peers.find_peers(FOLDER, "training"))
 
 
-def every_setting(device: str, threads: int = 0) -> list[decoding_contenders.Setting]:
-    return decoding_contenders.settings(torch.device(device), peers.find_peers(FOLDER, "decoding"), threads)
+def every_setting(device: str, threads: int = 0) -> list[contenders.Setting]:
+    return contenders.decoding_settings(torch.device(device), peers.find_peers(FOLDER, "decoding"), threads)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def another(real: Callable[..., Any]) -> Callable[..., torch.nn.Module]:
     return other
 
 
-def subject_of(spec: TransformerConfig, vocab: int) -> training_contenders.TrainingSetup:
+def subject_of(spec: TransformerConfig, vocab: int) -> contenders.TrainingSetup:
     torch.manual_seed(1)
-    return training_contenders.TrainingSetup(
+    return contenders.TrainingSetup(
         build_model(spec, vocab, vocab), torch.device("cpu"), training_speed.LONGEST, TrainConfig()
     )
 
@@ -146,7 +146,7 @@ def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training_speed.random_batches(50, 100, count=1)[0]
     for contender in every_contender("cuda"):  # all: a CPU can run their steps too
-        if isinstance(contender, training_contenders.StandardLoop) and contender.exact and not contender.compiled:
+        if isinstance(contender, contenders.StandardLoop) and contender.exact and not contender.compiled:
             contender.prepare(subject)
             assert torch.equal(contender.logits(batch), contender.logits(batch))
             losses = {contender.loss(batch.inputs, batch.labels).item() for _ in range(3)}
@@ -189,12 +189,12 @@ def test_contenders_out_of_memory_run_in_a_separate_group(little: None) -> None:
     subject = subject_of(*training_speed.SIZES["small"])
     open_now: list[str] = []
 
-    class Greedy(training_contenders.PlainQkv):
+    class Greedy(contenders.PlainQkv):
         def __init__(self, how: str, most: int) -> None:
             super().__init__()
             self.how, self.most = how, most
 
-        def prepare(self, subject: training_contenders.TrainingSetup) -> None:
+        def prepare(self, subject: contenders.TrainingSetup) -> None:
             super().prepare(subject)
             if len(open_now) >= self.most:
                 raise torch.OutOfMemoryError
@@ -213,11 +213,11 @@ def test_contenders_out_of_memory_run_in_a_separate_group(little: None) -> None:
 
 
 def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(subject: training_contenders.TrainingSetup) -> torch.nn.Module:
+    def broken(subject: contenders.TrainingSetup) -> torch.nn.Module:
         raise RuntimeError("no compiler\nis here")
 
-    entered = [training_contenders.StandardLoop("other", broken), training_contenders.PlainQkv()]
-    monkeypatch.setattr(training_speed, "contenders", lambda device, modules: entered)
+    entered = [contenders.StandardLoop("other", broken), contenders.PlainQkv()]
+    monkeypatch.setattr(training_speed, "training_contenders", lambda device, modules: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
     assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
@@ -258,15 +258,15 @@ def test_wrong_speed_calls_are_refused(what: str, wrong: dict[str, Any], message
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
-    monkeypatch.setattr(decoding_contenders, "SIZES", {"small": (model, 400)})
+    monkeypatch.setattr(decoding_speed, "SIZES", {"small": (model, 400)})
     monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 
 
 def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) -> None:
     """All contenders in fp32, with several threads or processes, write the same tokens, and as many as required."""
-    run = decoding_contenders.make_random_run("small", tmp_path / "run")
-    subject = decoding_contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
-    sources = decoding_contenders.random_sentences(run, 12, 7)
+    run = decoding_speed.make_random_run("small", tmp_path / "run")
+    subject = contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
+    sources = decoding_speed.random_sentences(run, 12, 7)
     exact = [setting for setting in every_setting("cpu", threads=2) if setting.exact]
     # The steps captured on a GPU also run one by one on a CPU.
     exact += [each for each in every_setting("cuda") if each.name == "qkv fp32, captured"]
@@ -283,7 +283,7 @@ def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) 
         decode = setting.open(subject)
         assert torch.get_num_threads() == threads
         for beam, batch in ((1, 1), (1, 5), (4, 12), (4, 5)):
-            found = decode(sources, decoding_contenders.DecodingTask(beam, batch, extra=0, n_best=beam))
+            found = decode(sources, contenders.DecodingTask(beam, batch, extra=0, n_best=beam))
             written = [{tuple(token for token in tokens if token != EOS) for tokens in each} for each in found]
             assert written == expected.setdefault(beam, written), (setting.name, beam, batch)
             assert {len(each) for each in written} == {beam}
@@ -325,14 +325,10 @@ def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.C
 
 def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
     def row(engine: str, how: str, batch: int, *speeds: float) -> decoding_speed.Measurement:
-        setting = decoding_contenders.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
-        return decoding_speed.Measurement(
-            setting, decoding_contenders.DecodingTask(1, batch, 0), [], nothing, speeds=[*speeds]
-        )
+        setting = contenders.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
+        return decoding_speed.Measurement(setting, contenders.DecodingTask(1, batch, 0), [], nothing, speeds=[*speeds])
 
-    def nothing(
-        sources: decoding_contenders.Sources, task: decoding_contenders.DecodingTask
-    ) -> decoding_contenders.Outputs:
+    def nothing(sources: contenders.Sources, task: contenders.DecodingTask) -> contenders.Outputs:
         return []
 
     rows = [
@@ -430,7 +426,7 @@ def test_without_the_folder_of_peers_qkv_is_measured_alone(
 
 def test_another_folder_adds_another_peer(tiny_sizes: None, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from qkv.lab.decoding_contenders import Setting, search_with\n"
+        "from qkv.lab.contenders import Setting, search_with\n"
         "def decoding(device, threads):\n"
         "    return [Setting('mine', 'alone', lambda subject: search_with(subject.model, subject), exact=True)]\n"
     )

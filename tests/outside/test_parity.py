@@ -19,7 +19,7 @@ from qkv.core.search import Hypothesis, SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 if TYPE_CHECKING:

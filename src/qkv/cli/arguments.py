@@ -1,4 +1,7 @@
-"""Options that several verbs share, and the text files that a command line names."""
+"""Options that several verbs share, and the text files that a command line names.
+
+An option of one verb is declared in the signature of that verb.
+"""
 
 from __future__ import annotations
 
@@ -49,26 +52,12 @@ AsJson = Annotated[bool, option("Print one JSON object per line.", "--json")]
 
 # Text in and out.
 TextFile = Annotated[str, typer.Argument(help="Text file, one segment per line; - is standard input.")]
-Output = Annotated[
-    str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
-]
 NoSplit = Annotated[bool, option("Translate a line of several sentences in one piece.", "--no-split")]
-BadLines = Annotated[OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")]
 
 # Search and its preferences.
 Beam = Annotated[int | None, option("Beam size; 1 is greedy search.")]
-NBest = Annotated[int | None, option("Translations per line, as tab-separated line number, rank, score and text.")]
 Penalty = Annotated[str | None, option("Length penalty: gnmt, average or none.")]
 Alpha = Annotated[float | None, option("Exponent α of the gnmt length penalty.")]
-Coverage = Annotated[float | None, option("Coverage penalty β for source tokens with little attention; 0 is off.")]
-MinLength = Annotated[int | None, option("Minimum length of a translation, in tokens.")]
-MaxLength = Annotated[int | None, option("Maximum length of a translation, in tokens.")]
-RepetitionPenalty = Annotated[
-    float | None, option("Repetition penalty; above 1, tokens already generated become less likely.")
-]
-NoRepeatNgram = Annotated[int | None, option("Never generate the same n-gram of this length twice.", metavar="N")]
-Groups = Annotated[int | None, option("Diverse beam search: number of groups that the beam is divided into.")]
-Diversity = Annotated[float | None, option("Diverse beam search: penalty for tokens that earlier groups chose.")]
 
 # Sampling instead of search.
 Sample = Annotated[bool, option("Sample translations instead of searching.", "--sample")]
@@ -78,22 +67,11 @@ TopP = Annotated[
     float | None, option("Nucleus sampling: keep the smallest set of tokens with cumulative probability p.")
 ]
 MinP = Annotated[float | None, option("Keep tokens with at least this fraction of the highest probability.")]
-Seed = Annotated[int | None, option("Random seed of sampling; equal seeds give equal output.")]
 
 # Constraints on the output.
-Prefix = Annotated[str | None, option("Force every translation to begin with this text.", metavar="TEXT")]
-MustInclude = Annotated[
-    list[str] | None, option("Phrase that every translation must contain; repeatable.", metavar="TEXT")
-]
-Ordered = Annotated[bool, option("Keep the phrases of --must-include in the given order.", "--ordered")]
-Avoid = Annotated[list[str] | None, option("Phrase that no translation may contain; repeatable.", metavar="TEXT")]
-Shortlist = Annotated[
-    bool, option("Limit the output vocabulary to likely translations of the source; faster.", "--shortlist")
-]
 Rerank = Annotated[
     str | None, option("Minimum Bayes risk: choose the candidate most similar to the others by chrf or bleu.")
 ]
-Candidates = Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")]
 
 # Models, devices, processes.
 With = Annotated[

@@ -15,62 +15,44 @@ from qkv.core.errors import UsageError
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "py3langid", "python_multipart")
 
 
-Runs = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RUN...", help="Run folders; NAME=FOLDER sets the name of the model.", show_default=False),
-]
-Host = Annotated[str, option("Address to listen on; 0.0.0.0: all network interfaces.")]
-Port = Annotated[int, option("Port; 0: any free port.")]
-Workers = Annotated[int, option("Model processes; 0: one per core, or one on a GPU.", min=0)]
-Keys = Annotated[Path | None, option("API key file; requests without a valid key are rejected.")]
-NewKey = Annotated[str, option("Print a new API key and its line for the --keys file, and exit.", metavar="NAME")]
-Rate = Annotated[int, option("Requests per minute for each key or address; 0: no limit.", min=0)]
-AllowOrigin = Annotated[
-    list[str] | None,
-    option("CORS origin that may send requests, e.g. https://example.org; repeatable.", metavar="ORIGIN"),
-]
-ReusePort = Annotated[bool, option("Share the port with other processes (SO_REUSEPORT).", "--reuse-port")]
-BatchTokens = Annotated[int, option("Source tokens per batch; 0: chosen by the device.", min=0)]
-WaitMs = Annotated[float, option("Batching delay in milliseconds.", min=0)]
-Timeout = Annotated[float, option("Request timeout in seconds.", min=0.1)]
-Patience = Annotated[float, option("Seconds in which the head, then the body of a request must arrive.", min=0.1)]
-Drain = Annotated[float, option("Seconds to finish accepted requests at shutdown.", min=0)]
-MaxQueue = Annotated[int, option("Maximum queued sentences.", min=1)]
-MaxCharacters = Annotated[int, option("Maximum characters of all texts of a request.", min=1)]
-MaxTexts = Annotated[int, option("Maximum texts per request.", min=1)]
-MaxAlternatives = Annotated[int, option("Maximum alternatives per translation.", min=0)]
-MaxTokens = Annotated[int, option("Maximum tokens per completion.", min=1)]
-MaxBody = Annotated[int, option("Maximum request size in bytes.", min=1)]
-MaxFile = Annotated[int, option("Maximum document size in bytes.", min=1)]
-MaxDocuments = Annotated[int, option("Maximum number of stored documents.", min=1)]
-
-
 def serve(
     context: typer.Context,
-    runs: Runs = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN...", help="Run folders; NAME=FOLDER sets the name of the model.", show_default=False
+        ),
+    ] = None,
+    host: Annotated[str, option("Address to listen on; 0.0.0.0: all network interfaces.")] = "127.0.0.1",
+    port: Annotated[int, option("Port; 0: any free port.")] = 8000,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    workers: Workers = 0,
-    keys: Keys = None,
-    new_key: NewKey = "",
-    rate: Rate = 0,
-    allow_origin: AllowOrigin = None,
-    reuse_port: ReusePort = False,
-    batch_tokens: BatchTokens = 0,
-    wait_ms: WaitMs = 3.0,
-    timeout: Timeout = 60.0,
-    patience: Patience = 10.0,
-    drain: Drain = 30.0,
-    max_queue: MaxQueue = 4096,
-    max_characters: MaxCharacters = 20_000,
-    max_texts: MaxTexts = 1_000,
-    max_alternatives: MaxAlternatives = 10,
-    max_tokens: MaxTokens = 2048,
-    max_body: MaxBody = 1 << 20,
-    max_file: MaxFile = 10 << 20,
-    max_documents: MaxDocuments = 32,
+    workers: Annotated[int, option("Model processes; 0: one per core, or one on a GPU.", min=0)] = 0,
+    keys: Annotated[Path | None, option("API key file; requests without a valid key are rejected.")] = None,
+    new_key: Annotated[
+        str, option("Print a new API key and its line for the --keys file, and exit.", metavar="NAME")
+    ] = "",
+    rate: Annotated[int, option("Requests per minute for each key or address; 0: no limit.", min=0)] = 0,
+    allow_origin: Annotated[
+        list[str] | None,
+        option("CORS origin that may send requests, e.g. https://example.org; repeatable.", metavar="ORIGIN"),
+    ] = None,
+    reuse_port: Annotated[bool, option("Share the port with other processes (SO_REUSEPORT).", "--reuse-port")] = False,
+    batch_tokens: Annotated[int, option("Source tokens per batch; 0: chosen by the device.", min=0)] = 0,
+    wait_ms: Annotated[float, option("Batching delay in milliseconds.", min=0)] = 3.0,
+    timeout: Annotated[float, option("Request timeout in seconds.", min=0.1)] = 60.0,
+    patience: Annotated[
+        float, option("Seconds in which the head, then the body of a request must arrive.", min=0.1)
+    ] = 10.0,
+    drain: Annotated[float, option("Seconds to finish accepted requests at shutdown.", min=0)] = 30.0,
+    max_queue: Annotated[int, option("Maximum queued sentences.", min=1)] = 4096,
+    max_characters: Annotated[int, option("Maximum characters of all texts of a request.", min=1)] = 20_000,
+    max_texts: Annotated[int, option("Maximum texts per request.", min=1)] = 1_000,
+    max_alternatives: Annotated[int, option("Maximum alternatives per translation.", min=0)] = 10,
+    max_tokens: Annotated[int, option("Maximum tokens per completion.", min=1)] = 2048,
+    max_body: Annotated[int, option("Maximum request size in bytes.", min=1)] = 1 << 20,
+    max_file: Annotated[int, option("Maximum document size in bytes.", min=1)] = 10 << 20,
+    max_documents: Annotated[int, option("Maximum number of stored documents.", min=1)] = 32,
 ) -> None:
     """Serve models over HTTP: web page and JSON APIs.
 
@@ -128,7 +110,7 @@ def export(
 
     Writes weights, tokenizer and a README.md; the folder works without qkv.
     """
-    from qkv.api import export as write
+    from qkv.interop import export as write
 
     folder = write(run, to=to, output=output, weights=weights, tag=tag)
     print(f"{folder}: see {folder / 'README.md'} for how to use it")

@@ -17,9 +17,9 @@ from qkv.cli.arguments import given, option
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Translation, Translator
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
+    from qkv.api.translator import Translation, Translator
     from qkv.data.formats import LineReader
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
@@ -30,32 +30,52 @@ def translate(
     context: typer.Context,
     run: arguments.RunArgument,
     file: arguments.TextFile = "-",
-    output: arguments.Output = "-",
+    output: Annotated[
+        str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
+    ] = "-",
     as_json: arguments.AsJson = False,
     beam: arguments.Beam = None,
-    n_best: arguments.NBest = None,
+    n_best: Annotated[
+        int | None, option("Translations per line, as tab-separated line number, rank, score and text.")
+    ] = None,
     length_penalty: arguments.Penalty = None,
     alpha: arguments.Alpha = None,
-    coverage: arguments.Coverage = None,
-    min_length: arguments.MinLength = None,
-    max_length: arguments.MaxLength = None,
-    repetition_penalty: arguments.RepetitionPenalty = None,
-    no_repeat_ngram: arguments.NoRepeatNgram = None,
-    groups: arguments.Groups = None,
-    diversity: arguments.Diversity = None,
+    coverage: Annotated[
+        float | None, option("Coverage penalty β for source tokens with little attention; 0 is off.")
+    ] = None,
+    min_length: Annotated[int | None, option("Minimum length of a translation, in tokens.")] = None,
+    max_length: Annotated[int | None, option("Maximum length of a translation, in tokens.")] = None,
+    repetition_penalty: Annotated[
+        float | None, option("Repetition penalty; above 1, tokens already generated become less likely.")
+    ] = None,
+    no_repeat_ngram: Annotated[
+        int | None, option("Never generate the same n-gram of this length twice.", metavar="N")
+    ] = None,
+    groups: Annotated[
+        int | None, option("Diverse beam search: number of groups that the beam is divided into.")
+    ] = None,
+    diversity: Annotated[
+        float | None, option("Diverse beam search: penalty for tokens that earlier groups chose.")
+    ] = None,
     sample: arguments.Sample = False,
     temperature: arguments.Temperature = None,
     top_k: arguments.TopK = None,
     top_p: arguments.TopP = None,
     min_p: arguments.MinP = None,
-    seed: arguments.Seed = None,
-    prefix: arguments.Prefix = None,
-    must_include: arguments.MustInclude = None,
-    ordered: arguments.Ordered = False,
-    avoid: arguments.Avoid = None,
-    shortlist: arguments.Shortlist = False,
+    seed: Annotated[int | None, option("Random seed of sampling; equal seeds give equal output.")] = None,
+    prefix: Annotated[str | None, option("Force every translation to begin with this text.", metavar="TEXT")] = None,
+    must_include: Annotated[
+        list[str] | None, option("Phrase that every translation must contain; repeatable.", metavar="TEXT")
+    ] = None,
+    ordered: Annotated[bool, option("Keep the phrases of --must-include in the given order.", "--ordered")] = False,
+    avoid: Annotated[
+        list[str] | None, option("Phrase that no translation may contain; repeatable.", metavar="TEXT")
+    ] = None,
+    shortlist: Annotated[
+        bool, option("Limit the output vocabulary to likely translations of the source; faster.", "--shortlist")
+    ] = False,
     rerank: arguments.Rerank = None,
-    candidates: arguments.Candidates = None,
+    candidates: Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")] = None,
     no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
@@ -63,14 +83,15 @@ def translate(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "auto",
     workers: arguments.Workers = None,
-    on_bad: arguments.BadLines = arguments.OnBad.error,
+    on_bad: Annotated[
+        arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
+    ] = arguments.OnBad.error,
 ) -> None:
     """Translate text line by line: N lines in, N lines out.
 
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import (
         ProcessGroup,
         default_workers,
@@ -78,6 +99,7 @@ def translate(
         translate_file,
         translate_stream,
     )
+    from qkv.api.translator import CHUNK, Translator
     from qkv.console import say, writer
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
@@ -222,7 +244,7 @@ def complete(
 
     When the context is full, its oldest tokens are dropped, so the length is unlimited.
     """
-    from qkv.api import LanguageModel
+    from qkv.api.completer import LanguageModel
 
     if not as_json and (n > 1 or stop):
         raise UsageError("-n and --stop need whole continuations: add --json")
@@ -258,7 +280,7 @@ def fill(
 
     Prints, for each <mask>, the most probable tokens with their probability and the completed text.
     """
-    from qkv.api import Encoder
+    from qkv.api.text_encoder import Encoder
 
     for gap in Encoder(run, weights=weights, device=device).fill(text, n):
         for guess in gap:

@@ -167,33 +167,11 @@ PASSED_ON = """
     dtype device workers
 """.split()
 
-As = Annotated[
-    Kind,
-    option(
-        "For back-translation RUN translates target text into the source language; else TEXT is source text.", "--as"
-    ),
-]
 Output = Annotated[
     str,
     option(
         "Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.", "--output", "-o"
     ),
-]
-References = Annotated[
-    str | None, option("Distillation: references, line by line; the candidate closest to the reference is chosen.")
-]
-ClosestBy = Annotated[str, option("Similarity to the reference: bleu or chrf.")]
-WithNoise = Annotated[bool, option("Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.", "--noise")]
-Drop = Annotated[float | None, option("Probability of dropping a source word.")]
-Blank = Annotated[float | None, option("Probability of blanking a source word.")]
-Shuffle = Annotated[int | None, option("Maximum distance that a source word moves.")]
-Allow = Annotated[list[Reason] | None, option("Keep pairs that would be dropped for this reason; repeatable.")]
-MaxRatio = Annotated[float, option("Maximum length ratio of the two sides, in tokens; 0: no limit.")]
-MinLogprob = Annotated[float | None, option("Minimum mean log-probability per token.")]
-Keep = Annotated[float, option("Fraction of the remaining pairs to keep, most probable first.")]
-RoundTrip = Annotated[
-    Path | None,
-    option("Run of the opposite direction that scores the pairs for --keep and --min-logprob.", metavar="RUN"),
 ]
 Seed = Annotated[int, option("Random seed of sampling and noise.")]
 Candidates = Annotated[int | None, option("Number of candidates for --rerank or --references.")]
@@ -203,20 +181,35 @@ BadLines = Annotated[arguments.OnBad, option("Line that is not UTF-8: error, or 
 def augment(
     context: typer.Context,
     run: arguments.RunArgument,
-    kind: As,
+    kind: Annotated[
+        Kind,
+        option(
+            "For back-translation RUN translates target text into the source language; else TEXT is source text.",
+            "--as",
+        ),
+    ],
     text: arguments.TextFile = "-",
     output: Output = "-",
-    references: References = None,
-    closest_by: ClosestBy = "bleu",
-    noise: WithNoise = False,
-    drop: Drop = None,
-    blank: Blank = None,
-    shuffle: Shuffle = None,
-    allow: Allow = None,
-    max_ratio: MaxRatio = 3.0,
-    min_logprob: MinLogprob = None,
-    keep: Keep = 1.0,
-    round_trip: RoundTrip = None,
+    references: Annotated[
+        str | None, option("Distillation: references, line by line; the candidate closest to the reference is chosen.")
+    ] = None,
+    closest_by: Annotated[str, option("Similarity to the reference: bleu or chrf.")] = "bleu",
+    noise: Annotated[
+        bool, option("Add noise to the source side: --drop 0.1 --blank 0.1 --shuffle 3.", "--noise")
+    ] = False,
+    drop: Annotated[float | None, option("Probability of dropping a source word.")] = None,
+    blank: Annotated[float | None, option("Probability of blanking a source word.")] = None,
+    shuffle: Annotated[int | None, option("Maximum distance that a source word moves.")] = None,
+    allow: Annotated[
+        list[Reason] | None, option("Keep pairs that would be dropped for this reason; repeatable.")
+    ] = None,
+    max_ratio: Annotated[float, option("Maximum length ratio of the two sides, in tokens; 0: no limit.")] = 3.0,
+    min_logprob: Annotated[float | None, option("Minimum mean log-probability per token.")] = None,
+    keep: Annotated[float, option("Fraction of the remaining pairs to keep, most probable first.")] = 1.0,
+    round_trip: Annotated[
+        Path | None,
+        option("Run of the opposite direction that scores the pairs for --keep and --min-logprob.", metavar="RUN"),
+    ] = None,
     beam: arguments.Beam = None,
     sample: arguments.Sample = False,
     temperature: arguments.Temperature = None,
@@ -241,7 +234,7 @@ def augment(
     command resumes when it is repeated. On several GPUs:
     torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
     """
-    from qkv.api import augment as make
+    from qkv.api.augmentation import augment as make
     from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say

@@ -294,7 +294,7 @@ class Config:
                 item = typing.get_args(hint)[0]
                 arguments[key] = tuple(cls._build(item, v, f"{where}[{i}]") for i, v in enumerate(items))
             else:
-                arguments[key] = _scalar(hint, value, where)
+                arguments[key] = float(value) if hint is float and type(value) is int else value
         return section(**arguments)
 
     @classmethod
@@ -309,8 +309,14 @@ class Config:
 
 
 def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:
-    value = _scalar(type(spec.default), value, path)
-    choices, low, high = (spec.metadata[k] for k in ("choices", "low", "high"))
+    kind, choices, low, high = type(spec.default), *(spec.metadata[k] for k in ("choices", "low", "high"))
+    if type(value) is not kind and (kind, type(value)) != (float, int):
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a tuple"}
+        raise UsageError(f"{path} = {value!r}: expected {names[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise UsageError(f"{path} = {value}: expected a finite number")
+    if kind is str and value.encode("utf-8", "replace").decode() != value:
+        raise UsageError(f"{path} = {value!r}: not valid Unicode, so it cannot be written to a file")
     if choices and value not in choices:
         nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)
         raise UsageError(f'{path} = "{value}": choose one of {", ".join(choices)} (nearest: {nearest[0]})')
@@ -318,19 +324,6 @@ def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:
         raise UsageError(f"{path} = {value}: must be at least {low:g}")
     if high is not None and value > high:
         raise UsageError(f"{path} = {value}: must be at most {high:g}")
-
-
-def _scalar(hint: Any, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a tuple"}
-        raise UsageError(f"{path} = {value!r}: expected {names[hint]}")
-    if hint is float and not math.isfinite(value):
-        raise UsageError(f"{path} = {value}: expected a finite number")
-    if hint is str and not value.isascii() and value.encode("utf-8", "replace").decode() != value:
-        raise UsageError(f"{path} = {value!r}: not valid Unicode, so it cannot be written to a file")
-    return value
 
 
 def _toml(value: Any) -> str:

@@ -187,11 +187,8 @@ class StoreFolder:
 
     def __init__(self, folder: Path, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> None:
         self.folder, self.parent, self.say = folder, folder.parent, say
-        if (
-            folder.exists()
-            and not (folder / "manifest.json").exists()
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
+        foreign = not folder.is_dir() or (any(folder.iterdir()) and not (folder / "manifest.json").exists())
+        if folder.exists() and foreign:
             raise UsageError(
                 f"{folder}: exists and is no store of prepared text: choose another folder, or move it away"
             )

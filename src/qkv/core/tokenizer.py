@@ -261,27 +261,20 @@ def learn_tokenizers(
 ) -> TokenizerPair:
     """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
 
-    def learn(lines: Iterable[str]) -> Tokenizer:
-        base = len(SPECIALS) + len(tags) + len(PRINTABLE)
-        if options.vocab and options.vocab < base:
-            raise UsageError(
-                f"tokenizer.vocab = {options.vocab}: the special tokens, tags and bytes alone are {base}: "
-                f"set tokenizer.vocab to at least {base}, or to 0"
-            )
+    base = len(SPECIALS) + len(tags) + len(PRINTABLE)
+    if options.vocab and options.vocab < base:
+        raise UsageError(
+            f"tokenizer.vocab = {options.vocab}: the special tokens, tags and bytes alone are {base}: "
+            f"set tokenizer.vocab to at least {base}, or to 0"
+        )
+    size = options.vocab or next(size for least, size in VOCABULARY_SIZES if pairs >= least)
+    learned = []
+    for lines in [chain(*sides)] if options.shared else sides:
         cleaned = (LONG_CHUNK.sub(r"\1", " " + unicodedata.normalize("NFC", line)) for line in lines if line)
-        tokenizer = learner(cleaned, (options.vocab or default_size(pairs)) - base, tags)
+        learned.append(tokenizer := learner(cleaned, size - base, tags))
         if tokenizer.size < options.vocab:
             raise UsageError(
                 f"tokenizer.vocab = {options.vocab}: the text supports only {tokenizer.size} tokens: "
                 f"set tokenizer.vocab to at most {tokenizer.size}, or to 0 to have it chosen"
             )
-        return tokenizer
-
-    src, *others = [chain(*sides)] if options.shared else sides
-    learned = [learn(src), *map(learn, others)]
     return TokenizerPair(learned[0], learned[-1])
-
-
-def default_size(pairs: int) -> int:
-    """Return the vocabulary size for a corpus of so many pairs when tokenizer.vocab is 0."""
-    return next(size for least, size in VOCABULARY_SIZES if pairs >= least)

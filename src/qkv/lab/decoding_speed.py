@@ -16,16 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from qkv import presets
 from qkv.assembly import Run, parameter_count
 from qkv.console import say
+from qkv.core import files
 from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import EOS
+from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
+from qkv.core.transformer import Transformer
 from qkv.data.formats import LineReader
-from qkv.lab import decoding_contenders, peers, training_speed
-from qkv.lab.decoding_contenders import DecodingSetup, DecodingTask, Setting, Sources
+from qkv.lab import peers, training_speed
+from qkv.lab.contenders import DecodeFunction, DecodingSetup, DecodingTask, Setting, Sources, decoding_settings
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
+from qkv.options import Config, ModelConfig, TransformerConfig
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
 SAME = 0.99  # share of sentences that must have equal tokens in fp32; the others are ties decided by rounding
@@ -61,7 +66,7 @@ class Measurement:
     setting: Setting
     task: DecodingTask
     sources: Sources
-    decode: decoding_contenders.DecodeFunction
+    decode: DecodeFunction
     same: float = 0.0
     tokens: int = 0
     speeds: list[float] = field(default_factory=list)  # tokens per second of each round
@@ -130,10 +135,10 @@ def measure_decoding(
     chosen, modules = choose_device(device), peers.find_peers(folder, "decoding")
     with tempfile.TemporaryDirectory(prefix="qkv-") as temporary:
         size = model or ("small" if chosen.type == "cpu" else "base")
-        opened = Run.open(run) if run else decoding_contenders.make_random_run(size, Path(temporary) / "run")
+        opened = Run.open(run) if run else make_random_run(size, Path(temporary) / "run")
         subject = DecodingSetup(opened, chosen, Path(temporary))
         text = _read_text(opened, src) if src else _random_text(opened, chosen, max(batches))
-        available = decoding_contenders.settings(chosen, modules)
+        available = decoding_settings(chosen, modules)
         decoders, missing = _open(subject, peers.select(available, only, "setting"))
         reference = available[0].open(subject)
         rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
@@ -164,13 +169,11 @@ def _read_text(run: Run, src: str) -> Text:
 def _random_text(run: Run, device: torch.device, batch: int) -> Text:
     count, length = DRAWN["cpu" if device.type == "cpu" else "gpu"]
     count = max(count, batch) if batch > 1 else ONE_BY_ONE
-    sources = decoding_contenders.random_sentences(run, count, length)
+    sources = random_sentences(run, count, length)
     return Text(f"{count} sentences of {length} random tokens, outputs of {length} tokens", sources, 0, fixed=True)
 
 
-def _open(
-    subject: DecodingSetup, selected: Sequence[Setting]
-) -> tuple[dict[Setting, decoding_contenders.DecodeFunction], dict[str, str]]:
+def _open(subject: DecodingSetup, selected: Sequence[Setting]) -> tuple[dict[Setting, DecodeFunction], dict[str, str]]:
     """Open the selected settings; return them, and the reasons why others cannot run."""
     decoders, missing = {}, {}
     for setting in selected:
@@ -183,12 +186,61 @@ def _open(
     return decoders, missing
 
 
+# ---- random weights --------------------------------------------------------------------------------------------------
+
+
+SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
+    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
+    "base": (presets.paper_base().model, 37_000),
+    "demo": (presets.demo().model, 2000),
+}
+
+
+def make_random_run(size: str, folder: Path, *, seed: int = 0) -> Run:
+    """Create a run folder with random weights of a size: `small`, `base` or `demo`."""
+    if size not in SIZES:
+        raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
+    spec, vocab = SIZES[size]
+    assert isinstance(spec, TransformerConfig)
+    # With a random embedding tied to the output, each word would be followed by itself.
+    settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
+    assert isinstance(settings.model, TransformerConfig)
+    tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
+    torch.manual_seed(seed)
+    model = Transformer(settings.model, vocab, vocab)
+    suppress_end_token(model)
+    run = Run.create(folder, settings, TokenizerPair(tokenizer, tokenizer))
+    files.write_tensors(folder / "weights" / "best.safetensors", dict(model.named_parameters()))
+    return run
+
+
+def suppress_end_token(model: Transformer) -> None:
+    """Make <pad>, <s> and </s> practically impossible: their logits are always -32.
+
+    The last norm gives a constant 4 in one of its d_model outputs, where alone these tokens have a weight, -8.
+    """
+    last = model.decoder_norm if model.config.norm == "pre" else model.decoder[-1].residuals[-1].norm
+    assert isinstance(last, nn.LayerNorm)
+    with torch.no_grad():
+        last.weight[0], last.bias[0] = 0.0, 4.0
+        for token in (PAD, BOS, EOS):
+            model.output.weight[token] = 0.0
+            model.output.weight[token, 0] = -8.0
+
+
+def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
+    """Return `count` random sources of exactly `length` tokens."""
+    draws = torch.Generator().manual_seed(seed)
+    drawn: list[list[int]] = torch.randint(EOS + 1, run.tokenizers.src.size, (count, length), generator=draws).tolist()
+    return drawn
+
+
 # ---- comparing and timing --------------------------------------------------------------------------------------------
 
 
 def _measure_in_turns(
-    decoders: dict[Setting, decoding_contenders.DecodeFunction],
-    reference: decoding_contenders.DecodeFunction,
+    decoders: dict[Setting, DecodeFunction],
+    reference: DecodeFunction,
     text: Text,
     beam: int,
     batches: Sequence[int],
@@ -209,7 +261,7 @@ def _measure_in_turns(
     return rows
 
 
-def _compare(rows: Sequence[Measurement], reference: decoding_contenders.DecodeFunction, fixed: bool) -> None:
+def _compare(rows: Sequence[Measurement], reference: DecodeFunction, fixed: bool) -> None:
     """Set the share of sentences on which each row equals the reference; refuse fp32 rows below `SAME`.
 
     Where all outputs end at the same length, engines rank them with or without the score of </s>, so all hypotheses of

@@ -29,8 +29,8 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
 from qkv.lab import peers
+from qkv.lab.contenders import Contender, TrainingSetup, training_contenders
 from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
-from qkv.lab.training_contenders import Contender, TrainingSetup, contenders
 from qkv.options import TrainConfig, TransformerConfig
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
@@ -129,7 +129,7 @@ def measure_training(
     if tokens < LONGEST:
         raise UsageError(f"--tokens {tokens}: give at least {LONGEST}, the length of one sentence")
     modules = peers.find_peers(folder, "training")
-    selected = peers.select(contenders(chosen, modules), only, "contender")
+    selected = peers.select(training_contenders(chosen, modules), only, "contender")
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
     subject = TrainingSetup(Transformer(spec, vocab, vocab), chosen, LONGEST, TrainConfig())
