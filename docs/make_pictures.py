@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.api import Translator
+from qkv.api.translator import Translator
 from qkv.core.optimizer import learning_rate
 from qkv.core.transformer import sinusoids
 from qkv.data.formats import read_lines

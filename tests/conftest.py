@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    import qkv
     from qkv.core.batches import Update
     from qkv.core.config import DataConfig
     from qkv.core.dataset import PreparedText
@@ -135,6 +136,22 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
 
 
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> qkv.Translator:
+    """The model of the small language, loaded once for each file of tests."""
+    import qkv
+
+    return qkv.Translator(tiny, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small language model."""
+    from serving import train_language_model
+
+    return train_language_model(tmp_path_factory.mktemp("writer"))
+
+
 @pytest.fixture
 def split(tmp_path: Path) -> DataConfig:
     """The config of 300 training and 20 validation pairs in files."""
@@ -238,10 +255,10 @@ def step_of(model: nn.Module, optimizer: Optimizer) -> Any:
 def resume(folder: Path, broken: Trainer, resumed: Trainer) -> None:
     """Resume a trainer from the state that another one saved in the files of a run."""
     from qkv.assembly import Run
-    from qkv.core.checkpoint import latest_state
+    from qkv.core.checkpoint import latest_state, restore_state, save_state
 
     run = Run.create(folder, broken.config, broken.text.tokenizers)
-    broken.save(run)
+    save_state(run, broken.progress, broken.train_step)
     state = latest_state(run)
     assert state is not None
-    resumed.restore(state)
+    resumed.go_on_from(restore_state(state, resumed.train_step))

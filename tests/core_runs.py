@@ -20,7 +20,7 @@ from qkv.core.optimizer import ConfigSchedule, build_optimizer
 from qkv.core.preparation import Filter, Sentences, length_filters, prepare
 from qkv.core.run import LogSink, Run
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.trainer import PlainTrainStep, StepHook, Trainer, fit
+from qkv.core.trainer import PlainTrainStep, StepHook, Trainer
 from qkv.core.transformer import Transformer
 from qkv.core.validation import TranslationTask
 
@@ -88,7 +88,7 @@ def trainer_for(
     optimizer = build_optimizer(model, config.train)
     step = PlainTrainStep(model, optimizer, config.train, objective, hooks=hooks, world=world)
     schedule = ConfigSchedule(config.train, config.model.d_model, updates)
-    return Trainer(config, text, step, task, updates, schedule=schedule)
+    return Trainer(config, text, step, task, updates, schedule)
 
 
 def train(config: Config, folder: Path, sinks: Sequence[LogSink] = (), **parts: Any) -> Run:
@@ -100,7 +100,7 @@ def train(config: Config, folder: Path, sinks: Sequence[LogSink] = (), **parts: 
     else:
         run = Run.create(folder, config, text.tokenizers)
     with run.lock():
-        fit(run, trainer_for(config, text, **parts), sinks)
+        trainer_for(config, text, **parts).fit(run, sinks)
     return Run.open(folder)
 
 

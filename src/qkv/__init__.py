@@ -10,32 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qkv import models, presets
-    from qkv.api import Encoder, LanguageModel, Translation, Translator, augment, compare, evaluate, export, load, train
+    from qkv.api import compare, evaluate, load
+    from qkv.api.augmentation import augment
+    from qkv.api.completer import LanguageModel
+    from qkv.api.run_training import train
+    from qkv.api.text_encoder import Encoder
+    from qkv.api.translator import Translation, Translator
     from qkv.assembly import Run, build_model
     from qkv.core.errors import QkvError, UsageError
+    from qkv.interop import export
     from qkv.options import Config
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Config": "qkv.options",
-    "Encoder": "qkv.api",
-    "LanguageModel": "qkv.api",
+    "Encoder": "qkv.api.text_encoder",
+    "LanguageModel": "qkv.api.completer",
     "QkvError": "qkv.core.errors",
     "Run": "qkv.assembly",
-    "Translation": "qkv.api",
-    "Translator": "qkv.api",
+    "Translation": "qkv.api.translator",
+    "Translator": "qkv.api.translator",
     "UsageError": "qkv.core.errors",
-    "augment": "qkv.api",
+    "augment": "qkv.api.augmentation",
     "build_model": "qkv.assembly",
     "compare": "qkv.api",
     "options": "",
     "evaluate": "qkv.api",
-    "export": "qkv.api",
+    "export": "qkv.interop",
     "load": "qkv.api",
     "models": "",
     "presets": "",
-    "train": "qkv.api",
+    "train": "qkv.api.run_training",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from qkv.core.run import LOCKED
 from qkv.core.search import Search, StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
-from qkv.core.transformer import Layers, Model, Transformer, TranslationModel
+from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
 from qkv.engines import unpadded
 from qkv.engines.cuda_training import cuda_trainer
@@ -47,12 +47,11 @@ from qkv.options import (
 )
 from qkv.training import distributed
 from qkv.training.distributed import ShardedTrainStep
-from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompute_layers
 
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.models.language_models import DecoderOnly, EncoderOnly
     from qkv.worker_pool import ProcessWorkers
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
@@ -62,27 +61,7 @@ PATIENCE = 0.1  # seconds until a thread with a full queue checks whether it sho
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
 
-@overload
-def build_model(config: TransformerConfig, src_vocab: int, tgt_vocab: int) -> Transformer: ...
-
-
-@overload
-def build_model(config: TranslationConfig, src_vocab: int, tgt_vocab: int) -> TranslationModel: ...
-
-
-@overload
-def build_model(config: DecoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> DecoderOnly: ...
-
-
-@overload
-def build_model(config: EncoderOnlyConfig, src_vocab: int, tgt_vocab: int) -> EncoderOnly: ...
-
-
-@overload
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model: ...
-
-
-def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
+def build_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Any:
     """The model of a config, freshly initialised from torch's random state."""
     model = _plain_model(config, src_vocab, tgt_vocab)
     unpadded.use_short_dropout(model)
@@ -99,11 +78,11 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
             kind = Transformer if unpadded.supports(config) else unpadded.UnpaddedTransformer
             return kind(config, src_vocab, tgt_vocab, layers_for(config))
         case DecoderOnlyConfig():
-            from qkv.models.language_models import DecoderOnly
+            from qkv.models.variants import DecoderOnly
 
             return DecoderOnly(config, tgt_vocab, layers_for(config))
         case EncoderOnlyConfig():
-            from qkv.models.language_models import EncoderOnly
+            from qkv.models.variants import EncoderOnly
 
             return EncoderOnly(config, tgt_vocab, layers_for(config))
         case RnnConfig():
@@ -164,11 +143,26 @@ def vocabulary(tokenizers: TokenizerPair) -> str:
 
 
 class Run(core_run.Run):
-    """A run folder of any kind of model."""
+    """A run folder of any kind of model; with what the rings add to the files that `core/run.py` names.
+
+    ```
+    weights/start.safetensors   the weights of another run that the training began with
+    tensorboard/                log.jsonl as TensorBoard events
+    card.md                     scores.json for people
+    bad-batch.json              the last update of a training that gave up
+    alignment.json              the heads that align words best, once `qkv align` has measured them
+    shortlist.safetensors       the target tokens that each source token can need, once they are learned
+    ```
+    """
 
     @cached_property
     def config(self) -> Config:
         return Config.load(self.path / "config.toml")
+
+    @property
+    def start(self) -> Path:
+        """The weights that training begins with, if they are those of another run."""
+        return self.path / "weights" / "start.safetensors"
 
     def build_model(self) -> Model:
         return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
@@ -265,7 +259,8 @@ def task_for(config: Config) -> Task:
 
             return MaskedLanguageModelTask()
         case _:
-            return TranslationTask(partial(_start_search, config), partial(_bleu, config), **batch_hooks_for(config))
+            start, bleu = partial(_start_search, config), partial(_bleu, config)
+            return TranslationTask(start, bleu, loss_in_parts, **batch_hooks_for(config))
 
 
 def _start_search(config: Config, *arguments: Any, **options: Any) -> Search:
@@ -369,7 +364,7 @@ def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Ob
         from qkv.training.regularization import RDropObjective
 
         return RDropObjective(smoothing=options.label_smoothing, alpha=options.r_drop, pad=pad)
-    return SmoothedObjective(options.label_smoothing, pad)
+    return SmoothedObjective(options.label_smoothing, pad, loss_in_parts)
 
 
 def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
@@ -424,8 +419,6 @@ def trainer_for(
         parts["updates"] = updates
     if issubclass(step, ShardedTrainStep):
         parts["build"] = build_on_device
-    if issubclass(step, CudaTrainStep):
-        parts["pad"] = tokenizers.tgt.pad
     train_step = step(model, optimizer, options, objective, **parts)
     schedule = ConfigSchedule(options, config.model.d_model, updates)
-    return Trainer(config, text, train_step, task_for(config), updates, schedule=schedule)
+    return Trainer(config, text, train_step, task_for(config), updates, schedule)

@@ -243,8 +243,7 @@ class Config(config.Config):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain tables, lists and values."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def assign(self, settings: Sequence[str]) -> Self:
         """Apply `section.key=value` settings, as `--set` gives them; the value is TOML or a bare string."""

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import qkv
 from conftest import Call, Done, sentences, tiny_config, write_pairs
 from qkv.api import auto_recipe, run_training
-from qkv.assembly import Run
+from qkv.assembly import Run, task_for
 from qkv.core import files
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
@@ -84,8 +85,10 @@ def test_a_command_adapts_with_nothing_configured(
     words = ("train", "--from", tiny, "--src", other[0], "--tgt", other[1], "--run", tmp_path / "run")
     done: Done = call(*words, "--minutes", "1", "--set", "train.device=cpu", "--set", "data.workers=1")
     assert done.code == 0, done.err
-    assert f"as it comes from {tiny.resolve()}: loss" in done.err
-    made = Run.open(tmp_path / "run").config
+    made, cpu = Run.open(tmp_path / "run").config, torch.device("cpu")
+    text = PreparedText.open(tmp_path / "run" / "store")
+    found = task_for(made).validate(Run.open(tiny).model(cpu), text, made, cpu)
+    assert f"as it comes from {tiny.resolve()}: {found}" in done.err
     assert dataclasses.replace(made.model, dropout=0.0) == Run.open(tiny).config.model
     assert made.train.steps == 2 * auto_recipe.updates_a_pass(made, PreparedText.open(tmp_path / "run" / "store"))
     assert made.train.learning_rate == pytest.approx(auto_recipe.ADAPTING_RATE * auto_recipe._rate(made), abs=1e-5)

@@ -30,7 +30,8 @@ from hypothesis import strategies as st
 import qkv
 from conftest import WORDS, Call, sentences, write_pairs
 from qkv import cli
-from qkv.api import Augmenter, Translation, Translator, augmentation, file_translation, pair_filters
+from qkv.api import augmentation, file_translation, pair_filters
+from qkv.api.augmentation import Augmenter
 from qkv.api.file_translation import ProcessGroup
 from qkv.api.pair_filters import (
     BLANK,
@@ -43,7 +44,7 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
-from qkv.api.translator import Alternative
+from qkv.api.translator import Alternative, Translation, Translator
 from qkv.core.corpus import read_block, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text

@@ -28,9 +28,10 @@ from hypothesis import strategies as st
 
 from conftest import PATIENCE, Call, sentences, wait_until
 from qkv import cli
-from qkv.api import Translation, file_translation, output_journal
+from qkv.api import file_translation, output_journal
 from qkv.api.file_translation import Chunk, ProcessGroup, chunks, count_lines, translate_file, translate_stream
 from qkv.api.output_journal import End, Entry, Journal, PartialFile
+from qkv.api.translator import Translation
 from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 
@@ -501,7 +502,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_file_translation as tests
 from qkv import cli
-from qkv.api import Translation, file_translation as files, output_journal as journal
+from qkv.api import file_translation as files, output_journal as journal
+from qkv.api.translator import Translation
 
 journal.INTERVAL = 0.0
 out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._is_locked
@@ -589,7 +591,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         found.run = found.members[0].run
         return found
 
-    monkeypatch.setattr("qkv.api.Translator", load)
+    monkeypatch.setattr("qkv.api.translator.Translator", load)
     monkeypatch.setattr("qkv.api.file_translation.fingerprint", lambda run, weights: f"{run.path.name} {weights}")
     return found
 
@@ -640,8 +642,8 @@ def test_every_option_of_decoding_is_there() -> None:
     import typer
 
     from qkv import cli
-    from qkv.api import Options
     from qkv.cli.text_verbs import NOT_SEARCH
+    from qkv.decoding.search_request import Options
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
     assert {each.name for each in command.params} - {*NOT_SEARCH, "help"} == {NEGATED.get(name, name) for name in HOW}
@@ -690,7 +692,7 @@ def unfinished_call(
     tiny: Path, call: Call, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """The arguments of a call that failed at a bad line in its second chunk."""
-    monkeypatch.setattr("qkv.api.CHUNK", 3)
+    monkeypatch.setattr("qkv.api.translator.CHUNK", 3)
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_bytes(b"a\nb\nc\nd\n\xff\n")
     monkeypatch.chdir(tiny)
@@ -745,11 +747,10 @@ def test_several_processes_need_two_files(tiny: Path, call: Call, monkeypatch: p
 # start, so that a test can kill it, and kills itself at the chunk FATAL of the file.
 SLOW = """
 import itertools, os, signal, sys, time
-from qkv import api
-from qkv.api import output_journal as journal
+from qkv.api import output_journal as journal, translator
 from qkv.cli import main, text_verbs as translating
 
-api.CHUNK, journal.INTERVAL = 20, 0.0
+translator.CHUNK, journal.INTERVAL = 20, 0.0
 pause, fatal, hang = float(sys.argv[1]), int(os.environ.get("FATAL", -1)), int(os.environ.get("HELD", -1))
 make, begun = translating._chunk_work, itertools.count()
 
@@ -780,7 +781,7 @@ def test_a_killed_translation_resumes(
     tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed three times from outside at any point; the scores are equal to the last digit."""
-    monkeypatch.setattr("qkv.api.CHUNK", 20)
+    monkeypatch.setattr("qkv.api.translator.CHUNK", 20)
     form = ["--json", "--n-best", "2"]
     assert call("translate", tiny, text, *form, "-o", tmp_path / "expected").code == 0
     out = tmp_path / "out"
@@ -801,7 +802,7 @@ def test_a_killed_translation_resumes(
 @pytest.mark.slow
 def test_torchrun(tiny: Path, call: Call, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of two processes is killed, the other ends; restarted, they write the same file as one process."""
-    monkeypatch.setattr("qkv.api.CHUNK", 20)
+    monkeypatch.setattr("qkv.api.translator.CHUNK", 20)
     assert call("translate", tiny, text, "--json", "-o", tmp_path / "expected").code == 0
     out, script = tmp_path / "out", tmp_path / "slow.py"
     script.write_text(SLOW)

@@ -16,18 +16,12 @@ import sacrebleu
 
 import qkv
 from conftest import WORDS, sentences, tiny_config, write_pairs
-from qkv import api
-from qkv.api import Translation, Translator
+from qkv.api.translator import CHUNK, Translation, Translator
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import translate_lines
 from qkv.segmentation.sentences import split
-
-
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> Translator:
-    return qkv.load(tiny)
 
 
 def test_public_names_are_unchanged() -> None:
@@ -261,7 +255,7 @@ def test_stream_reads_no_further_than_it_must(translator: Translator) -> None:
     rest = list(stream)
     assert len(taken) == 9
     assert [each.text for each in rest] == [each.text for each in translator.translate(taken[1:], beam=1)]
-    assert api.CHUNK >= 1000  # enough lines to sort by length
+    assert CHUNK >= 1000  # enough lines to sort by length
 
 
 # ---- score -----------------------------------------------------------------------------------------------------------

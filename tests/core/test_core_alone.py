@@ -43,7 +43,7 @@ from qkv.core.preparation import Sentences, length_filters, prepare
 from qkv.core.dataset import StoreFolder
 from qkv.core.run import Run
 from qkv.core.search import SearchOptions
-from qkv.core.trainer import PlainTrainStep, Trainer, fit
+from qkv.core.trainer import PlainTrainStep, Trainer
 from qkv.core.device import ALONE
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
@@ -79,7 +79,7 @@ objective = SmoothedObjective(config.train.label_smoothing, pad)
 step = Step(model, build_optimizer(model, config.train), config.train, objective)
 schedule = ConfigSchedule(config.train, config.model.d_model, updates)
 with run.lock():
-    fit(run, Trainer(config, text, step, task, updates, schedule=schedule), [Messages()])
+    Trainer(config, text, step, task, updates, schedule).fit(run, [Messages()])
 
 model = Run.open(folder / "run").model(cpu)
 src, tgt = text.tokenizers.src, text.tokenizers.tgt

@@ -29,7 +29,7 @@ from qkv.data.lm_data import BlockBatches, MaskedBatches, corpus_ranges, mask_to
 from qkv.data.subwords import decode_text, encode_text, learn, newline_of
 from qkv.data.text_preparation import filter_table, prepare_text
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 from qkv.options import (
     Config,
     CorpusConfig,

@@ -16,7 +16,7 @@ import torch
 
 import qkv
 from conftest import Call, sentences
-from qkv.api import OtherWord, Translation, Translator
+from qkv.api.translator import OtherWord, Translation, Translator
 from qkv.core.batches import collate
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
@@ -30,13 +30,6 @@ from qkv.segmentation.sentences import split
 from search_tables import PAD, label_logprobs, sources, transformer
 
 TEXTS = [text for text, _ in sentences(14, seed=41)]
-
-
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> Translator:
-    loaded = qkv.load(tiny)
-    assert isinstance(loaded, Translator)
-    return loaded
 
 
 def assert_own_logprob(translator: Translator, source: str, found: Translation) -> None:

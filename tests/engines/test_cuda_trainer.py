@@ -145,7 +145,8 @@ def test_rows_of_a_ragged_update_can_be_looked_at(make: Make) -> None:
 
     def rows(trainer: Trainer, update: Update) -> list[tuple[list[int], list[int]]]:
         found = []
-        for batch in trainer.train_step.padded(update):
+        step = trainer.train_step
+        for batch in step.padded(update) if isinstance(step, CudaTrainStep) else update.micro_batches:
             for source, labels in zip(batch.source.tolist(), batch.labels.tolist(), strict=True):
                 found.append(([i for i in source if i], [i for i in labels if i]))
         return sorted(found)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from qkv.assembly import build_model
 from qkv.core.batches import Batch, pad
 from qkv.core.dataset import Rows
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.transformer import Transformer
 from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
@@ -23,6 +22,7 @@ from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackw
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_plain
 from qkv.options import DecoderOnlyConfig, TransformerConfig
+from qkv.training.memory_limits import loss_in_parts
 from qkv.training.regularization import r_drop_loss
 
 VOCAB = 50
@@ -73,9 +73,7 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     batches = [pairs(1, 5, 1, 12), pairs(2, 4, 17, 70), pairs(3, 1, 140, 140)]
     total = torch.zeros(2)
     for batch in batches:
-        loss, nll = label_smoothed_loss(
-            model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0
-        )
+        loss, nll = loss_in_parts(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
         loss.backward()
         total += torch.stack([loss.detach(), nll])
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
@@ -136,7 +134,7 @@ def test_the_agreement_of_two_passes_has_the_gradient_of_autograd(alpha: float) 
     real = [each[labels != 0] for each in hidden]
     loss, nll = r_drop_loss(*real, weight, labels, smoothing=0.1, alpha=alpha, pad=0)
     wanted = torch.autograd.grad(loss, (hidden, weight))
-    parts = [label_smoothed_loss(each, weight, labels[None], smoothing=0.1, pad=0) for each in real]
+    parts = [loss_in_parts(each, weight, labels[None], smoothing=0.1, pad=0) for each in real]
     logs = [(each @ weight.T).log_softmax(-1) for each in real]
     ways = ((logs[0], logs[1]), (logs[1], logs[0]))
     divergence = sum(F.kl_div(other, own, log_target=True, reduction="sum") for own, other in ways)
@@ -165,7 +163,7 @@ def test_the_two_passes_of_r_drop_drop_differently() -> None:
 
 def test_positions_reach_as_far_as_rows_do() -> None:
     model, batch = small(), pairs(3, 1, 600, 600)
-    loss, _ = label_smoothed_loss(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
+    loss, _ = loss_in_parts(model.hidden(*batch.inputs), model.output.weight, batch.labels, smoothing=0.1, pad=0)
     fresh = small()
     passes = ForwardBackward(fresh, FlatWeights(fresh, torch.float32), smoothing=0.1, pad=0)
     with torch.no_grad():

@@ -13,13 +13,13 @@ from conftest import sentences, tiny_config, write_pairs
 from qkv.assembly import build_model, trainer_for
 from qkv.core.batches import Batch
 from qkv.core.dataset import PreparedText
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.transformer import Transformer
 from qkv.data.text_preparation import prepare_text
 from qkv.engines.unpadded import ShortDropout, Unpadded
 from qkv.explain.attention_heads import head_counts, mute_heads, record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
+from qkv.training.memory_limits import loss_in_parts
 
 SPEC = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
@@ -67,7 +67,7 @@ def outcome(model: Transformer, given: Batch, *, laid: bool) -> tuple[Tensor, di
     hidden = model.hidden_at(real, *given.inputs) if laid else model.hidden(*given.inputs)
     assert hidden.shape[:-1] == ((given.tokens,) if laid else given.labels.shape)
     model.zero_grad()
-    loss, _ = label_smoothed_loss(hidden, model.output.weight, given.labels, smoothing=0.1, pad=0)
+    loss, _ = loss_in_parts(hidden, model.output.weight, given.labels, smoothing=0.1, pad=0)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -187,7 +187,7 @@ def test_training_computes_no_padding(prepared: tuple[Config, PreparedText]) -> 
     for each in update.micro_batches:
         hidden = model.hidden(*each.inputs)
         smoothing = trainer.config.train.label_smoothing
-        loss, _ = label_smoothed_loss(hidden, model.output.weight, each.labels, smoothing=smoothing, pad=0)
+        loss, _ = loss_in_parts(hidden, model.output.weight, each.labels, smoothing=smoothing, pad=0)
         loss.backward()  # type: ignore[no-untyped-call]
     for ours, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-4)

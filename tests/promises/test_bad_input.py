@@ -486,7 +486,7 @@ def test_unwritable_outputs_are_refused_before_the_work(
     def work(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the model was asked")
 
-    monkeypatch.setattr("qkv.api.Translator._translate", work)
+    monkeypatch.setattr("qkv.api.translator.Translator._translate", work)
     monkeypatch.setattr("qkv.core.transformer.Transformer.encode", work)
     places: dict[str, object] = {"RUN": tiny, "IN": tmp_path / "in.txt"}
     expect(call(*(places.get(each, each) for each in arguments)), 2, "ro/", "cannot be written")

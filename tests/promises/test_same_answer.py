@@ -16,13 +16,13 @@ from qkv.assembly import build_model
 from qkv.core import batches
 from qkv.core.attention import SPARE
 from qkv.core.batches import Batch, collate
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.search_request import score_all
 from qkv.explain.attention_heads import record_attention
+from qkv.training.memory_limits import loss_in_parts
 from random_models import NAMES, SPEC, VARIANTS, VOCAB, model_of, shaken, some_text
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def gradients(model: Transformer, micros: list[Batch]) -> dict[str, torch.Tensor
     model.zero_grad()
     for batch in micros:
         hidden = model.hidden(batch.source, batch.lengths, batch.target)
-        loss, _ = label_smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
+        loss, _ = loss_in_parts(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
         (loss / tokens).backward()  # type: ignore[no-untyped-call]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -249,7 +249,7 @@ def test_bf16_is_near_fp32(variant: int) -> None:
     for precision in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision):
             hidden = model.hidden(batch.source, batch.lengths, batch.target)
-            loss, _ = label_smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
+            loss, _ = loss_in_parts(hidden, model.output.weight, batch.labels, smoothing=0.1, pad=0)
         losses.append(float(loss.detach()) / batch.tokens)
         assert loss.dtype == torch.float32
     assert losses[1] == pytest.approx(losses[0], rel=0.03)

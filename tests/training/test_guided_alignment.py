@@ -165,10 +165,10 @@ def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tm
         unbroken.step(step)
     for step in updates(broken, 4):
         broken.step(step)
-    broken.save(run)
+    checkpoint.save_state(run, broken.progress, broken.train_step)
     state = checkpoint.latest_state(run)
     assert state is not None
-    resumed.restore(state)
+    resumed.go_on_from(checkpoint.restore_state(state, resumed.train_step))
     for step in updates(resumed, 4):
         resumed.step(step)
     after = weights(resumed)

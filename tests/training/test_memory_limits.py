@@ -16,7 +16,6 @@ from qkv.assembly import build_model, trainer_for
 from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.trainer import Trainer
 from qkv.data.text_preparation import prepare_text
 from qkv.options import (
@@ -28,6 +27,7 @@ from qkv.options import (
     TransformerConfig,
 )
 from qkv.training import memory_limits
+from qkv.training.memory_limits import loss_in_parts
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 
@@ -118,7 +118,7 @@ def test_the_largest_batch_is_tried_first(trainer: Make, monkeypatch: pytest.Mon
     tried = small_device(made, monkeypatch, 100)
     step = made.train_step
     assert isinstance(step, memory_limits.MemoryLimitedStep)
-    step.try_largest()
+    step.probe()
     assert tried[0] == max(sizes)
     assert step.limit.tokens <= 100
     assert all(parameter.grad is None for parameter in made.model.parameters())
@@ -179,7 +179,7 @@ def test_layers_computed_twice_give_the_same_gradient(spec: AttentionModelConfig
         torch.manual_seed(7)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             hidden = model.hidden(*inputs)
-        loss, _ = label_smoothed_loss(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
+        loss, _ = loss_in_parts(hidden, model.output.weight, ids, smoothing=0.1, pad=0)
         loss.backward()
         return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()], sum(kept)
 

@@ -200,6 +200,7 @@ def test_ten_bad_steps_in_a_row_stop_it(
     known = dict(sentences(150))
     assert bad["rows"]
     assert all(known[row["given"]] == row["predicted"] for row in bad["rows"])
+    assert all(row["given_ids"] and row["predicted_ids"] for row in bad["rows"])
     for name in ("best", "step-0000014"):  # the saved weights are finite
         kept = files.read_tensors(tmp_path / "run" / "weights" / f"{name}.safetensors")
         assert all(bool(tensor.isfinite().all()) for tensor in kept.values())

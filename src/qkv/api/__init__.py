@@ -1,46 +1,27 @@
-"""The Python API: train, load, translate, complete, fill, evaluate, augment, export."""
+"""The Python API: load a run, evaluate and compare runs. Training, translation and the rest are in its modules.
+
+`qkv` exports the public names; a class is imported when it is used, so that a training does not load a translator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from qkv.api.augmentation import Augmented, Augmenter, augment
-from qkv.api.completer import Completion, LanguageModel
-from qkv.api.run_training import train
-from qkv.api.text_encoder import Encoder, Filling
-from qkv.api.translator import CHUNK, OtherWord, Scored, Translation, Translator
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
-from qkv.decoding.search_request import Options
-from qkv.evaluation import metrics
-from qkv.evaluation.diagnosis import Diagnosis
-from qkv.evaluation.diagnosis import diagnose as diagnose_texts
-from qkv.interop import export
 from qkv.options import DecoderOnlyConfig, TranslationConfig
 
-__all__ = [
-    "CHUNK",
-    "Augmented",
-    "Augmenter",
-    "Completion",
-    "Encoder",
-    "Filling",
-    "LanguageModel",
-    "Options",
-    "OtherWord",
-    "Scored",
-    "Translation",
-    "Translator",
-    "augment",
-    "compare",
-    "diagnose",
-    "evaluate",
-    "export",
-    "load",
-    "train",
-]
+if TYPE_CHECKING:
+    from qkv.api.completer import LanguageModel
+    from qkv.api.text_encoder import Encoder
+    from qkv.api.translator import Translation, Translator
+    from qkv.decoding.search_request import Options
+    from qkv.evaluation import metrics
+    from qkv.evaluation.diagnosis import Diagnosis
+
+    Evaluated = tuple[metrics.Scores, list[Translation]]
 
 
 def load(
@@ -52,6 +33,10 @@ def load(
     workers: int | None = None,
 ) -> Translator | LanguageModel | Encoder:
     """Open a run folder; the class of the result follows from the kind of model. Several translation runs: ensemble."""
+    from qkv.api.completer import LanguageModel
+    from qkv.api.text_encoder import Encoder
+    from qkv.api.translator import Translator
+
     runs = [run] if isinstance(run, str | Path | Run) else list(run)
     if not runs:
         raise UsageError("no run folder given: name at least one")
@@ -65,9 +50,6 @@ def load(
     return Encoder(opened, weights=weights, device=device)
 
 
-Evaluated = tuple[metrics.Scores, list[Translation]]
-
-
 def evaluate(
     run: str | Path | Run | Translator,
     src: Sequence[str],
@@ -75,6 +57,9 @@ def evaluate(
     **options: Unpack[Options],
 ) -> Evaluated:
     """Translate source lines and score the translations against raw references; return scores and translations."""
+    from qkv.api.translator import Translator
+    from qkv.evaluation import metrics
+
     translator = run if isinstance(run, Translator) else Translator(run)
     if len(src) != len(ref):
         raise UsageError(f"{len(src)} source lines but {len(ref)} reference lines: they must correspond line by line")
@@ -91,6 +76,9 @@ def compare(
     **options: Unpack[Options],
 ) -> tuple[Evaluated, Evaluated, metrics.Comparison]:
     """Evaluate two runs on the same lines, with a significance test of their difference."""
+    from qkv.api.translator import Translator
+    from qkv.evaluation import metrics
+
     translator = run if isinstance(run, Translator) else Translator(run)
     first = evaluate(translator, src, ref, **options)
     second = evaluate(against, src, ref, **options)
@@ -102,6 +90,8 @@ def diagnose(
     src: Sequence[str], translations: Sequence[Translation], ref: Sequence[str], *, tgt_lang: str = ""
 ) -> Diagnosis:
     """Flag faulty translations: loops, hallucinations, copies, wrong lengths; find the worst sentences."""
+    from qkv.evaluation.diagnosis import diagnose as diagnose_texts
+
     return diagnose_texts(
         src,
         [each.text for each in translations],

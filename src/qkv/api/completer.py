@@ -20,8 +20,9 @@ from qkv.core.validation import total_loss
 from qkv.data.subwords import encode_text, newline_of, readable_tokens
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 from qkv.training.lm_tasks import running_text
+from qkv.training.memory_limits import loss_in_parts
 
 TOKENS = 200  # default length of a completion
 
@@ -173,7 +174,7 @@ class LanguageModel(LoadedRun[DecoderOnly]):
 
     def _loss(self, ids: NDArray[Any], text: str) -> TextLoss:
         batches = running_text(ids, self.config, self.tokenizer)
-        nats, tokens = total_loss(self.model, batches, self.tokenizer.pad, self.device)
+        nats, tokens = total_loss(self.model, batches, self.tokenizer.pad, self.device, loss_in_parts)
         return TextLoss.of(nats, tokens, text)
 
     @torch.inference_mode()

@@ -35,9 +35,12 @@ class LoadedRun(Generic[M]):
         self.config = self.run.config
         self.tokenizers = self.run.tokenizers
         self.device = choose_device(device)
-        model, loaded = self.run.load_model(self.device, weights)
+        about: dict[str, str] = {}
+        name = self.run.weights(weights).stem
+        model = self.run.model(self.device, name, about)
         if self.run.in_training():  # a later call may find better weights under the same name
-            say(f"{self.run.path} is in training: using {loaded}")
+            step = int(about.get("step", 0))
+            say(f"{self.run.path} is in training: using {name} weights of step {step:,}")
         if not isinstance(model, self.model_class):
             kind, use = USES.get(type(self.config.model), TRANSLATES)
             raise UsageError(f"{self.run.path} is {kind}, which cannot do this: use {use}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
@@ -15,15 +17,16 @@ import torch
 from qkv.assembly import Run, parameters, shape, stored_at, trainer_for, unit, updates_for, vocabulary
 from qkv.console import TrainingBar, bars, describe_device, say
 from qkv.core import files
-from qkv.core.checkpoint import average_checkpoints
+from qkv.core.checkpoint import average_checkpoints, latest_state, start_from
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
 from qkv.core.run import LogSink
-from qkv.core.trainer import fit as run_fit
+from qkv.core.trainer import Trainer
 from qkv.core.validation import Task, Validation
 from qkv.data.formats import infer_languages
 from qkv.data.text_preparation import filter_table, prepare_text
+from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
 from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
@@ -91,13 +94,47 @@ def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
     """Train a run on its text, with a progress bar and TensorBoard; False if its training has ended before."""
     trainer = trainer_for(run.config, text, world)
     trainer.task = MeasuredTask(trainer.task)
+    _start_as_given(run, trainer)
     with ExitStack() as held:
-        sinks: list[LogSink] = []
+        sinks: list[LogSink] = [BadBatchFile(run.path / "bad-batch.json", trainer)]
         if world.first:
             sinks.append(held.enter_context(TrainingBar()))
             if run.config.train.tensorboard:
                 sinks.append(held.enter_context(TensorBoardLog(run.path / "tensorboard")))
-        return run_fit(run, trainer, sinks)
+        return trainer.fit(run, sinks)
+
+
+def _start_as_given(run: Run, trainer: Trainer) -> None:
+    """Give the model the weights that the run starts from, and say how good they are; a resumed run has its own."""
+    world = trainer.world
+    if not run.start.exists() or world.broadcast(str(latest_state(run) or "")):
+        return
+    start_from(run.start, trainer.train_step)
+    with trainer.train_step.evaluated_model() as model:
+        if world.first:
+            result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
+            say(f"as it comes from {run.about['start']}: {result}")
+
+
+class BadBatchFile:
+    """Log sink that writes the last update of a training that gives up, as ids and as text."""
+
+    def __init__(self, path: Path, trainer: Trainer) -> None:
+        self.path, self.trainer = path, trainer
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if kind != "given_up":
+            return
+        train_step, update = self.trainer.train_step, values["update"]
+        src, tgt = self.trainer.text.tokenizers.src, self.trainer.text.tokenizers.tgt
+        rows = [
+            {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
+            for batch in (train_step.padded(update) if isinstance(train_step, CudaTrainStep) else update.micro_batches)
+            for s, t in zip(batch.inputs[0].tolist(), batch.labels.tolist(), strict=True)
+        ]
+        record = {"step": values["number"], "rows": rows}
+        files.write_text(self.path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
+        say(f"the last batch is written to {self.path}")
 
 
 class MeasuredTask:
@@ -210,8 +247,12 @@ def _begin(
     updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
     several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
     record = {"command": command, "store": stored_at(folder, prepared.folder), "several_sentences": several}
-    run = Run.create(folder, config, prepared.tokenizers, start, **record)
-    return run, prepared
+    if start is not None:
+        record["start"] = str(start.path.resolve())
+        given = Run(folder).start
+        given.parent.mkdir(exist_ok=True)
+        shutil.copyfile(start.weights(), given)
+    return Run.create(folder, config, prepared.tokenizers, **record), prepared
 
 
 def several_sentences(prepared: PreparedText) -> float:

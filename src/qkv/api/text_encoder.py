@@ -20,7 +20,7 @@ from qkv.core.tokenizer import Tokenizer
 from qkv.core.translate import by_length
 from qkv.data.lm_data import mask_tokens
 from qkv.data.subwords import readable_tokens
-from qkv.models.language_models import EncoderOnly
+from qkv.models.variants import EncoderOnly
 
 GAP = "<mask>"
 STAND_IN = "\ue000"  # a private-use character whose bytes mark a gap in the encoded text

@@ -29,7 +29,8 @@ from qkv.cli.arguments import (
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Encoder, LanguageModel
+    from qkv.api.completer import LanguageModel
+    from qkv.api.text_encoder import Encoder
     from qkv.evaluation.metrics import Comparison
     from qkv.explain.evaluation_page import System
     from qkv.explain.word_alignment import Alignment
@@ -48,7 +49,7 @@ def score(
 
     Prints the log-probability and the perplexity of each line.
     """
-    from qkv.api import Translator
+    from qkv.api.translator import Translator
     from qkv.console import counter
     from qkv.data.formats import read_lines
 
@@ -93,13 +94,15 @@ def evaluate(
     model SRC is a text, measured in perplexity and bits per byte; for an encoder, in the accuracy of filled masks.
     """
     from qkv import api
+    from qkv.api.translator import Translator
     from qkv.console import counter, say, writer
+    from qkv.decoding.search_request import Options
     from qkv.explain import evaluation_page
 
     if report:
         evaluation_page.check(report)
     loaded = api.load(run, weights=weights, device=device)
-    if not isinstance(loaded, api.Translator):
+    if not isinstance(loaded, Translator):
         if reference or against or output or report:
             raise UsageError(
                 f"{run} is not a translation model: give one text, without REF, --against, --output and --report"
@@ -107,8 +110,8 @@ def evaluate(
         _evaluate_text(loaded, source, as_json)
         return
     sources, references = held_out(run, source, reference)
-    options = api.Options(beam=beam, length_penalty=length_penalty, alpha=alpha, split=not no_split, tag=tag)
-    theirs = api.Translator(against, device=device) if against else None
+    options = Options(beam=beam, length_penalty=length_penalty, alpha=alpha, split=not no_split, tag=tag)
+    theirs = Translator(against, device=device) if against else None
     # Open the output first, so that an unwritable file fails before the translation.
     with writer(output) if output else nullcontext(lambda line: None) as write:
         with counter("translating", len(sources) * (2 if theirs else 1)) as advance:
@@ -146,7 +149,7 @@ def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_j
 
 def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bool) -> None:
     """Print perplexity and bits per byte, or the accuracy of filled masks; default: on the held-out text."""
-    from qkv.api import LanguageModel
+    from qkv.api.completer import LanguageModel
 
     if isinstance(model, LanguageModel):
         text = "".join(line + "\n" for line in read_nonempty(file)) if file else ""
@@ -172,7 +175,7 @@ def explain(
     device: Device = "auto",
 ) -> None:
     """Show attention maps and the beam search of one sentence."""
-    from qkv.api import Translator
+    from qkv.api.translator import Translator
     from qkv.console import say
     from qkv.explain.attention_maps import check_map_path
 
@@ -198,7 +201,7 @@ def heads(
     device: Device = "auto",
 ) -> None:
     """Rank attention heads by the loss increase without each."""
-    from qkv.api import Translator
+    from qkv.api.translator import Translator
     from qkv.console import counter
     from qkv.explain.attention_heads import plot_head_importance
     from qkv.explain.pages import check_picture
@@ -238,7 +241,7 @@ def align(
 
     Prints pairs source-target of word positions, counted from 0.
     """
-    from qkv.api import Translator
+    from qkv.api.translator import Translator
     from qkv.console import counter, say, writer
     from qkv.data.formats import read_lines
     from qkv.explain.pages import check_place

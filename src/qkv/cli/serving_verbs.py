@@ -110,7 +110,7 @@ def export(
 
     Writes weights, tokenizer and a README.md; the folder works without qkv.
     """
-    from qkv.api import export as write
+    from qkv.interop import export as write
 
     folder = write(run, to=to, output=output, weights=weights, tag=tag)
     print(f"{folder}: see {folder / 'README.md'} for how to use it")

@@ -17,9 +17,9 @@ from qkv.cli.arguments import given, option
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from qkv.api import Translation, Translator
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
+    from qkv.api.translator import Translation, Translator
     from qkv.data.formats import LineReader
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
@@ -92,7 +92,6 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api import CHUNK, Translator
     from qkv.api.file_translation import (
         ProcessGroup,
         default_workers,
@@ -100,6 +99,7 @@ def translate(
         translate_file,
         translate_stream,
     )
+    from qkv.api.translator import CHUNK, Translator
     from qkv.console import say, writer
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
@@ -244,7 +244,7 @@ def complete(
 
     When the context is full, its oldest tokens are dropped, so the length is unlimited.
     """
-    from qkv.api import LanguageModel
+    from qkv.api.completer import LanguageModel
 
     if not as_json and (n > 1 or stop):
         raise UsageError("-n and --stop need whole continuations: add --json")
@@ -280,7 +280,7 @@ def fill(
 
     Prints, for each <mask>, the most probable tokens with their probability and the completed text.
     """
-    from qkv.api import Encoder
+    from qkv.api.text_encoder import Encoder
 
     for gap in Encoder(run, weights=weights, device=device).fill(text, n):
         for guess in gap:

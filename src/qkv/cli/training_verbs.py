@@ -234,7 +234,7 @@ def augment(
     command resumes when it is repeated. On several GPUs:
     torchrun --nproc-per-node 8 -m qkv augment RUN TEXT -o OUTPUT --as KIND
     """
-    from qkv.api import augment as make
+    from qkv.api.augmentation import augment as make
     from qkv.api.file_translation import ProcessGroup, count_lines
     from qkv.api.pair_filters import Filters
     from qkv.console import counter, say

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,20 +76,12 @@ class Clock:
         return tokens / max(1e-9, seconds), stalled / max(1e-9, seconds)
 
 
-@runtime_checkable
-class WeightAverage(Protocol):
-    """A StepHook with weights that are validated and kept in place of the trained ones, e.g. their moving average."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the average itself, by parameter name; a state is loaded by copying into these tensors."""
-
-
 class Trained(Protocol):
     """Parts of a training step that a state records."""
 
     model: Any
     optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
+    average: Any  # a WeightAverage, or None
     world: World
 
 
@@ -98,29 +90,25 @@ class Trained(Protocol):
 
 def save_state(run: Run, progress: Progress, step: Trained) -> None:
     """Write the state of this update, then remove older ones; when this returns, on any rank, it is on disk."""
-    own, optimizer, average, world = dict(step.model.named_parameters()), step.optimizer, step.average, step.world
-    slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in optimizer.state.get(p, {}).items()}
+    own, average, world = dict(step.model.named_parameters()), step.average, step.world
+    slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in step.optimizer.state.get(p, {}).items()}
     tensors = {"weights": own, "optimizer": slots} | ({} if average is None else {"ema": average.tensors()})
     folder = run.path / "state" / f"step-{progress.step:07d}"
     unfinished = folder.with_name(f".{folder.name}.tmp")
-    record = json.dumps(dataclasses.asdict(progress), indent=2) + "\n"
-    if world.broadcast("saved" if folder.exists() else ""):
-        if world.first:  # an earlier stop at this step saved the same tensors; the progress may have changed
-            files.write_text(folder / "progress.json", record)
-    elif not world.first:
-        for values in tensors.values():
-            world.gather(values)
-    else:
+    if world.first:
         shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            for name, values in tensors.items():  # one in memory at a time
-                files.write_tensors(unfinished / f"{name}.safetensors", world.gather(values))
-            files.write_text(unfinished / "progress.json", record)
+    # An earlier stop at this step saved the same tensors; the progress may have changed.
+    saved = world.broadcast("saved" if folder.exists() else "")
+    for name, values in ({} if saved else tensors).items():  # one in memory at a time
+        whole = world.gather(values)
+        if world.first:
+            files.write_tensors(unfinished / f"{name}.safetensors", whole)
+    if world.first:
+        record = json.dumps(dataclasses.asdict(progress), indent=2) + "\n"
+        files.write_text((folder if saved else unfinished) / "progress.json", record)
+        if not saved:
             unfinished.rename(folder)
             files.sync(folder.parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
         for older in folder.parent.iterdir():
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)  # if it cannot be removed, the newest state still counts

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from qkv.core.batches import UpdateStream
-    from qkv.core.config import TrainConfig
+from qkv.core.batches import UpdateStream
+from qkv.core.config import TrainConfig
 
 WSD_DECAY = 0.3  # schedule = "wsd": share of the steps at the end, during which the rate falls to zero
 

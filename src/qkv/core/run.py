@@ -1,18 +1,14 @@
-"""The run folder: the results of one training, and its log.
+"""The run folder: the results of one training, and its log. Rings add files of their own.
 
 ```
 run.json          format, versions, date and command of its creation
 config.toml       every option, resolved
 tokenizer.json    text ↔ ids
-weights/          best, average and step-N .safetensors; start, if the run began with the weights of another one
+weights/          best, average and step-N .safetensors
 state/step-N/     the state that a resumed training continues from
 log.jsonl         one line for each logged step and each validation
-tensorboard/      the same as TensorBoard events
 scores.json       validation scores of the weights, and the default weights
-card.md           the same for people
 store/            the tokenised training text
-alignment.json    the heads that align words best, once `qkv align` has measured them
-shortlist.safetensors   the target tokens that each source token can need, once they are learned
 ```
 """
 
@@ -25,7 +21,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.core import files
 from qkv.core.config import Config, TransformerConfig
@@ -57,13 +52,8 @@ class Run:
     path: Path
 
     @classmethod
-    def create(
-        cls, path: Path, config: Config, tokenizers: TokenizerPair, start: Run | None = None, **more: Any
-    ) -> Self:
-        """Write a new run folder, ready for training; `run.json` is written last and marks it as complete.
-
-        Training begins with a copy of the weights of `start`. `more` are further entries of run.json.
-        """
+    def create(cls, path: Path, config: Config, tokenizers: TokenizerPair, **more: Any) -> Self:
+        """Write a new run folder, ready for training; `run.json`, with more entries, is last and marks it complete."""
         from qkv import __version__
 
         run = cls(path)
@@ -79,10 +69,6 @@ class Run:
         path.mkdir(parents=True, exist_ok=True)
         tokenizers.save(path / "tokenizer.json")
         run.write_config(config)
-        if start is not None:
-            about["start"] = str(start.path.resolve())
-            run.start.parent.mkdir(exist_ok=True)
-            shutil.copyfile(start.weights(), run.start)
         files.write_text(path / "run.json", json.dumps(about, indent=2) + "\n")
         return run
 
@@ -155,11 +141,6 @@ class Run:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    @property
-    def start(self) -> Path:
-        """The weights that training begins with, if they are not random ones."""
-        return self.path / "weights" / "start.safetensors"
-
     def checkpoints(self) -> list[Path]:
         """Return the weights kept at the last validations, oldest first."""
         return list(by_step(self.path / "weights").values())
@@ -188,15 +169,16 @@ class Run:
         assert isinstance(self.config.model, TransformerConfig)
         return Transformer(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
-    def model(self, device: torch.device, weights: str = "") -> Model:
-        """Return the trained model, ready for use."""
-        return self.load_model(device, weights)[0]
-
-    def load_model(self, device: torch.device, weights: str = "") -> tuple[Model, str]:
-        """Return the trained model, ready for use, and the name and step of its weights."""
-        model, path, about = self.build_model(), self.weights(weights), dict[str, str]()
+    def model(self, device: torch.device, weights: str = "", about: dict[str, str] | None = None) -> Model:
+        """Return the trained model, ready for use; the metadata of its weights, e.g. their step, go into `about`."""
+        model, path = self.build_model(), self.weights(weights)
         load_weights(dict(model.named_parameters()), files.read_tensors(path, about), path)
-        return model.to(device).eval(), f"{path.stem} weights of step {int(about.get('step', 0)):,}"
+        return model.to(device).eval()
+
+    def keep_weights(self, name: str, model: nn.Module, step: int) -> None:
+        """Write the weights that a model has at this step under a name."""
+        about = {"format": "pt", "step": str(step), "made by": "qkv"}
+        files.write_tensors(self.path / "weights" / f"{name}.safetensors", dict(model.named_parameters()), about)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -233,8 +215,8 @@ def load_weights(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path
 class LogSink(Protocol):
     """Receives the events of a training, on rank 0 only.
 
-    Kinds: `start` (last_step, validated), `message` (text), `progress` (after every update), `train` (a logged update)
-    and `valid` (a validation).
+    Kinds: `start` (last_step, validated), `message` (text), `progress` (after every update), `train` (a logged update),
+    `valid` (a validation) and `given_up` (number, update: the last of too many without a finite loss).
     """
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...

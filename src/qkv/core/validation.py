@@ -17,7 +17,7 @@ from qkv.core.config import Config
 from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.errors import QkvError
-from qkv.core.loss import label_smoothed_loss
+from qkv.core.loss import Loss, label_smoothed_loss
 from qkv.core.search import SearchOptions, StartSearch, start_search
 from qkv.core.transformer import Model
 from qkv.core.translate import search_all
@@ -47,16 +47,23 @@ class Validation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, which has no infinity: a loss that is not finite is None."""
-        finite = math.isfinite(self.loss)
-        return {
-            "loss": self.loss if finite else None,
-            "perplexity": self.perplexity if finite else None,
-            "bleu": self.bleu,
-        }
+        loss, perplexity = (self.loss, self.perplexity) if math.isfinite(self.loss) else (None, None)
+        return {"loss": loss, "perplexity": perplexity, "bleu": self.bleu}
 
     def __str__(self) -> str:
         text = f"loss {self.loss:.4f}  perplexity {self.perplexity:.2f}"
         return text if self.bleu is None else f"{text}  BLEU {self.bleu:.2f} (greedy)"
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> float:
+    """Return sacreBLEU's BLEU of a corpus in NFC; it tokenises the raw references itself."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    if not references or len(hypotheses) != len(references):
+        raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
+    ours, theirs = ([unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references))
+    metric = BLEU(tokenize=tokenize, force=True)  # force: no warning about tokenised text
+    return float(metric.corpus_score(ours, [theirs]).score)
 
 
 class Task(Protocol):
@@ -69,11 +76,17 @@ class Task(Protocol):
 class TranslationTask:
     """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    `start` replaces the plain search, `bleu` the metric of a corpus; `options` go to the stream of updates.
+    `start`, `bleu` and `loss` replace the plain ones; `options` go to the stream of updates.
     """
 
-    def __init__(self, start: StartSearch = start_search, bleu: Bleu | None = None, **options: Any) -> None:
-        self.start, self.bleu, self.options = start, bleu or corpus_bleu, options
+    def __init__(
+        self,
+        start: StartSearch = start_search,
+        bleu: Bleu = corpus_bleu,
+        loss: Loss = label_smoothed_loss,
+        **options: Any,
+    ) -> None:
+        self.start, self.bleu, self.loss, self.options = start, bleu, loss, options
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
         return PairBatches(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
@@ -88,7 +101,7 @@ class TranslationTask:
         held_out = (collate([store.src(i) for i in rows], [store.tgt(i) for i in rows], tokenizers) for rows in cuts)
         bleu, sample = None, ""
         with torch.inference_mode():
-            total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device)
+            total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device, self.loss)
             if config.train.metric == "bleu":
                 sources = [store.src(i).tolist() for i in range(len(store))]
                 greedy = SearchOptions(**vars(config.decode) | {"beam": 1})
@@ -102,35 +115,19 @@ class TranslationTask:
 
 def update_options(config: Config, device: torch.device, world: World) -> dict[str, Any]:
     """Return the arguments that all streams of updates have in common."""
-    train = config.train
-    return {
-        "tokens": train.tokens_per_step,
-        "micro_tokens": train.micro_tokens,
-        "seed": train.seed,
-        "rank": world.rank,
-        "world": world.size,
-        "device": device,
-    }
+    size = {"tokens": config.train.tokens_per_step, "micro_tokens": config.train.micro_tokens}
+    return {**size, "seed": config.train.seed, "rank": world.rank, "world": world.size, "device": device}
 
 
-def total_loss(model: Model, batches: Iterable[Batch], pad: int, device: torch.device) -> tuple[float, int]:
+def total_loss(
+    model: Model, batches: Iterable[Batch], pad: int, device: torch.device, loss: Loss = label_smoothed_loss
+) -> tuple[float, int]:
     """Return −log p summed over all labels, and the number of labels."""
     total, tokens = 0.0, 0
     for batch in batches:
         moved = batch.to(device)
         hidden = model.hidden_at(moved.labels != pad, *moved.inputs)  # (tokens, d_model)
-        _, nll = label_smoothed_loss(hidden, model.output.weight, moved.labels, smoothing=0.0, pad=pad)
+        _, nll = loss(hidden, model.output.weight, moved.labels, 0.0, pad)
         total += float(nll)
         tokens += batch.tokens
     return total, tokens
-
-
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> float:
-    """Return sacreBLEU's BLEU of a corpus in NFC; it tokenises the raw references itself."""
-    from sacrebleu.metrics.bleu import BLEU
-
-    if not references or len(hypotheses) != len(references):
-        raise QkvError(f"{len(hypotheses)} hypotheses but {len(references)} references: give one of both for each line")
-    ours, theirs = ([unicodedata.normalize("NFC", each) for each in side] for side in (hypotheses, references))
-    metric = BLEU(tokenize=tokenize, force=True)  # force: no warning about tokenised text
-    return float(metric.corpus_score(ours, [theirs]).score)

@@ -195,8 +195,7 @@ def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray
     filled: NDArray[np.int64] = np.full(count * length + 1, tokenizer.pad, np.int64)
     filled[0] = newline_of(tokenizer)
     filled[1 : len(ids) + 1] = ids
-    rows: NDArray[np.int64] = filled[np.arange(count)[:, None] * length + np.arange(length + 1)]
-    return rows
+    return filled[np.arange(count)[:, None] * length + np.arange(length + 1)]
 
 
 class MaskedBatches(PairBatches):

@@ -138,8 +138,7 @@ class DiverseBeamSearch(CoverageBeamSearch):
         groups = ends.unflatten(1, (2, self.groups, self.width)).transpose(1, 2).flatten(2)  # (sentences, groups, 2 w)
         chosen = groups.byte().argsort(dim=2, stable=True)[:, :, : self.width]
         group = torch.arange(self.groups, device=ends.device)[:, None] * self.width
-        places: Tensor = (chosen // self.width * self.rows + group + chosen % self.width).flatten(1)
-        return places
+        return (chosen // self.width * self.rows + group + chosen % self.width).flatten(1)
 
 
 def start_variant(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:

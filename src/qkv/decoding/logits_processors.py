@@ -22,7 +22,7 @@ from torch import Tensor
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import GreedySearch, SearchState
 from qkv.core.tokenizer import Tokenizer
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,7 @@ class Sampler(GreedySearch):
     def choose(self, values: Tensor) -> Tensor:
         place = self.state.length[:, None, None].expand(-1, self.rows, 1)
         numbers = self.uniform.gather(2, place).flatten()
-        drawn: Tensor = draw(values.flatten(0, 1), self.sampling, numbers).unflatten(0, (-1, self.rows))
-        return drawn
+        return draw(values.flatten(0, 1), self.sampling, numbers).unflatten(0, (-1, self.rows))
 
     def keep(self, slots: list[int]) -> None:
         super().keep(slots)

@@ -30,7 +30,6 @@ from qkv.console import say
 from qkv.core.batches import Batch
 from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
@@ -41,6 +40,7 @@ from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.options import TrainConfig
+from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import ProcessWorkers
 
 OURS = "qkv"
@@ -151,7 +151,7 @@ class PlainQkv(StandardLoop):
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         hidden = self.model.hidden_at(labels != PAD, *batch)
         smoothing = self.subject.spec.label_smoothing
-        loss, _ = label_smoothed_loss(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
+        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
         return loss / (labels != PAD).sum()
 
 

@@ -14,13 +14,13 @@ from qkv.assembly import build_model
 from qkv.console import describe_device
 from qkv.core.batches import collate
 from qkv.core.device import choose_device, choose_precision
-from qkv.core.loss import label_smoothed_loss
 from qkv.core.optimizer import build_optimizer
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
 from qkv.data.subwords import learn
 from qkv.decoding.search_request import score_all
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
+from qkv.training.memory_limits import loss_in_parts
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
 
@@ -61,7 +61,7 @@ def self_test(device: torch.device) -> list[tuple[str, bool, str]]:
     losses = []
     for _ in range(150):
         hidden = model.hidden(batch.source, batch.lengths, batch.target)
-        loss, _ = label_smoothed_loss(hidden, model.output.weight, batch.labels, smoothing=0.0, pad=0)
+        loss, _ = loss_in_parts(hidden, model.output.weight, batch.labels, smoothing=0.0, pad=0)
         losses.append(loss.item() / batch.tokens)
         (loss / batch.tokens).backward()
         optimizer.step()

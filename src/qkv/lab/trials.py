@@ -29,8 +29,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from qkv.api import Translator
 from qkv.api.run_training import fit
+from qkv.api.translator import Translator
 from qkv.assembly import Run, build_model, parameters, stored_at, updates_for, vocabulary
 from qkv.console import bars, describe_device, say
 from qkv.core import files
@@ -38,13 +38,13 @@ from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import Interrupted, QkvError, UsageError
-from qkv.core.loss import label_smoothed_loss
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
 from qkv.evaluation.metrics import quick_bleu
 from qkv.models.rnn import Layer
 from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
 from qkv.presets import demo
+from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULTS = "results.jsonl"
@@ -401,7 +401,7 @@ def flops_per_token(config: Config, prepared: PreparedText) -> float:
         for update in islice(steps, COUNTED_UPDATES):
             for batch in update.micro_batches:
                 hidden = model.hidden(*batch.inputs)
-                loss, _ = label_smoothed_loss(
+                loss, _ = loss_in_parts(
                     hidden, model.output.weight, batch.labels, smoothing=0.1, pad=tokenizers.tgt.pad
                 )
                 loss.backward()

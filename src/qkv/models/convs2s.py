@@ -229,5 +229,4 @@ class ConvS2S(TranslationModel):
         for i, layer in enumerate(self.decoder):
             x, state.past[i] = layer(x, embedded, state.past[i], state.weights[i], state.encoded)
         state.length += tokens.shape[1]
-        dropped: Tensor = self.dropout(self.last(x))
-        return dropped
+        return self.dropout(self.last(x))

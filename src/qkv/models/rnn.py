@@ -243,8 +243,7 @@ class Rnn(TranslationModel):
             x = torch.cat(attentional, dim=1)
         else:
             x = self._attend(self._recur(x, state), state)
-        dropped: Tensor = self.dropout(x)
-        return dropped
+        return self.dropout(x)
 
     def _recur(self, x: Tensor, state: RnnState) -> Tensor:
         """Run the decoder layers over n inputs (rows, n, …); return states (rows, n, d_model)."""
@@ -259,8 +258,7 @@ class Rnn(TranslationModel):
         attention = ScoredAttention(score, self.score_weight, f"decoder.{len(self.decoder) - 1}.cross")
         query = self.query(s).reshape(len(state.mask), 1, -1, s.shape[-1])  # (sentences, 1, beam · n, d_model)
         context = attend(attention, query, state.keys, state.annotations, state.mask)
-        attentional: Tensor = self.combine(torch.cat([context.reshape(s.shape), s], dim=-1)).tanh()
-        return attentional
+        return self.combine(torch.cat([context.reshape(s.shape), s], dim=-1)).tanh()
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

@@ -1,34 +1,51 @@
-"""Variants of the Transformer's layers: other scores, windows, positions, norms, activations and dropouts.
+"""Variants of the Transformer: its stacks by themselves; other scores, windows, positions, norms and activations.
 
-`VariantLayers` builds the paper's part where an option has its default value, and a part of this module otherwise.
+`DecoderOnly` is a language model, `EncoderOnly` fills in hidden tokens. `VariantLayers` builds the paper's part where
+an option has its default value, and a part of this module otherwise.
 A new variant is a class here, a branch in `VariantLayers` and a choice among the options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import Attend, KVCache, MultiHeadAttention, Wrap, attention_mask
-from qkv.core.transformer import Embedding, Layers, Positions, Residual, SinusoidalPositions
-from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
+from qkv.core.attention import (
+    Attend,
+    CachedDecoding,
+    Context,
+    KVCache,
+    MultiHeadAttention,
+    WholeSequence,
+    Wrap,
+    attention_mask,
+)
+from qkv.core.transformer import (
+    Embedding,
+    Layers,
+    Model,
+    Positions,
+    Residual,
+    SinusoidalPositions,
+    TransformerLayer,
+    run_stack,
+    stack,
+)
+from qkv.options import AttentionModelConfig, DecoderOnlyConfig, EncoderOnlyConfig
 
 
 class VariantLayers(Layers):
     """Constructors for every option of an attention model."""
 
     config: AttentionModelConfig
-    implemented = frozenset(
-        field.name
-        for kind in (TransformerConfig, DecoderOnlyConfig, EncoderOnlyConfig)
-        for field in dataclasses.fields(kind)
-    )
+
+    def __init__(self, config: AttentionModelConfig) -> None:
+        self.config = config  # none of its options is refused
 
     def embedding(self, vocab: int) -> Embedding:
         c = self.config
@@ -313,8 +330,7 @@ class TokenDropoutEmbedding(Embedding):
             x = x * (torch.rand(ids.shape, device=x.device) >= self.rate)[..., None]
         if self.positions is not None:
             x = x + self.positions(position, ids.shape[1]).to(x.dtype)
-        dropped: Tensor = self.dropout(x)
-        return dropped
+        return self.dropout(x)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
@@ -344,13 +360,64 @@ class VariantFeedForward(nn.Module):
             hidden = hidden * self.gate(x)
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout, self.training)
-        mapped: Tensor = self.outer(hidden)
-        return mapped
+        return self.outer(hidden)
 
 
 class PreNormResidual(Residual):
     """x + Dropout(Sublayer(LayerNorm(x))): easier to train when deep; the stack then needs a norm at its end."""
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        summed: Tensor = x + self.dropout(sublayer(self.norm(x)))
-        return summed
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+# ---- the stacks by themselves ----------------------------------------------------------------------------------------
+
+
+class DecoderOnly(Model):
+    """A language model: ids (batch, length) to logits of the next token at every position (batch, length, vocab)."""
+
+    config: DecoderOnlyConfig
+    decoder: Sequence[TransformerLayer]
+
+    def __init__(self, config: DecoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.target = layers.embedding(vocab)
+        self.decoder = stack(layers, "decoder", config.layers, cross=False)
+        self.decoder_norm = layers.final_norm()
+        self.add_output(vocab, self.target)
+
+    def hidden(self, target: Tensor) -> Tensor:
+        return self.run_decoder(target, WholeSequence())
+
+    def start(self, encoded: None = None, beam: int = 1) -> CachedDecoding:
+        """The state before the first token: without a source, it takes any number of rows."""
+        return CachedDecoding([layer.attention.new_cache() for layer in self.decoder], [], None, beam)
+
+    def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Feed n tokens to each row (rows, n): logits (rows, n, vocab), and the state after them."""
+        logits = self.project(self.run_decoder(tokens, state))
+        state.advance(tokens.shape[1])
+        return logits, state
+
+    def run_decoder(self, target: Tensor, context: Context) -> Tensor:
+        return run_stack(self.target, self.decoder, self.decoder_norm, target, context)
+
+
+class EncoderOnly(Model):
+    """Ids (batch, length), some of them hidden, to logits of the token at every position."""
+
+    config: EncoderOnlyConfig
+    encoder: Sequence[TransformerLayer]
+
+    def __init__(self, config: EncoderOnlyConfig, vocab: int, layers: Layers) -> None:
+        super().__init__()
+        self.config = config
+        self.source = layers.embedding(vocab)
+        self.encoder = stack(layers, "encoder", config.layers, cross=False)
+        self.encoder_norm = layers.final_norm()
+        self.add_output(vocab, self.source)
+
+    def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
+        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))

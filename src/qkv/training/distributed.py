@@ -228,15 +228,13 @@ class ShardedTrainStep(PlainTrainStep):
         """A batch of one row, for a rank that has none of its own."""
         return self.updates.batch(self.updates.plan(0)[0][0][:1], (0, 0, 0)).to(self.device)
 
-    def sum_over_ranks(self, sums: Tensor) -> list[Tensor]:
-        """Sum `sums`; return this rank's parts of the gradients."""
+    def sum_over_ranks(self, sums: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Sum `sums`; return this rank's parts of the gradients, and the norm of all of them."""
+        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        square = torch.as_tensor(torch.nn.utils.get_total_norm(gradients)).square()
         self.world.sum([sums])
-        return [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
-
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        square = super().norm(gradients).square()
         self.world.sum([square])
-        return square.sqrt()
+        return gradients, square.sqrt()
 
     @contextmanager
     def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:

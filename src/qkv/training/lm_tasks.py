@@ -21,6 +21,7 @@ from qkv.data.subwords import decode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.options import EncoderOnlyConfig
+from qkv.training.memory_limits import loss_in_parts
 
 SAMPLE_TOKENS = 48  # written by a language model at each validation, for people
 
@@ -56,7 +57,7 @@ class LanguageModelTask:
         training, tgt = model.training, text.tokenizers.tgt
         model.eval()
         held_out = running_text(np.asarray(text.valid.stream), config, tgt)
-        total, tokens = total_loss(model, held_out, tgt.pad, device)
+        total, tokens = total_loss(model, held_out, tgt.pad, device, loss_in_parts)
         raw = text.valid_text[1].read_text(encoding="utf-8")
         context, forbidden = config.data.max_length, (tgt.pad, tgt.bos, tgt.eos)
         sampling = Sampling(temperature=0.8, seed=0)
@@ -90,7 +91,7 @@ class MaskedLanguageModelTask:
         order = np.argsort(widths, kind="stable").astype(np.int64)
         cuts = batches.cut(order, widths, widths, max(TOKENS, int(widths.max())))
         held_out = (masked_batch(text, config, rows) for rows in cuts)
-        total, tokens = total_loss(model, held_out, text.tokenizers.tgt.pad, device)
+        total, tokens = total_loss(model, held_out, text.tokenizers.tgt.pad, device, loss_in_parts)
         model.train(training)
         return Validation(total / tokens, None, "")
 

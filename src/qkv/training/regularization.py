@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv.core.attention import Attend, MultiHeadAttention, around_attention
 from qkv.core.batches import Batch
-from qkv.core.loss import ROWS, label_smoothed_loss, smoothed_cross_entropy
+from qkv.core.loss import smoothed_cross_entropy
 from qkv.core.transformer import Model, Transformer
 from qkv.models.variants import attention_scores, score_of
+from qkv.training.memory_limits import ROWS, loss_in_parts
 
 # ---- R-Drop ----------------------------------------------------------------------------------------------------------
 
@@ -109,9 +110,7 @@ class GuidedAlignment:
         assert batch.alignment is not None
         with self.recording() as seen:
             hidden = model.hidden(*batch.inputs)  # (batch, target, d_model)
-        loss, nll = label_smoothed_loss(
-            hidden, model.output.weight, batch.labels, smoothing=self.smoothing, pad=self.pad
-        )
+        loss, nll = loss_in_parts(hidden, model.output.weight, batch.labels, smoothing=self.smoothing, pad=self.pad)
         return loss + self.weight * guided_loss(self.log_weights(*seen), batch.alignment), nll
 
     @contextmanager
@@ -139,8 +138,7 @@ class GuidedAlignment:
             )  # (batch, 1, target, source)
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
-        log_weights: Tensor = scores.log_softmax(dim=-1)[:, 0]
-        return log_weights
+        return scores.log_softmax(dim=-1)[:, 0]
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from qkv.engines import FLAG, SIZES, AllowList
 from qkv.engines.cpu.native_library import NativeInt8Product, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
 from qkv.engines.cpu.packed_linear import INSTRUCTIONS, KERNELS, Plain, Product, fault, processor, replace_matrices
-from qkv.models.language_models import DecoderOnly
+from qkv.models.variants import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
 DTYPES = ("auto", "fp32", "bf16", "int8")

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from qkv.console import say
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, Transformer
-from qkv.models.language_models import DecoderOnly
-from qkv.models.variants import score_of
+from qkv.models.variants import DecoderOnly, score_of
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
 from qkv.engines.cpu.native_library import DecoderStep, EncoderBatch, WeightPacking
-from qkv.models.language_models import DecoderOnly
-from qkv.models.variants import rotary_of
+from qkv.models.variants import DecoderOnly, rotary_of
 
 # ---- the KV cache ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class NativeTransformer(nn.Module):
         longest = int(length.max(initial=0))
         tables = self.source.at_least(longest), self.rotary.at_least(longest)
         arguments = EncoderBatch(
-            len(length), _address(tokens), _address(starts), _address(address),
+            len(length), tokens.ctypes.data, starts.ctypes.data, address.ctypes.data,
             *map(_tensor_address, tables), torch.get_num_threads(),
         )  # fmt: skip
         arguments.scratch = self.scratch.reserve(self.library.qkv_encode_size(native, ctypes.byref(arguments)))
@@ -240,7 +239,7 @@ class NativeTransformer(nn.Module):
         computed = np.arange(rows) if state.alive is None or n > 1 else np.flatnonzero(state.alive)
         state.alive = None
         arguments = self.step_arguments(state, tokens, n)
-        arguments.row_count, arguments.rows = len(computed), _address(computed)
+        arguments.row_count, arguments.rows = len(computed), computed.ctypes.data
         setattr(arguments, "hidden" if output else "logits", result.data_ptr())
         if self.library.qkv_step(ctypes.byref(self.native), ctypes.byref(arguments)):
             raise IndexError(f"a target token id is outside the vocabulary of {self.vocabulary} tokens")
@@ -261,21 +260,16 @@ class NativeTransformer(nn.Module):
         tables = self.target.at_least(end), self.rotary.at_least(end)
         arguments = DecoderStep(
             sentences=len(state.lengths), beam=state.beam, n=n, threads=torch.get_num_threads(),
-            tokens=tokens.data_ptr(), length=_address(state.lengths), origin=_address(state.origin),
-            capacity=state.origin.shape[1], pages=_address(state.pages), pages_per_sentence=state.pages.shape[1],
+            tokens=tokens.data_ptr(), length=state.lengths.ctypes.data, origin=state.origin.ctypes.data,
+            capacity=state.origin.shape[1], pages=state.pages.ctypes.data, pages_per_sentence=state.pages.shape[1],
         )  # fmt: skip
         if state.memory is not None:
-            arguments.source, arguments.source_length = _address(state.memory.address), _address(state.memory.length)
+            arguments.source = state.memory.address.ctypes.data
+            arguments.source_length = state.memory.length.ctypes.data
         arguments.positions, arguments.rotary = map(_tensor_address, tables)
         size = self.library.qkv_step_size(ctypes.byref(self.native), ctypes.byref(arguments))
         arguments.scratch = self.scratch.reserve(size)
         return arguments
-
-
-def _address(numbers: Any) -> int:
-    """Return the address of a numpy array."""
-    address: int = numbers.ctypes.data
-    return address
 
 
 def _tensor_address(table: Tensor | None) -> int | None:

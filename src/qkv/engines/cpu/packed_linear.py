@@ -111,8 +111,7 @@ class FBGEMMInt8:
         self.reduced = not {"avx512_vnni", "avx_vnni"} & processor()
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.kernel(x, self.packed, self.reduced)
-        return y
+        return self.kernel(x, self.packed, self.reduced)
 
 
 class Int8:
@@ -144,7 +143,6 @@ INSTRUCTIONS = {  # best first
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx512f", "avx2", "asimddp"),
 }
-BF16 = frozenset(INSTRUCTIONS["bf16"])
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.03, "int8": 0.03}
 
 

@@ -66,8 +66,7 @@ class FusedFeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         if not runs_fused(x):
             return super().forward(x)
-        mapped: Tensor = self.outer(product_with_relu(x, self.inner))
-        return mapped
+        return self.outer(product_with_relu(x, self.inner))
 
 
 class FusedVariantFeedForward(VariantFeedForward):
@@ -76,15 +75,13 @@ class FusedVariantFeedForward(VariantFeedForward):
     def forward(self, x: Tensor) -> Tensor:
         if self.training or self.activation != "relu" or not runs_fused(x):
             return super().forward(x)
-        mapped: Tensor = self.outer(product_with_relu(x, self.inner))
-        return mapped
+        return self.outer(product_with_relu(x, self.inner))
 
 
 def product_with_relu(x: Tensor, linear: nn.Linear) -> Tensor:
     """max(0, xWᵀ + b) as one operation."""
     flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t())
-    hidden: Tensor = flat.unflatten(0, x.shape[:-1])
-    return hidden
+    return flat.unflatten(0, x.shape[:-1])
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {

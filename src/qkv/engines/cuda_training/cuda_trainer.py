@@ -101,10 +101,9 @@ class CudaTrainStep(MemoryLimitedStep):
     average: Ema | None
     options: TrainConfig
 
-    def __init__(self, *arguments: Any, pad: int, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         assert len(self.hooks) == (self.average is not None), "the graphs support no other hook than a moving average"
-        self.pad = pad
         self._graphs: CudaGraphs | None = None
 
     def graphs(self, epoch: int = 0) -> CudaGraphs:
@@ -116,16 +115,14 @@ class CudaTrainStep(MemoryLimitedStep):
                 self.optimizer,
                 self.average,
                 self.options,
-                pad=self.pad,
+                pad=self.updates.tokenizers.tgt.pad,
                 dtype=self.precision,
                 max_rows=self.updates.most_rows(epoch),
             )
         return self._graphs
 
-    def probe(self) -> None:
-        """Skip the memory probe: an update that does not fit into memory is computed in parts."""
-
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
+        """Change the weights; nothing is probed, because an update that does not fit is computed in parts."""
         graphs = self.graphs(update.after.epoch - (update.after.update == 0))
         seed = self.seed(number)
         self.model.train()
@@ -308,8 +305,7 @@ class CudaGraphs:
 
         def wait() -> list[float]:
             copied.synchronize()
-            numbers: list[float] = host.tolist()
-            return numbers
+            return host.tolist()
 
         return wait
 

@@ -154,8 +154,7 @@ def gelu(x: Tensor, dropout: DropoutHash) -> tuple[Tensor, Callable[[Tensor], Te
     """Return dropout(gelu(x)) and its backward function."""
 
     def back(gradient: Tensor) -> Tensor:
-        d_x: Tensor = torch.ops.aten.gelu_backward(drop(gradient, dropout), x)
-        return d_x
+        return torch.ops.aten.gelu_backward(drop(gradient, dropout), x)
 
     return drop(F.gelu(x), dropout), back
 

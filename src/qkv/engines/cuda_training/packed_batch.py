@@ -102,8 +102,7 @@ def _reorder(rows: Rows, order: NDArray[np.intp]) -> NDArray[Any]:
     """Return the ids of rows in another order."""
     ordered = rows.lengths[order]
     shift = (np.cumsum(rows.lengths) - rows.lengths)[order] - (np.cumsum(ordered) - ordered)
-    ids: NDArray[Any] = rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
-    return ids
+    return rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
 
 
 def _insert(ids: NDArray[Any], lengths: NDArray[np.int64], *, first: int = -1, last: int = -1) -> NDArray[np.int32]:
