@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    import qkv
     from qkv.core.batches import Update
     from qkv.core.config import DataConfig
     from qkv.core.dataset import PreparedText
@@ -133,6 +134,22 @@ def tiny(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     import qkv
 
     return qkv.train(tiny_config(*corpus, tensorboard=True), tmp_path_factory.mktemp("runs") / "tiny").path
+
+
+@pytest.fixture(scope="module")
+def translator(tiny: Path) -> qkv.Translator:
+    """The model of the small language, loaded once for each file of tests."""
+    import qkv
+
+    return qkv.Translator(tiny, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a small language model."""
+    from serving import train_language_model
+
+    return train_language_model(tmp_path_factory.mktemp("writer"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import ctypes
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -161,6 +162,12 @@ def serving(*arguments: object, ready: bool = True, load_after: Path | None = No
 def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def documented(language: str) -> list[str]:
+    """The examples in a language on the page about serving."""
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def train_language_model(folder: Path) -> Path:

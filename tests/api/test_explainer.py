@@ -17,11 +17,6 @@ from qkv.explain.word_alignment import Alignment, AlignmentHead, alignment_head,
 TEXT = "The cat sees the big dog."
 
 
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> qkv.Translator:
-    return qkv.Translator(tiny)
-
-
 def test_an_attention_map_contains_the_decoding_steps(translator: qkv.Translator) -> None:
     found = translator.attention(TEXT)
     best = translator.translate(TEXT)

@@ -24,11 +24,6 @@ from qkv.core.translate import translate_lines
 from qkv.segmentation.sentences import split
 
 
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> Translator:
-    return qkv.load(tiny)
-
-
 def test_public_names_are_unchanged() -> None:
     """`qkv.train` and `qkv.evaluate` are functions, though there are folders of these names."""
     code = (

@@ -32,13 +32,6 @@ from search_tables import PAD, label_logprobs, sources, transformer
 TEXTS = [text for text, _ in sentences(14, seed=41)]
 
 
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> Translator:
-    loaded = qkv.load(tiny)
-    assert isinstance(loaded, Translator)
-    return loaded
-
-
 def assert_own_logprob(translator: Translator, source: str, found: Translation) -> None:
     """Forced decoding of these tokens, which may differ from the tokenizer's for the same text."""
     tgt = translator.tokenizers.tgt

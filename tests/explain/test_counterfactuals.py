@@ -159,13 +159,6 @@ def test_unknown_heads_are_refused_with_the_known_ones() -> None:
 # ---- what if ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> qkv.Translator:
-    loaded = qkv.load(tiny)
-    assert isinstance(loaded, qkv.Translator)
-    return loaded
-
-
 TEXT = "The big cat sees the dog."
 
 

@@ -19,7 +19,7 @@ from qkv.assembly import build_model
 from qkv.core.batches import Batch
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
-from qkv.lab import contenders, decoding_speed, doctor, peers, training_speed
+from qkv.lab import contenders, decoding_speed, doctor, training_speed
 from qkv.options import TrainConfig, TransformerConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no network access
@@ -34,15 +34,15 @@ def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peer(name: str) -> ModuleType:
-    return next(module for module in peers._load_modules(FOLDER) if Path(str(module.__file__)).stem == name)
+    return next(module for module in contenders._load_modules(FOLDER) if Path(str(module.__file__)).stem == name)
 
 
 def every_contender(device: str) -> list[contenders.Contender]:
-    return contenders.training_contenders(torch.device(device), peers.find_peers(FOLDER, "training"))
+    return contenders.training_contenders(torch.device(device), contenders.find_peers(FOLDER, "training"))
 
 
 def every_setting(device: str, threads: int = 0) -> list[contenders.Setting]:
-    return contenders.decoding_settings(torch.device(device), peers.find_peers(FOLDER, "decoding"), threads)
+    return contenders.decoding_settings(torch.device(device), contenders.find_peers(FOLDER, "decoding"), threads)
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypat
         raise RuntimeError("no compiler\nis here")
 
     entered = [contenders.StandardLoop("other", broken), contenders.PlainQkv()]
-    monkeypatch.setattr(training_speed, "training_contenders", lambda device, modules: entered)
+    monkeypatch.setattr(contenders, "training_contenders", lambda device, modules: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
     assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
@@ -272,7 +272,7 @@ def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) 
     exact += [each for each in every_setting("cuda") if each.name == "qkv fp32, captured"]
     assert len({setting.name for setting in exact}) == 8
     assert {setting.engine for setting in exact} == {
-        peers.OURS,
+        contenders.OURS,
         "CTranslate2",
         "transformers",
         "torch.nn.Transformer",
@@ -332,10 +332,10 @@ def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
         return []
 
     rows = [
-        row(peers.OURS, "fp32", 1, 10, 20, 60),
-        row(peers.OURS, "int8", 1, 30, 30, 30),
+        row(contenders.OURS, "fp32", 1, 10, 20, 60),
+        row(contenders.OURS, "int8", 1, 30, 30, 30),
         row("CTranslate2", "fp32", 1, 5, 4, 20),
-        row(peers.OURS, "fp32", 8, 70, 80, 90),
+        row(contenders.OURS, "fp32", 8, 70, 80, 90),
         row("CTranslate2", "fp32", 8, 1, 2, 3),
         row("CTranslate2", "int8", 8, 10, 20, 30),
     ]
@@ -367,7 +367,7 @@ def test_a_trained_run_is_decoded_on_its_text(tiny: Path, tmp_path: Path) -> Non
     )
     assert result["text"] == f"{text}, 12 lines"
     assert {row["engine"] for row in result["rows"]} == {
-        peers.OURS,
+        contenders.OURS,
         "CTranslate2",
         "transformers",
     }

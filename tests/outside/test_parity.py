@@ -1,11 +1,10 @@
-"""Parity with independent implementations on the same weights: torch's attention, Hugging Face's Marian and GPT-2."""
+"""Parity with independent implementations on the same weights: Hugging Face's Marian and GPT-2."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.assembly import build_model
-from qkv.core.attention import MultiHeadAttention, attention_mask
 from qkv.core.search import Hypothesis, SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.logits_processors import Sampling, generate
-from qkv.explain.attention_heads import record_attention
 from qkv.models.variants import DecoderOnly
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 
@@ -59,50 +56,6 @@ def shake(model: nn.Module, std: float, seed: int) -> None:
 
 def gradients(model: nn.Module) -> Weights:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-# ---- multi-head attention: torch -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recorded", [False, True], ids=["fused", "written-out"])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("masks", ["", "padding", "causal", "causal padding", "cross", "cross padding"])
-def test_multi_head_attention_is_torchs(masks: str, bias: bool, recorded: bool) -> None:
-    d_model, heads, lengths = 24, 3, torch.tensor([7, 4, 1])
-    theirs = nn.MultiheadAttention(d_model, heads, bias=bias, batch_first=True)
-    shake(theirs, std=0.3, seed=0)
-    ours = MultiHeadAttention(d_model, heads, d_model // heads, d_model // heads, bias=bias, name="it")
-    ours.load_state_dict(torch_attention(theirs.state_dict()))
-
-    causal, padded, cross = ("causal" in masks), ("padding" in masks), ("cross" in masks)
-    x, wanted = torch.randn(3, 5 if cross else 7, d_model), torch.randn(3, 5 if cross else 7, d_model)
-    inputs = [x, torch.randn(3, 7, d_model)] if cross else [x]
-    real = attention_mask(1, 7, lengths)  # (batch, 1, 1, keys)
-
-    def attend_ours(x: Tensor, memory: Tensor | None = None) -> Tensor:
-        qkv = ours.project(x) if memory is None else (ours.project_query(x), *ours.project_memory(memory))
-        if padded:
-            return ours(*qkv, attention_mask(7, 7, lengths, causal=True) if causal else real)
-        return ours(*qkv, causal=causal)
-
-    def attend_theirs(x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        keys = x if memory is None else memory
-        forbidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
-        ignored = ~real[:, 0, 0] if padded else None
-        return theirs(x, keys, keys, ignored, attn_mask=forbidden, average_attn_weights=False)
-
-    our_inputs, their_inputs = ([i.clone().requires_grad_() for i in inputs] for _ in range(2))
-    with record_attention() if recorded else nullcontext() as recording:
-        found = attend_ours(*our_inputs)
-    expected, weights = attend_theirs(*their_inputs)
-    assert_close(found, expected)
-    if recording is not None:
-        assert_close(recording.weights["it"][0], weights)
-    (found * wanted).sum().backward()
-    (expected * wanted).sum().backward()
-    assert_same_gradients(gradients(ours), torch_attention(gradients(theirs)))
-    for our_input, their_input in zip(our_inputs, their_inputs, strict=True):
-        assert_close(our_input.grad, their_input.grad, of_largest=True)
 
 
 def torch_attention(theirs: Weights) -> Weights:

@@ -203,13 +203,6 @@ def browser() -> Iterator[Any]:
         yield chromium
 
 
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> qkv.Translator:
-    loaded = qkv.load(tiny)
-    assert isinstance(loaded, qkv.Translator)
-    return loaded
-
-
 @pytest.fixture
 def stub(translator: qkv.Translator) -> Iterator[Stub]:
     stub = Stub(translator)

@@ -12,15 +12,10 @@ import pytest
 import qkv
 from browsing import Open, expect_text, expected_outcome, launched, needs_chromium, opening, outcome
 from qkv.server.service import new_key
-from serving import Server, serving, train_language_model
+from serving import Server, serving
 
 pytestmark = needs_chromium
 TEXT = "The cat sees the dog."
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_language_model(tmp_path_factory.mktemp("writer"))
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +34,6 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, server: Server) -> Iterator[Open]:
     with opening(browser, f"{server.url}/") as open_page:
         yield open_page
-
-
-@pytest.fixture(scope="module")
-def translator(tiny: Path) -> qkv.Translator:
-    return qkv.Translator(tiny, device="cpu")
 
 
 def test_translate(opened: Open, translator: qkv.Translator) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.attention import Attend, around_attention
@@ -53,6 +54,18 @@ def record_attention() -> Iterator[Recording]:
     recording = Recording()
     with around_attention(observe_weights(recording.add)):
         yield recording
+
+
+def attention_of_pairs(model: Any, batch: Batch, kind: str = "") -> dict[str, NDArray[np.float32]]:
+    """Return the weights of teacher forcing on a batch of pairs, by names that end in `kind`.
+
+    Each is (batch, heads, queries, keys).
+    """
+    with record_attention() as recording:
+        model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
+    # A recurrent network makes one call for each target token.
+    named = {name: parts for name, parts in recording.weights.items() if name.endswith(kind)}
+    return {name: torch.cat(parts, dim=2).float().cpu().numpy() for name, parts in named.items()}
 
 
 def head_counts(model: Any, device: torch.device) -> dict[str, int]:

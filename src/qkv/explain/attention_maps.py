@@ -29,7 +29,7 @@ from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
-from qkv.explain.attention_heads import record_attention
+from qkv.explain.attention_heads import attention_of_pairs
 from qkv.explain.pages import PAGE, PICTURE_FORMATS, check_picture, check_place, new_figure, script_data
 
 if TYPE_CHECKING:
@@ -181,8 +181,6 @@ def attention_map(
 ) -> AttentionMap:
     """Run the model with teacher forcing on a sentence pair and record its attention weights."""
     batch = collate([np.asarray(source, np.int64)], [np.asarray(target, np.int64)], tokenizers).to(device)
-    with record_attention() as recording:
-        model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
     tokens = readable_tokens(tokenizers.tgt, target)
     first_learned = tokenizers.src.offset + 256  # ids of bytes come before those of learned pieces
     return AttentionMap(
@@ -191,8 +189,7 @@ def attention_map(
         written=[*tokens, "</s>"],
         text=text,
         translation=tokenizers.tgt.decode(target),
-        # Each call recorded (1, heads, queries, keys); a recurrent network makes one call for each target token.
-        weights={name: torch.cat(parts, dim=2)[0].float().cpu().numpy() for name, parts in recording.weights.items()},
+        weights={name: layer[0] for name, layer in attention_of_pairs(model, batch).items()},
         rare=[*rare_tokens(source, first_learned).tolist(), False],
     )
 

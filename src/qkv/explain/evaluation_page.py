@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -120,48 +121,32 @@ def _charts(systems: Sequence[System]) -> list[str]:
     labels = [bucket.name for bucket in buckets[0]]
     counts = [bucket.sentences for bucket in buckets[0]]
     note = "Sentences grouped by the number of source words; n is the number of sentences."
-    chrf = [chrf_histogram(system.diagnosis) for system in systems]
-    ratios = [ratio_histogram(system.diagnosis) for system in systems]
+    bleu = [[bucket.bleu for bucket in each] for each in buckets]
+    chrf = [[bucket.chrf for bucket in each] for each in buckets]
+    points = [str(5 * i) for i in range(20)]
+    by_score = [chrf_histogram(system.diagnosis) for system in systems]
+    about_scores = "Number of sentences in each interval of five points."
+    tenths = [*(f"{i / 10:.1f}" for i in range(RATIOS)), f"{RATIOS / 10:.0f}+"]
+    by_ratio = [ratio_histogram(system.diagnosis) for system in systems]
+    about_ratios = "Characters of the output / characters of the reference, rounded to tenths."
     return [
-        _points(f"{title} by words of the source", note, names, labels, counts, values)
-        for title, values in (
-            ("BLEU", [[bucket.bleu for bucket in each] for each in buckets]),
-            ("chrF2", [[bucket.chrf for bucket in each] for each in buckets]),
-        )
-    ] + [
-        _bars(
-            "Sentences by chrF2",
-            "Number of sentences in each interval of five points.",
-            names,
-            [str(5 * i) for i in range(20)],
-            chrf,
-            "chrF2 of the sentence",
-        ),
-        _bars(
-            "Sentences by length ratio",
-            "Characters of the output / characters of the reference, rounded to tenths.",
-            names,
-            [f"{i / 10:.1f}" for i in range(RATIOS)] + [f"{RATIOS / 10:.0f}+"],
-            ratios,
-            "length ratio",
-        ),
+        _points("BLEU by words of the source", note, names, labels, counts, bleu),
+        _points("chrF2 by words of the source", note, names, labels, counts, chrf),
+        _bars("Sentences by chrF2", about_scores, names, points, by_score, "chrF2 of the sentence"),
+        _bars("Sentences by length ratio", about_ratios, names, tenths, by_ratio, "length ratio"),
     ]
 
 
 def chrf_histogram(diagnosis: Diagnosis) -> list[int]:
     """Return the number of sentences with a chrF2 of 0 to 5, 5 to 10, …, 95 to 100."""
-    counts = [0] * 20
-    for sentence in diagnosis.sentences:
-        counts[min(19, int(sentence.chrf / 5))] += 1
-    return counts
+    counts = Counter(min(19, int(sentence.chrf / 5)) for sentence in diagnosis.sentences)
+    return [counts[i] for i in range(20)]
 
 
 def ratio_histogram(diagnosis: Diagnosis) -> list[int]:
     """Return the number of sentences with a length ratio of 0.0, 0.1, …, 1.9 (rounded), and of 2.0 or more."""
-    counts = [0] * (RATIOS + 1)
-    for sentence in diagnosis.sentences:
-        counts[min(RATIOS, int(10 * sentence.length_ratio + 0.5))] += 1
-    return counts
+    counts = Counter(min(RATIOS, int(10 * sentence.length_ratio + 0.5)) for sentence in diagnosis.sentences)
+    return [counts[i] for i in range(RATIOS + 1)]
 
 
 def _findings(systems: Sequence[System]) -> str:

@@ -25,7 +25,7 @@ from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length
 from qkv.data import alignments
 from qkv.data.alignments import Link, tokens_of_words
-from qkv.explain.attention_heads import record_attention
+from qkv.explain.attention_heads import attention_of_pairs
 from qkv.options import TransformerConfig
 from qkv.training.regularization import guided_layer
 
@@ -214,13 +214,7 @@ def _record_pairs(
         rows = [np.asarray(source_ids[i], np.int64) for i in indices]
         written = [np.asarray(target_ids[i], np.int64) for i in indices]
         batch = collate(rows, written, tokenizers).to(device)
-        with record_attention() as recording:
-            model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
-        cross = {
-            name: torch.cat(parts, dim=2).float().cpu().numpy()  # (batch, heads, target, source)
-            for name, parts in recording.weights.items()
-            if name.endswith(".cross")
-        }
+        cross = attention_of_pairs(model, batch, ".cross")  # (batch, heads, target, source)
         for row, i in enumerate(indices):
             number = numbers[i]
             weights = {name: layer[row] for name, layer in cross.items()}

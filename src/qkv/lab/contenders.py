@@ -9,13 +9,16 @@ support the model.
 from __future__ import annotations
 
 import copy
+import importlib.metadata
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.assembly import Run, open_run, optimizer_for, start_search_for
+from qkv.console import say
 from qkv.core.batches import Batch
 from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
@@ -35,11 +39,12 @@ from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
-from qkv.lab.peers import OURS
 from qkv.options import TrainConfig
 from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import ProcessWorkers
 
+OURS = "qkv"
+PEERS = Path("benchmarks/peers")  # in a checkout: other software, one module each
 STEP = 256  # packed batches are padded to a multiple of this many tokens, to limit the number of shapes
 RATE = 1e-4  # constant learning rate; only speed matters
 
@@ -335,3 +340,50 @@ def batches_of(sources: Sources, size: int) -> Iterator[list[int]]:
 
 def _outputs(results: list[list[Hypothesis]]) -> Outputs:
     return [[[*hypothesis.tokens, EOS] for hypothesis in hypotheses] for hypotheses in results]
+
+
+# ---- other software --------------------------------------------------------------------------------------------------
+
+C = TypeVar("C", Contender, Setting)
+
+
+def find_peers(folder: Path, what: str) -> list[ModuleType]:
+    """Return the modules of the folder that define `what` (training or decoding); say so if there is no folder."""
+    if not folder.is_dir():
+        say(f"{folder}: no such folder, so qkv is measured alone; a checkout has other software in {PEERS} (--peers)")
+        return []
+    return [module for module in _load_modules(folder.resolve()) if hasattr(module, what)]
+
+
+@cache
+def _load_modules(folder: Path) -> list[ModuleType]:
+    """Execute the modules of exactly this folder; the search path of Python does not matter."""
+    modules = []
+    for path in sorted(folder.glob("[!_]*.py")):
+        spec = spec_from_file_location(f"{folder.name}.{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[spec.name] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        modules.append(module)
+    return modules
+
+
+def package_versions(peers: Sequence[ModuleType]) -> dict[str, str]:
+    """Return the installed version of each peer's package."""
+    versions = {}
+    for package in [module.PACKAGE for module in peers if hasattr(module, "PACKAGE")]:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def select(available: Sequence[C], only: Sequence[str], what: str) -> list[C]:
+    """Return those with one of the words of --only in their name; without words, all."""
+    selected = [each for each in available if not only or any(word in each.name for word in only)]
+    if not selected:
+        names = "; ".join(each.name for each in available)
+        raise UsageError(f"--only {' '.join(only)}: no {what} has such a name; choose among {names}")
+    return selected

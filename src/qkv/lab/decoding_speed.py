@@ -27,9 +27,9 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.data.formats import LineReader
-from qkv.lab import peers, training_speed
-from qkv.lab.contenders import DecodeFunction, DecodingSetup, DecodingTask, Setting, Sources, decoding_settings
-from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
+from qkv.lab import contenders, result_tables, training_speed
+from qkv.lab.contenders import OURS, DecodeFunction, DecodingSetup, DecodingTask, Setting, Sources
+from qkv.lab.result_tables import ResultTable
 from qkv.options import Config, ModelConfig, TransformerConfig
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
@@ -118,32 +118,32 @@ def measure_decoding(
     device: str = "auto",
     outputs: Sequence[str] = (),
     command: str = "",
-    folder: Path = peers.FOLDER,
+    folder: Path = contenders.PEERS,
 ) -> dict[str, Any]:
     """Measure decoding speed with random weights of a size or a trained run; print tables, write .json or .md files.
 
-    `only` selects settings by words in their names; `folder` has the peers. In the result, `rows` has every setting
+    `only` selects settings by words in their names; `folder` has the  In the result, `rows` has every setting
     with each beam and batch size; `ratios` has the fastest of qkv against the fastest of each other engine, by batch
     size (None: any), in fp32 and in any precision; `missing` has the reasons for settings that did not run.
     """
-    check_outputs(outputs)
+    result_tables.check_outputs(outputs)
     beams, batches = beams or BEAMS, batches or BATCHES
     if bool(run) != bool(src) or (run and model):
         raise UsageError("give --run and --src together, or --model alone")
     if min(*beams, *batches, 1) < 1:
         raise UsageError("--beam and --batch: give numbers of at least 1")
-    chosen, modules = choose_device(device), peers.find_peers(folder, "decoding")
+    chosen, modules = choose_device(device), contenders.find_peers(folder, "decoding")
     with tempfile.TemporaryDirectory(prefix="qkv-") as temporary:
         size = model or ("small" if chosen.type == "cpu" else "base")
         opened = Run.open(run) if run else make_random_run(size, Path(temporary) / "run")
         subject = DecodingSetup(opened, chosen, Path(temporary))
         text = _read_text(opened, src) if src else _random_text(opened, chosen, max(batches))
-        available = decoding_settings(chosen, modules)
-        decoders, missing = _open(subject, peers.select(available, only, "setting"))
+        available = contenders.decoding_settings(chosen, modules)
+        decoders, missing = _open(subject, contenders.select(available, only, "setting"))
         reference = available[0].open(subject)
         rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
-        result = provenance(device, command) | {
-            "versions": peers.package_versions(modules),
+        result = result_tables.provenance(device, command) | {
+            "versions": contenders.package_versions(modules),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
@@ -154,7 +154,7 @@ def measure_decoding(
             "missing": missing,
             "ratios": _ratios(rows),
         }
-    publish(result, _result_tables(result), _remarks(result), outputs)
+    result_tables.publish(result, _result_tables(result), _remarks(result), outputs)
     return result
 
 
@@ -257,7 +257,7 @@ def _measure_in_turns(
         raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
     _compare(rows, reference, text.fixed)
     say(f"beam {beam}: outputs compared, timing {len(rows)} rows")
-    peers.run_in_turns(rows, seconds, f"beam {beam}: ")
+    result_tables.run_in_turns(rows, seconds, f"beam {beam}: ")
     return rows
 
 
@@ -317,11 +317,11 @@ def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    ours, others = peers.fastest_of_each(rows)
+    ours, others = result_tables.fastest_of_each(rows, OURS)
     if ours is None:
         return []
     return [
-        {"peer": row.engine, "ours": _label(ours), "theirs": _label(row)} | peers.speed_ratio(ours, row)
+        {"peer": row.engine, "ours": _label(ours), "theirs": _label(row)} | result_tables.speed_ratio(ours, row)
         for row in others
     ]
 

@@ -1,4 +1,4 @@
-"""Tables of measurements: mean and spread over seeds, noise of differences, output as text, Markdown and JSON."""
+"""Measurements and their tables: speeds in turn, spread over seeds, noise of differences, text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import math
 import platform
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from qkv import __version__
-from qkv.console import describe_device
+from qkv.console import describe_device, say
 from qkv.core import files
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 
+AT_LEAST = 3  # rounds
 STANDARD_ERRORS = 2.0  # two means differ significantly if they are this repeated standard errors apart
 
 
@@ -129,3 +131,43 @@ def publish(
     for output in outputs:
         text = "\n".join(page) if output.endswith(".md") else json.dumps(result, indent=2, ensure_ascii=False)
         files.write_text(Path(output), text + "\n")
+
+
+# ---- speeds ----------------------------------------------------------------------------------------------------------
+
+
+class Timed(Protocol):
+    """A contender or setting with its speed in each round."""
+
+    speeds: list[float]  # tokens per second
+
+    @property
+    def engine(self) -> str: ...
+
+    def run(self) -> None: ...
+
+
+T = TypeVar("T", bound=Timed)
+
+
+def run_in_turns(rows: Sequence[Timed], seconds: float, about: str = "") -> None:
+    """Run all rows in turn, round after round, for `seconds` per row and at least three rounds."""
+    started = time.perf_counter()
+    while rows and (time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
+        for row in rows:
+            row.run()
+        say(f"{about}{len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
+
+
+def fastest_of_each(rows: Sequence[T], name: str) -> tuple[T | None, list[T]]:
+    """Return the row of highest median speed of the engine `name`, if any, and of each other one, the slowest first."""
+    best: dict[str, T] = {}
+    for row in sorted(rows, key=lambda row: statistics.median(row.speeds)):
+        best[row.engine] = row
+    return best.pop(name, None), list(best.values())
+
+
+def speed_ratio(ours: Timed, theirs: Timed) -> dict[str, Any]:
+    """Return the median, least and greatest ratio of two speeds, round by round."""
+    ratios = [a / b for a, b in zip(ours.speeds, theirs.speeds, strict=False)]  # groups may differ in rounds
+    return {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}

@@ -28,9 +28,9 @@ from qkv.core.device import choose_device
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
-from qkv.lab import peers
-from qkv.lab.contenders import Contender, TrainingSetup, training_contenders
-from qkv.lab.result_tables import ResultTable, check_outputs, provenance, publish
+from qkv.lab import contenders, result_tables
+from qkv.lab.contenders import OURS, Contender, TrainingSetup
+from qkv.lab.result_tables import ResultTable
 from qkv.options import TrainConfig, TransformerConfig
 
 SIZES: dict[str, tuple[TransformerConfig, int]] = {  # the model, and its vocabulary
@@ -111,15 +111,15 @@ def measure_training(
     device: str = "auto",
     outputs: Sequence[str] = (),
     command: str = "",
-    folder: Path = peers.FOLDER,
+    folder: Path = contenders.PEERS,
 ) -> dict[str, Any]:
     """Measure training speed, print tables and write .json or .md files.
 
-    `only` selects contenders by words in their names; `folder` has the peers. In the result, `rows` has every
+    `only` selects contenders by words in their names; `folder` has the  In the result, `rows` has every
     contender, `ratios` the fastest of qkv against the fastest of each other implementation, `missing` the reasons for
     contenders that did not run.
     """
-    check_outputs(outputs)
+    result_tables.check_outputs(outputs)
     chosen = choose_device(device)
     place = "gpu" if chosen.type == "cuda" else "cpu"
     size = model or ("base" if place == "gpu" else "small")
@@ -128,8 +128,8 @@ def measure_training(
     tokens = tokens or TOKENS[place]
     if tokens < LONGEST:
         raise UsageError(f"--tokens {tokens}: give at least {LONGEST}, the length of one sentence")
-    modules = peers.find_peers(folder, "training")
-    selected = peers.select(training_contenders(chosen, modules), only, "contender")
+    modules = contenders.find_peers(folder, "training")
+    selected = contenders.select(contenders.training_contenders(chosen, modules), only, "contender")
     spec, vocab = SIZES[size]
     torch.manual_seed(0)
     subject = TrainingSetup(Transformer(spec, vocab, vocab), chosen, LONGEST, TrainConfig())
@@ -139,8 +139,8 @@ def measure_training(
     peak = max(peak, matrix_peak(chosen))  # the clock may have been lower before
     useful = sum(batch.tokens for batch in batches)
     work = sum(training_operations(spec, vocab, batch) for batch in batches) / useful
-    result = provenance(device, command) | {
-        "versions": peers.package_versions(modules),
+    result = result_tables.provenance(device, command) | {
+        "versions": contenders.package_versions(modules),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "model": f"{size}, {parameter_count(subject.model):,} parameters, vocabulary {vocab:,}",
@@ -153,7 +153,7 @@ def measure_training(
         "ratios": _ratios(rows),
         "missing": missing,
     }
-    publish(result, _result_tables(result), _remarks(result), outputs)
+    result_tables.publish(result, _result_tables(result), _remarks(result), outputs)
     return result
 
 
@@ -251,7 +251,7 @@ def _measure_all(
         if later and not group:
             missing |= {contender.name: "out of memory: lower --tokens" for contender in later}
             break
-        peers.run_in_turns(group, seconds)
+        result_tables.run_in_turns(group, seconds)
         for row in group:
             row.contender.close()
         _free_memory(subject.device)
@@ -326,11 +326,11 @@ def synchronize(device: torch.device) -> None:
 
 def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Compare our fastest contender with the fastest of each other engine, round by round."""
-    ours, others = peers.fastest_of_each(rows)
+    ours, others = result_tables.fastest_of_each(rows, OURS)
     if ours is None:
         return []
     return [
-        {"ours": ours.contender.name, "peer": row.contender.name} | peers.speed_ratio(ours, row)
+        {"ours": ours.contender.name, "peer": row.contender.name} | result_tables.speed_ratio(ours, row)
         for row in reversed(others)
     ]
 
