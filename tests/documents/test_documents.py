@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qkv.core.errors import UsageError
@@ -136,13 +136,16 @@ def test_any_mix_of_markup_is_rebuilt(content: str, kind: str) -> None:
     document.build([segment[::-1] + " more <b>" for segment in document.segments])  # places any markup
 
 
-@given(text.map("".join), st.sampled_from(["txt", "html", "srt"]))
+@given(text.map("".join), st.sampled_from(["txt", "md", "html", "srt"]))
 def test_any_mix_of_markup_is_kept_around_a_translation(content: str, kind: str) -> None:
+    # A mark may move a \u2028 to the end of a line, where Markdown drops it.
+    assume(kind != "md" or "\u2028" not in content)
     document = read_document(f"a.{kind}", content.encode())
     translations = [segment.swapcase() for segment in document.segments]
     changed = document.build(translations)
     assert read_document(f"a.{kind}", changed).segments == translations
-    assert plain(changed.decode()) == plain(content)
+    if kind != "md":  # which escapes characters of the translation
+        assert plain(changed.decode()) == plain(content)
 
 
 @given(st.text(), st.sampled_from(["txt", "md", "html", "srt"]))
@@ -198,6 +201,19 @@ def test_markup_follows_its_aligned_words() -> None:
     assert document.build(["un gatto adorabile."], [links]) == b'<p>un <a href="x">gatto</a> <b>adorabile</b>.</p>'
     # without an alignment, by relative position
     assert document.build(["un adorabile gatto."]) == b'<p>un <b>adorabile</b> <a href="x">gatto</a>.</p>'
+
+
+def test_markup_inside_a_word_keeps_its_part_of_the_word() -> None:
+    assert built("a.md", "a [x](y)word", str.upper) == "A [X](y)WORD"
+    assert built("a.html", "<p>CO<sub>2</sub> <b>W</b>ords</p>", str.upper) == "<p>CO<sub>2</sub> <b>W</b>ORDS</p>"
+    document = parse("a.md", "See [under](u)lined w**or**d here.")
+    assert document.build(["Vedi sottolineata parola qui."]) == b"Vedi [sottol](u)ineata pa**ro**la qui."
+    links = [(0, 0), (1, 1), (1, 2), (2, 3), (3, 4), (4, 5)]  # two words translate the one with the link
+    assert document.build(["Vedi linea sotto parola qui."], [links]) == b"Vedi [linea sotto](u) pa**ro**la qui."
+
+
+def test_a_url_ends_at_an_escaped_character() -> None:
+    assert built("a.md", "A http://a.b/c\\_d.\\<b", str.upper) == "A http://a.b/c\\_d.\\<B"
 
 
 def test_markdown_keeps_its_structure() -> None:

@@ -12,10 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link, word_spans
 
+Span = tuple[int, int]  # begin and end of a word, or of a part of one
 TAG = re.compile(r"<(?P<close>/?)(?P<name>[A-Za-z][\w:.-]*)(?:\s[^<>]*?)?(?P<empty>/?)>")
 # HTML's void elements that occur in running text. Others (link, source …) are left out: in XML they may have content.
 UNPAIRED = frozenset("br hr img input wbr".split())
@@ -64,9 +66,14 @@ def place_markup(source: str, translation: str, alignment: Iterable[Link]) -> st
     The alignment links words as counted by `word_spans`.
     """
     plain, root = _parse(source)
-    links, source_spans, target_spans = sorted(alignment), word_spans(plain), word_spans(translation)
-    owners = _target_elements(links, _source_elements(root, source_spans), len(target_spans), root)
-    before, after = _empty_elements(root, [begin for begin, _ in source_spans], links, owners)
+    innermost = [root] * root.end  # the element of each character
+    for element in root.descendants():  # inner elements follow the outer ones
+        innermost[element.begin : element.end] = [element] * (element.end - element.begin)
+    words = word_spans(plain), word_spans(translation)
+    source_spans, target_spans, links = _split_words(*words, sorted(alignment), innermost)
+    starts = [begin for begin, _ in source_spans]
+    owners = _target_elements(links, [innermost[begin] for begin in starts], len(target_spans), root)
+    before, after = _empty_elements(root, starts, links, owners)
     return _render(translation, target_spans, owners, before, after)
 
 
@@ -93,13 +100,36 @@ def _parse(source: str) -> tuple[str, Element]:
     return plain, root
 
 
-def _source_elements(root: Element, words: list[tuple[int, int]]) -> list[Element]:
-    """For each source word the innermost element that contains most of its characters."""
-    innermost = [root] * root.end
-    for element in root.descendants():  # inner elements follow the outer ones
-        innermost[element.begin : element.end] = [element] * (element.end - element.begin)
-    counts = [Counter(innermost[begin:end]) for begin, end in words]
-    return [max(count, key=lambda element: (count[element], len(element.path))) for count in counts]
+def _split_words(
+    source: list[Span], target: list[Span], links: list[Link], innermost: list[Element]
+) -> tuple[list[Span], list[Span], list[Link]]:
+    """Split words where an element begins or ends inside them; a translation of one word is split in proportion.
+
+    So an element that contains a part of a word, such as the 2 of CO2, does not become empty.
+    """
+    parts, target_parts = [], [[span] for span in target]
+    for begin, end in source:
+        edges = [at for at in range(begin + 1, end) if innermost[at] is not innermost[at - 1]]
+        parts.append([*pairwise([begin, *edges, end])])
+    source_counts, target_counts = Counter(i for i, _ in links), Counter(j for _, j in links)
+    for i, j in links:
+        if i >= len(source) or j >= len(target):
+            sizes = f"the source has {len(source)} words and the translation {len(target)}"
+            raise UsageError(f"link {i}-{j}: {sizes}: give the alignment of these texts")
+        (begin, end), (first, last) = source[i], target[j]
+        stops = [first + round((stop - begin) * (last - first) / (end - begin)) for _, stop in parts[i]]
+        split = [*pairwise([first, *stops])]
+        if source_counts[i] == target_counts[j] == 1 and all(a < b for a, b in split):
+            target_parts[j] = split
+    numbers = [[*accumulate(map(len, each), initial=0)] for each in (parts, target_parts)]
+    split_links = [
+        (numbers[0][i] + a, numbers[1][j] + b)
+        for i, j in links
+        for a in range(len(parts[i]))
+        for b in range(len(target_parts[j]))
+        if a == b or len(target_parts[j]) == 1
+    ]
+    return [*chain(*parts)], [*chain(*target_parts)], split_links
 
 
 def _target_elements(links: list[Link], places: list[Element], words: int, root: Element) -> list[Element]:
@@ -109,9 +139,6 @@ def _target_elements(links: list[Link], places: list[Element], words: int, root:
     """
     linked: list[list[Element]] = [[] for _ in range(words)]
     for i, j in links:
-        if i >= len(places) or j >= words:
-            sizes = f"the source has {len(places)} words and the translation {words}"
-            raise UsageError(f"link {i}-{j}: {sizes}: give the alignment of these texts")
         linked[j].append(places[i])
     counts = [Counter(elements) for elements in linked]
     owners = [max(count, key=lambda element: (len(element.path), count[element]), default=None) for count in counts]

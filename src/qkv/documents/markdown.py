@@ -36,15 +36,16 @@ INLINE = re.compile(
     | (?P<code>(?P<ticks>`+)(?!`).{1,1000}?(?<!`)(?P=ticks)(?!`))
     | (?P<standalone>!\[[^\[\]]{0,500}\](?:\([^()\s]{0,1000}(?:\s[^()]{0,200})?\)|\[[^\[\]]{0,200}\])
         | \[\^[^\[\]\s]{1,100}\]
-        | <(?:https?://|mailto:)[^<>\s]{1,1000}> | <[^<>\s@]{1,100}@[^<>\s@]{1,100}> | https?://[^\s<>()\[\]]{1,1000}[^\s<>()\[\].,;:!?])
-    | (?P<link>\[(?P<label>(?:[^\[\]\\]|\\.|!\[[^\[\]]{0,200}\]\([^()]{0,200}\)){1,500})\]
+        | <(?:https?://|mailto:)[^<>\s]{1,1000}> | <[^<>\s@]{1,100}@[^<>\s@]{1,100}>
+        | https?://(?:[^\s<>()\[\]\\]|\\(?![<>()\[\]])){1,1000}(?<![.,;:!?\\]))
+    | (?P<link>\[(?P<label>(?:[^\[\]\\]|\\.|!\[[^\[\]]{0,200}\]\([^()]{0,200}\)){0,500})\]
         (?P<target>\([^()\s]{0,1000}(?:\([^()]{0,200}\)[^()\s]{0,200})?(?:\s[^()]{0,200})?\)|\[[^\[\]]{0,200}\]|))
     | (?P<emphasis>\*{1,3}|_{1,3}|~~)
     | (?P<tag></?[A-Za-z][^<>]{0,500}>|<!--.{0,500}?-->)
     """,
     re.VERBOSE | re.DOTALL,
 )
-SPECIAL = re.compile(r"[\\`*\[\]<]|(?<!\w)_|_(?!\w)|~(?=~)|&(?=#?\w+;)")
+SPECIAL = re.compile(r"[\\`*\[\]<]|(?<!\w)_|_(?!\w)|~(?=~)|&(?=#\d|#?\w+;)")
 BLOCK_START = re.compile(r"(?:#{1,6}(?=\s|$)|[-+](?=\s|$)|>|=+$|-{3,}|~~~)|(?P<number>\d{1,9})(?=[.)](?:\s|$))")
 
 
@@ -114,7 +115,7 @@ def _split_paragraph(texts: list[str], first: int, lines: list[str]) -> Iterator
         bare = (text[: hard_break.start()] if hard_break else text).strip()
         lead = LEAD.match(bare) if number == first else None
         bare = bare[lead.end() :] if lead else bare
-        column = lines[number].rfind(bare)
+        column = lines[number].rfind(bare or text.strip())
         if column < 0:  # the source differs from the parsed text: keep it
             return
         begin = begin or (number, column)
