@@ -20,7 +20,7 @@ from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, drop
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
-from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_plain
+from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_and_gradients
 from qkv.options import DecoderOnlyConfig, TransformerConfig
 from qkv.training.memory_limits import loss_in_parts
 from qkv.training.regularization import r_drop_loss
@@ -142,7 +142,7 @@ def test_the_agreement_of_two_passes_has_the_gradient_of_autograd(alpha: float) 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert nll.item() == pytest.approx(sum(part[1].item() for part in parts) / 2, rel=1e-5)
     logits = [(each @ weight.T).detach() for each in hidden]
-    by_hand = r_drop_loss_plain(*logits, labels, 0.1, alpha, 0)  # and the logits are now their gradients
+    by_hand = r_drop_loss_and_gradients(*logits, labels, 0.1, alpha, 0)  # and the logits are now their gradients
     assert by_hand[0].sum().item() == pytest.approx(loss.item(), rel=1e-5)
     assert by_hand[1].sum().item() == pytest.approx(nll.item(), rel=1e-5)
     both, given = torch.stack(logits), hidden.detach()
@@ -237,38 +237,38 @@ for rate in (0.0, 0.3):
         for shift in (torch.randn(width), None):
             scale = Scale(torch.randn(width), shift, 1e-5)
             for bias in (torch.randn(width), None):
-                close(norm.add_norm_kernel(x, y, bias, scale, noise), norm.add_norm_plain(x, y, bias, scale, noise))
-            close(norm.add_norm_kernel(x, None, None, scale, noise), norm.add_norm_plain(x, None, None, scale, noise))
+                close(norm.add_norm_kernel(x, y, bias, scale, noise), norm.add_norm(x, y, bias, scale, noise))
+            close(norm.add_norm_kernel(x, None, None, scale, noise), norm.add_norm(x, None, None, scale, noise))
             for given in (None, dz):
                 for bias in (True, False):
                     sums = [Sums(torch.ones(width), None if shift is None else torch.ones(width),
                                  torch.ones(width) if bias else None) for _ in range(2)]
                     close(norm.add_norm_backward_kernel(given, d, x, scale, noise, sums[0]),
-                          norm.add_norm_backward_plain(given, d, x, scale, noise, sums[1]))
+                          norm.add_norm_backward(given, d, x, scale, noise, sums[1]))
                     close(*([part for part in own if part is not None] for own in sums))
 
     ids, places = torch.randint(0, 9, (30,)).int(), torch.randint(0, 7, (30,)).int()
     table, positions, d = torch.randn(9, 24), torch.randn(7, 24), torch.randn(30, 24)
     for at, unseen in ((positions, 0.0), (None, 0.0), (positions, 0.4)):
         tokens = vocabulary.Tokens(ids, places, 3.0, noise, DropoutHash(unseen, seed, 6))
-        close([vocabulary.embed_kernel(tokens, table, at)], [vocabulary.embed_plain(tokens, table, at)])
+        close([vocabulary.embed_kernel(tokens, table, at)], [vocabulary.embed(tokens, table, at)])
         sums = [[torch.zeros(9, 24), torch.zeros(7, 24)] for _ in range(2)]
-        for own, function in zip(sums, (vocabulary.embed_backward_kernel, vocabulary.embed_backward_plain)):
+        for own, function in zip(sums, (vocabulary.embed_backward_kernel, vocabulary.embed_backward)):
             function(d, tokens, own[0], None if at is None else own[1])
         close(*sums)
 
     hidden, d = torch.randn(33, 300).relu(), torch.randn(33, 300)
-    close([elementwise.relu_dropout_kernel(d.clone(), noise)], [elementwise.relu_dropout_plain(d.clone(), noise)])
+    close([elementwise.relu_dropout_kernel(d.clone(), noise)], [elementwise.relu_dropout(d.clone(), noise)])
     found = [(d.clone(), torch.ones(300)) for _ in range(2)]
     elementwise.relu_dropout_backward_kernel(found[0][0], hidden, noise, found[0][1])
-    elementwise.relu_dropout_backward_plain(found[1][0], hidden, noise, found[1][1])
+    elementwise.relu_dropout_backward(found[1][0], hidden, noise, found[1][1])
     close(*found)
 
     a, b = torch.randn(2, 33, 300).unbind()
-    close([elementwise.swiglu_kernel(a, b, noise)], [elementwise.swiglu_plain(a, b, noise)])
+    close([elementwise.swiglu_kernel(a, b, noise)], [elementwise.swiglu(a, b, noise)])
     found = [(a.clone(), b.clone()) for _ in range(2)]
     elementwise.swiglu_backward_kernel(d, *found[0], noise)
-    elementwise.swiglu_backward_plain(d, *found[1], noise)
+    elementwise.swiglu_backward(d, *found[1], noise)
     close(*found)
 
     # rows of several lengths, of them one without a query, one without a key, two that take several blocks
@@ -282,10 +282,10 @@ for rate in (0.0, 0.3):
             qkv = torch.randn(342, 2 * d_k), k, v
             d = torch.randn(342, 2 * d_v)
             close([attention.attend_kernel(qkv, rows, heads, noise)],
-                  [attention.attend_plain(qkv, rows, heads, noise)])
+                  [attention.attend(qkv, rows, heads, noise)])
             found = [tuple(torch.zeros_like(x) for x in qkv) for _ in range(2)]
             attention.attend_backward_kernel(d, qkv, found[0], rows, heads, noise)
-            attention.attend_backward_plain(d, qkv, found[1], rows, heads, noise)
+            attention.attend_backward(d, qkv, found[1], rows, heads, noise)
             close(found[0], found[1])
 
 angles, places = torch.randn(7, 6), torch.randint(0, 7, (30,)).int()
@@ -293,20 +293,20 @@ for back in (False, True):
     wide = torch.randn(30, 40)
     twin = wide.clone()
     elementwise.rotate_heads_kernel(wide[:, :24], places, angles, back)
-    elementwise.rotate_heads_plain(twin[:, :24], places, angles, back)
+    elementwise.rotate_heads(twin[:, :24], places, angles, back=back)
     close([wide], [twin])
 
 for vocab in (30, 8192 + 40):
     logits, labels = torch.randn(7, vocab) * 3, torch.randint(0, 30, (7,)).int()
     labels[2] = 0
     twin = logits.clone()
-    close(vocabulary.loss_kernel(logits, labels, 0.1, 0), vocabulary.loss_plain(twin, labels, 0.1, 0))
+    close(vocabulary.loss_kernel(logits, labels, 0.1, 0), vocabulary.loss_and_gradient(twin, labels, 0.1, 0))
     close([logits], [twin])
     for alpha in (0.0, 5.0):
         both = torch.randn(2, 7, vocab) * 3
         twins = both.clone()
         close(vocabulary.r_drop_loss_kernel(*both, labels, 0.1, alpha, 0),
-              vocabulary.r_drop_loss_plain(*twins, labels, 0.1, alpha, 0))
+              vocabulary.r_drop_loss_and_gradients(*twins, labels, 0.1, alpha, 0))
         close([both], [twins])
 print("equal")
 """

@@ -30,7 +30,7 @@ for window in (0, 5):
         if fresh:
             origin.scatter_(1, length[:, None], torch.arange(6)[:, None].int())
         twins = keys.clone(), values.clone()
-        plain = kernels.lookup_plain(q, *twins, origin, length, scale=0.3, window=window, new=new)
+        plain = kernels.lookup(q, *twins, origin, length, scale=0.3, window=window, new=new)
         close(kernels.lookup_kernel(q, keys, values, origin, length, scale=0.3, window=window, new=new), plain)
         assert torch.equal(keys, twins[0])
         assert torch.equal(values, twins[1])
@@ -43,7 +43,7 @@ for beam, capacity in ((1, 8), (3, 8), (4, 150)):
     rows = (first + torch.randint(0, beam, (sentences, beam))).flatten()
     length = torch.tensor([1, 4, 7, capacity - 1, capacity // 2]).repeat_interleave(beam)
     twin = origin.clone()
-    kernels.reorder_plain(twin, rows, length, beam)
+    kernels.reorder(twin, rows, length, beam)
     kernels.reorder_kernel(origin, rows, length, beam)
     known = torch.arange(capacity) <= length[:, None]
     assert torch.equal(origin[known], twin[known])
@@ -60,7 +60,7 @@ for vocab in (70, 4096 + 37):
         logits = torch.randn(5, vocab) * 3
         logits[4, 3:] = -inf
         twin = logits.clone()
-        plain = search_kernels.scan_plain(twin, torch.tensor([0, 1]), early, 2)
+        plain = search_kernels.scan(twin, torch.tensor([0, 1]), early, 2)
         found = kernels.scan_kernel(logits, torch.tensor([0, 1]), early, 2)
         close(found[0], plain[0])
         close(found[1], plain[1])
@@ -76,7 +76,7 @@ from qkv.core.search import BeamSearch, GreedySearch, SearchOptions, SearchState
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding
-from qkv.engines.cuda_decoding.inference_kernels import reorder_kernel, reorder_plain
+from qkv.engines.cuda_decoding.inference_kernels import reorder, reorder_kernel
 from qkv.engines.cuda_decoding.search_kernels import TritonBeamSearch, TritonGreedySearch
 from qkv.assembly import build_model
 from qkv.options import TransformerConfig
@@ -171,9 +171,9 @@ lines = [torch.randint(5, both.src.size, (length,)).tolist() for length in (3, 1
 prefixes = [(), lines[1], (), lines[3][:1], ()]
 for beam, n_best in ((1, 1), (3, 2)):
     answers = []
-    for refused, reorder in ((lambda *_: "plain", reorder_plain), (lambda *_: None, reorder_kernel)):
+    for refused, implementation in ((lambda *_: "plain", reorder), (lambda *_: None, reorder_kernel)):
         search_kernels.refused = refused
-        continuous_batching.reorder = reorder
+        continuous_batching.reorder = implementation
         options = SearchOptions(beam=beam, n_best=n_best, max_length=5)
         answers.append(SlotDecoding(model, both).search_all(lines, options, prefixes=prefixes))
     assert answers[0] == answers[1]  # to the last bit

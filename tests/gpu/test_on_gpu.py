@@ -18,10 +18,9 @@ from qkv.assembly import trainer_for
 from qkv.core.device import ALONE, World
 from qkv.core.trainer import PlainTrainStep, Trainer
 from qkv.engines.cuda_decoding.inference_kernels import triton
-from qkv.engines.cuda_training import attention_kernels
+from qkv.engines.cuda_training import attention_kernels, vocabulary_kernels
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash, Heads, Rows
-from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_kernel, r_drop_loss_plain
 from qkv.training.distributed import TorchrunWorld
 from qkv.training.memory_limits import MemoryLimitedStep
 
@@ -39,7 +38,9 @@ def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_attention_of_every_tile(dtype: torch.dtype, causal: bool, rate: float) -> None:
+def test_attention_of_every_tile(
+    dtype: torch.dtype, causal: bool, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     lengths = torch.tensor([9, 16, 30, 32, 50, 64, 100, 128, 150, 400])
     starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
@@ -48,24 +49,24 @@ def test_attention_of_every_tile(dtype: torch.dtype, causal: bool, rate: float) 
     noise = DropoutHash(rate, torch.tensor([12345, -77], dtype=torch.int32).cuda(), 5)
     tokens = int(lengths.sum())
     q, k, v, d = torch.randn(4, tokens, 128, device="cuda").to(dtype).unbind()
-    plain = attention_kernels.attend_plain((q, k, v), rows, heads, noise)
-    close(attention_kernels.attend_kernel((q, k, v), rows, heads, noise), plain, dtype)
     ours, theirs = (tuple(torch.zeros_like(q) for _ in range(3)) for _ in range(2))
+    by_kernel = attention_kernels.attend_kernel((q, k, v), rows, heads, noise)
     attention_kernels.attend_backward_kernel(d, (q, k, v), (ours[0], ours[1], ours[2]), rows, heads, noise)
-    attention_kernels.attend_backward_plain(d, (q, k, v), (theirs[0], theirs[1], theirs[2]), rows, heads, noise)
+    monkeypatch.setattr(attention_kernels, "triton", None)  # then the functions take the plain path
+    close(by_kernel, attention_kernels.attend((q, k, v), rows, heads, noise), dtype)
+    attention_kernels.attend_backward(d, (q, k, v), (theirs[0], theirs[1], theirs[2]), rows, heads, noise)
     for own, other in zip(ours, theirs, strict=True):
         close(own, other, dtype)
 
 
-def test_the_loss_of_two_passes() -> None:
+def test_the_loss_of_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     both = torch.randn(2, 50, 8192 + 40, device="cuda") * 3
     twins, labels = both.clone(), torch.randint(0, 30, (50,), device="cuda").int()
-    for ours, theirs in zip(
-        r_drop_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0),
-        r_drop_loss_plain(twins[0], twins[1], labels, 0.1, 5.0, 0),
-        strict=True,
-    ):
+    by_kernel = vocabulary_kernels.r_drop_loss_kernel(both[0], both[1], labels, 0.1, 5.0, 0)
+    monkeypatch.setattr(vocabulary_kernels, "triton", None)  # then the functions take the plain path
+    plain = vocabulary_kernels.r_drop_loss_and_gradients(twins[0], twins[1], labels, 0.1, 5.0, 0)
+    for ours, theirs in zip(by_kernel, plain, strict=True):
         close(ours, theirs, torch.float32)
     close(both, twins, torch.float32)
 

@@ -45,21 +45,8 @@ def lookup(
     indirection table `origin` (rows, capacity). Row r has `length[r]` positions; a `window` restricts attention to the
     last position and `window` positions before it. `new` keys and values are first stored at position `length[r]`.
     """
-    implementation = lookup_kernel if triton is not None and q.is_cuda else lookup_plain
-    return implementation(q, keys, values, origin, length, scale=scale, window=window, new=new)
-
-
-def lookup_plain(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    origin: Tensor,
-    length: Tensor,
-    *,
-    scale: float,
-    window: int,
-    new: New | None,
-) -> Tensor:
+    if triton is not None and q.is_cuda:
+        return lookup_kernel(q, keys, values, origin, length, scale=scale, window=window, new=new)
     if new is not None:
         row = torch.arange(len(q), device=q.device)
         keys[row, length], values[row, length] = new
@@ -118,11 +105,8 @@ def reorder(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
     Both rows belong to the same sentence of `beam` rows. Positions before `length[r]` are copied; the position
     `length[r]` is stored in row r itself.
     """
-    implementation = reorder_kernel if triton is not None and origin.is_cuda else reorder_plain
-    implementation(origin, rows, length, beam)
-
-
-def reorder_plain(origin: Tensor, rows: Tensor, length: Tensor, beam: int) -> None:
+    if triton is not None and origin.is_cuda:
+        return reorder_kernel(origin, rows, length, beam)
     origin.copy_(origin.index_select(0, rows))
     origin.scatter_(1, length[:, None], torch.arange(len(origin), device=origin.device, dtype=origin.dtype)[:, None])
 

@@ -78,12 +78,8 @@ def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple
     The two tokens `never`, and `eos` in rows below the minimum length (`early`), are part of the sum; their logits
     become -inf, and the maxima exclude them.
     """
-    implementation = scan_kernel if triton is not None and logits.is_cuda else scan_plain
-    return implementation(logits, never, early, eos)
-
-
-def scan_plain(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch version of `scan`."""
+    if triton is not None and logits.is_cuda:
+        return scan_kernel(logits, never, early, eos)
     largest = _chunk_maxima(logits)
     total = log_sum_exp(logits)
     logits.index_fill_(1, never, -math.inf)

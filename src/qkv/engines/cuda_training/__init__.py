@@ -1,6 +1,7 @@
 """Training pass of a Transformer over sentences packed without padding: few kernels, hand-written gradients.
 
-Each operation has a Triton kernel and a plain PyTorch version in the same file with equal results, dropout included.
+Each operation is a plain PyTorch function; on a GPU it calls the Triton kernel in the same file, whose results are
+equal, dropout included.
 """
 
 from __future__ import annotations

@@ -28,17 +28,8 @@ WIDEST = 256  # bytes in a row of a tile; the scores of larger tiles exceed the 
 
 def attend(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Tensor:
     """Return softmax(qkᵀ · scale)v inside each row: (queries, heads · d_v)."""
-    implementation = attend_kernel if triton is not None and qkv[0].is_cuda else attend_plain
-    return implementation(qkv, rows, heads, dropout)
-
-
-def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
-    """Write the gradients of q, k and v into tensors with the same layout."""
-    implementation = attend_backward_kernel if triton is not None and d_out.is_cuda else attend_backward_plain
-    implementation(d_out, qkv, into, rows, heads, dropout)
-
-
-def attend_plain(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Tensor:
+    if triton is not None and qkv[0].is_cuda:
+        return attend_kernel(qkv, rows, heads, dropout)
     out = qkv[0].new_zeros(len(qkv[0]), heads.count * heads.d_v)
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
@@ -47,7 +38,10 @@ def attend_plain(qkv: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> Te
     return out
 
 
-def attend_backward_plain(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
+def attend_backward(d_out: Tensor, qkv: QKV, into: QKV, rows: Rows, heads: Heads, dropout: DropoutHash) -> None:
+    """Write the gradients of q, k and v into tensors with the same layout."""
+    if triton is not None and d_out.is_cuda:
+        return attend_backward_kernel(d_out, qkv, into, rows, heads, dropout)
     for square in _squares(rows):
         q, k, v = square.cut(qkv, heads)
         d_output = _split(d_out[square.queries] * square.real_queries[..., None], heads)

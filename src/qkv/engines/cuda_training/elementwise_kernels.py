@@ -110,11 +110,8 @@ BLOCK = 1024  # elements for each program, in memory order
 
 def relu_dropout(x: Tensor, dropout: DropoutHash) -> Tensor:
     """Compute dropout(max(0, x)) in place."""
-    implementation = relu_dropout_kernel if triton is not None and x.is_cuda and dropout.rate else relu_dropout_plain
-    return implementation(x, dropout)
-
-
-def relu_dropout_plain(x: Tensor, dropout: DropoutHash) -> Tensor:
+    if triton is not None and x.is_cuda and dropout.rate:
+        return relu_dropout_kernel(x, dropout)
     return drop(x.relu_(), dropout)
 
 
@@ -130,13 +127,8 @@ def relu_dropout_backward(d_hidden: Tensor, hidden: Tensor, dropout: DropoutHash
 
     `hidden` is positive exactly where x was positive and kept, so the dropout mask is not computed again.
     """
-    implementation = (
-        relu_dropout_backward_kernel if triton is not None and hidden.is_cuda else relu_dropout_backward_plain
-    )
-    implementation(d_hidden, hidden, dropout, into)
-
-
-def relu_dropout_backward_plain(d_hidden: Tensor, hidden: Tensor, dropout: DropoutHash, into: Tensor) -> None:
+    if triton is not None and hidden.is_cuda:
+        return relu_dropout_backward_kernel(d_hidden, hidden, dropout, into)
     gradient = torch.where(hidden > 0, d_hidden.float() * dropout.scale, 0.0)
     d_hidden.copy_(gradient)
     into += gradient.sum(0)
@@ -161,21 +153,15 @@ def gelu(x: Tensor, dropout: DropoutHash) -> tuple[Tensor, Callable[[Tensor], Te
 
 def swiglu(a: Tensor, b: Tensor, dropout: DropoutHash) -> Tensor:
     """Return dropout(silu(a) ⊙ b) for a and b (rows, d_ff)."""
-    implementation = swiglu_kernel if triton is not None and a.is_cuda else swiglu_plain
-    return implementation(a, b, dropout)
+    if triton is not None and a.is_cuda:
+        return swiglu_kernel(a, b, dropout)
+    return drop(F.silu(a) * b, dropout)
 
 
 def swiglu_backward(d_hidden: Tensor, a: Tensor, b: Tensor, dropout: DropoutHash) -> None:
     """Replace a and b by their gradients."""
-    implementation = swiglu_backward_kernel if triton is not None and a.is_cuda else swiglu_backward_plain
-    implementation(d_hidden, a, b, dropout)
-
-
-def swiglu_plain(a: Tensor, b: Tensor, dropout: DropoutHash) -> Tensor:
-    return drop(F.silu(a) * b, dropout)
-
-
-def swiglu_backward_plain(d_hidden: Tensor, a: Tensor, b: Tensor, dropout: DropoutHash) -> None:
+    if triton is not None and a.is_cuda:
+        return swiglu_backward_kernel(d_hidden, a, b, dropout)
     d_output = drop(d_hidden, dropout)
     d_a = torch.ops.aten.silu_backward(d_output * b, a)
     torch.mul(d_output, F.silu(a), out=b)
@@ -258,11 +244,8 @@ def rotate_heads(x: Tensor, places: Tensor, table: Tensor, *, back: bool = False
 
     `table` (positions, d_k) alternates sines and cosines of the angles; `back` rotates by the negative angles.
     """
-    implementation = rotate_heads_kernel if triton is not None and x.is_cuda else rotate_heads_plain
-    implementation(x, places, table, back)
-
-
-def rotate_heads_plain(x: Tensor, places: Tensor, table: Tensor, back: bool) -> None:
+    if triton is not None and x.is_cuda:
+        return rotate_heads_kernel(x, places, table, back)
     from qkv.models.variants import rotate
 
     angles = table[places.long()]

@@ -40,21 +40,8 @@ def add_norm(
     x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, dropout: DropoutHash
 ) -> tuple[Tensor, Tensor]:
     """Return z = x + dropout(y + bias), or x without y, and the norm of z: (rows, width) each."""
-    implementation = add_norm_kernel if triton is not None and x.is_cuda else add_norm_plain
-    return implementation(x, y, bias, scale, dropout)
-
-
-def add_norm_backward(
-    d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and y, given d_z and d_normed; add those of the parameters to `into`."""
-    implementation = add_norm_backward_kernel if triton is not None and z.is_cuda else add_norm_backward_plain
-    return implementation(d_z, d_normed, z, scale, dropout, into)
-
-
-def add_norm_plain(
-    x: Tensor, y: Tensor | None, bias: Tensor | None, scale: Scale, dropout: DropoutHash
-) -> tuple[Tensor, Tensor]:
+    if triton is not None and x.is_cuda:
+        return add_norm_kernel(x, y, bias, scale, dropout)
     z = x
     if y is not None:
         z = (x.float() + drop(y.float() if bias is None else y.float() + bias.float(), dropout)).to(x.dtype)
@@ -63,9 +50,12 @@ def add_norm_plain(
     return z, (normed if scale.bias is None else normed + scale.bias).to(x.dtype)
 
 
-def add_norm_backward_plain(
+def add_norm_backward(
     d_z: Tensor | None, d_normed: Tensor, z: Tensor, scale: Scale, dropout: DropoutHash, into: Sums
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and y, given d_z and d_normed; add those of the parameters to `into`."""
+    if triton is not None and z.is_cuda:
+        return add_norm_backward_kernel(d_z, d_normed, z, scale, dropout, into)
     hat, deviation = _standardize(z, scale)
     d_output = d_normed.float()
     slope = d_output * scale.weight

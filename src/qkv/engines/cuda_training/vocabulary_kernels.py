@@ -33,24 +33,18 @@ class Tokens(NamedTuple):
 
 def embed(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:
     """Return the embeddings (tokens, d_model) in the table's precision."""
-    implementation = embed_kernel if triton is not None and table.is_cuda else embed_plain
-    return implementation(tokens, table, positions)
-
-
-def embed_backward(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
-    """Add to the gradients of the table and, if positions are learned, of the positions."""
-    implementation = embed_backward_kernel if triton is not None and d_x.is_cuda else embed_backward_plain
-    implementation(d_x, tokens, d_table, d_positions)
-
-
-def embed_plain(tokens: Tokens, table: Tensor, positions: Tensor | None) -> Tensor:
+    if triton is not None and table.is_cuda:
+        return embed_kernel(tokens, table, positions)
     x = _apply_token_dropout(table[tokens.ids.long()].float() * tokens.scale, tokens.unseen)
     if positions is not None:
         x = x + positions[tokens.places.long()].float()
     return drop(x, tokens.dropout).to(table.dtype)
 
 
-def embed_backward_plain(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
+def embed_backward(d_x: Tensor, tokens: Tokens, d_table: Tensor, d_positions: Tensor | None) -> None:
+    """Add to the gradients of the table and, if positions are learned, of the positions."""
+    if triton is not None and d_x.is_cuda:
+        return embed_backward_kernel(d_x, tokens, d_table, d_positions)
     d_x = drop(d_x.float(), tokens.dropout)
     d_table.index_add_(0, tokens.ids.long(), _apply_token_dropout(d_x * tokens.scale, tokens.unseen))
     if d_positions is not None:
@@ -167,11 +161,8 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, smoothing: float, pad: int
 
     The gradient of logits (rows, vocab) is softmax − targets, with targets (1 − ε)·one-hot + ε/V.
     """
-    implementation = loss_kernel if triton is not None and logits.is_cuda else loss_plain
-    return implementation(logits, labels, smoothing, pad)
-
-
-def loss_plain(logits: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
+    if triton is not None and logits.is_cuda:
+        return loss_kernel(logits, labels, smoothing, pad)
     labels = labels.long()
     real = labels != pad
     log_probs = logits.float().log_softmax(-1)
@@ -187,15 +178,10 @@ def r_drop_loss_and_gradients(
     first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
 ) -> tuple[Tensor, Tensor]:
     """R-Drop: mean loss and −log p of two passes, with α/4 (KL(p‖q) + KL(q‖p)) added to the loss; logits as above."""
-    implementation = r_drop_loss_kernel if triton is not None and first.is_cuda else r_drop_loss_plain
-    return implementation(first, second, labels, smoothing, alpha, pad)
-
-
-def r_drop_loss_plain(
-    first: Tensor, second: Tensor, labels: Tensor, smoothing: float, alpha: float, pad: int
-) -> tuple[Tensor, Tensor]:
+    if triton is not None and first.is_cuda:
+        return r_drop_loss_kernel(first, second, labels, smoothing, alpha, pad)
     log_p, log_q = first.float().log_softmax(-1), second.float().log_softmax(-1)
-    sums = [loss_plain(logits, labels, smoothing, pad) for logits in (first, second)]
+    sums = [loss_and_gradient(logits, labels, smoothing, pad) for logits in (first, second)]
     loss, nll = ((one + other) / 2 for one, other in zip(*sums, strict=True))
     real, p, q, log_ratio = (labels != pad)[:, None], log_p.exp(), log_q.exp(), log_p - log_q
     forth, back = (p * log_ratio).sum(1, keepdim=True), -(q * log_ratio).sum(1, keepdim=True)
