@@ -19,7 +19,7 @@ from qkv.core.translate import search_all
 from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid
 from qkv.decoding.logits_processors import Sampling
-from qkv.engines.cuda_decoding.continuous_batching import SlotDecoding, SlotScheduler
+from qkv.engines.cuda_decoding.continuous_batching import Sentence, SlotDecoding, SlotScheduler
 from qkv.explain.attention_heads import head_counts, mute_heads, record_attention
 from qkv.options import TransformerConfig
 
@@ -88,9 +88,7 @@ def test_any_number_of_slots_in_any_order(
             found[order[place]] = hypotheses
 
         made_slots.run(
-            [[*lines[i], BYTES.src.eos] for i in order],
-            [longest[i] for i in order],
-            [prefixes[i] for i in order],
+            [Sentence([*lines[i], BYTES.src.eos], longest[i], prefixes[i]) for i in order],
             pad_id=BYTES.src.pad,
             finished=finished,
         )

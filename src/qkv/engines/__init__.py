@@ -56,6 +56,15 @@ SIZES: dict[str, Allowed] = {  # fields of a stack of attention layers that are 
     "tie": ("all", "output", "none"),
 }
 
+LAYERS: dict[str, Allowed] = {  # options of a stack of attention layers that every engine implements
+    **SIZES,
+    "norm": ("post", "pre"),
+    "rms_norm": FLAG,
+    "activation": ("relu", "gelu", "swiglu"),
+    "positions": ("sinusoidal", "learned", "rotary", "none"),
+    "bias": FLAG,
+}
+
 # Search options of the plain steps in C and in Triton: sampling, groups and coverage have steps of their own
 # (`decoding.beam_variants`). A search with processors leaves the plain steps by itself.
 SEARCH_STEP: dict[str, Allowed] = {

@@ -14,21 +14,16 @@ from torch import Tensor, nn
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
-from qkv.engines import FLAG, SIZES, AllowList, number
+from qkv.engines import LAYERS, AllowList, number
 from qkv.options import ModelConfig, TransformerConfig
 
 MODEL = AllowList(
     "model",
     TransformerConfig,
-    **SIZES,
+    **LAYERS,
     kind=("transformer",),
     attention=("scaled", "dot", "additive", "general"),
     window=number,
-    norm=("post", "pre"),
-    rms_norm=FLAG,
-    activation=("relu", "gelu", "swiglu"),
-    positions=("sinusoidal", "learned", "rotary", "none"),
-    bias=FLAG,
 )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import Transformer
-from qkv.engines import FLAG, SIZES, AllowList
+from qkv.engines import LAYERS, AllowList
 from qkv.engines.cpu.native_library import NativeInt8Product, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
 from qkv.engines.cpu.packed_linear import INSTRUCTIONS, KERNELS, Plain, Product, fault, processor, replace_matrices
@@ -89,15 +89,10 @@ def native_or_plain(engine: Engine) -> Engine:
 MODEL = AllowList(
     "model",
     (TransformerConfig, DecoderOnlyConfig),
-    **SIZES,
+    **LAYERS,
     kind=("transformer", "decoder"),
     attention=("scaled", "dot"),
     window=(0,),
-    norm=("post", "pre"),
-    rms_norm=FLAG,
-    activation=("relu", "gelu", "swiglu"),
-    positions=("sinusoidal", "learned", "rotary", "none"),
-    bias=FLAG,
 )
 
 

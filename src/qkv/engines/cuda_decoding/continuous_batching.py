@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, StartSearch, check_prefix
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.engines import FLAG, SIZES, AllowList, number
+from qkv.engines import LAYERS, SEARCH_STEP, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.variants import rotary_of, score_of
@@ -40,27 +40,21 @@ LAG = 1  # steps between the newest step and the flags that the host reads
 MODEL = AllowList(
     "model",
     TransformerConfig,
-    **SIZES,
+    **LAYERS,
     kind=("transformer",),
     attention=("scaled", "dot", "general"),  # scores computed as dot products
     window=number,
-    norm=("post", "pre"),
-    rms_norm=FLAG,
-    activation=("relu", "gelu", "swiglu"),
-    positions=("sinusoidal", "learned", "rotary", "none"),
-    bias=FLAG,
 )
-SEARCH = AllowList(
-    "search",
-    SearchOptions,
-    **dict.fromkeys(("beam", "n_best", "alpha", "extra_length", "batch_tokens", "min_length"), number),
-    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram", "groups", "diversity"), number),
-    length_penalty=("gnmt", "average", "none"),
-    max_length=lambda value: value is None or number(value),
-    processors=lambda processors: isinstance(processors, tuple),  # `supports` checks each
-    coverage=(0.0,),  # coverage and sampling need more state
-    sampling=(None,),
-)
+# Groups of beams run in slots too; coverage and sampling need more state.
+SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP | {"groups": number})
+
+
+class Sentence(NamedTuple):
+    """A sentence to decode."""
+
+    ids: Ids  # with </s>
+    longest: int  # tokens of the output, at most
+    prefix: Ids  # forced tokens at its start
 
 
 class SlotDecoding:
@@ -111,24 +105,18 @@ class SlotDecoding:
 
         forced_prefixes = prefixes or [()] * len(sources)
         check_prefix(chain.from_iterable(forced_prefixes), tgt)
-        ids, longest = [[*sources[i], src.eos] for i in order], [options.longest(len(sources[i])) for i in order]
-        forced_prefixes = [forced_prefixes[i] for i in order]
-        self._scheduler(ids, longest, forced_prefixes, options).run(
-            ids, longest, forced_prefixes, pad_id=src.pad, finished=finished
-        )
+        sentences = [
+            Sentence([*sources[i], src.eos], options.longest(len(sources[i])), forced_prefixes[i]) for i in order
+        ]
+        self._scheduler(sentences, options).run(sentences, pad_id=src.pad, finished=finished)
         return results
 
-    def _scheduler(
-        self,
-        sources: Sequence[Ids],
-        longest: Sequence[int],
-        prefixes: Sequence[Ids],
-        options: SearchOptions,
-    ) -> SlotScheduler:
+    def _scheduler(self, sentences: Sequence[Sentence], options: SearchOptions) -> SlotScheduler:
         """Return a scheduler for sentences of these lengths, from the cache if possible."""
-        source = self._rounded(max(map(len, sources)), 16)
-        capacity = self._rounded(max(*longest, *map(len, prefixes)) + 2, 32)
-        slots = min(_power_below(len(sources)), MOST, self._slots_that_fit(options.rows, capacity, source))
+        source = self._rounded(max(len(sentence.ids) for sentence in sentences), 16)
+        longest = max(max(sentence.longest, len(sentence.prefix)) for sentence in sentences)
+        capacity = self._rounded(longest + 2, 32)
+        slots = min(_power_below(len(sentences)), MOST, self._slots_that_fit(options.rows, capacity, source))
         key = (dataclasses.replace(options, max_length=None), slots, capacity, source)
         if key not in self.schedulers:
             while len(self.schedulers) >= self.keep:
@@ -198,16 +186,10 @@ class SlotScheduler:
 
     @torch.inference_mode()
     def run(
-        self,
-        sources: Sequence[Ids],
-        longest: Sequence[int],
-        prefixes: Sequence[Ids],
-        *,
-        pad_id: int,
-        finished: Callable[[int, list[Hypothesis]], None],
+        self, sentences: Sequence[Sentence], *, pad_id: int, finished: Callable[[int, list[Hypothesis]], None]
     ) -> None:
-        """Decode sources (ids with </s>) in this order; call `finished` with the index and hypotheses of each."""
-        waiting = deque(range(len(sources)))
+        """Decode sentences in this order; call `finished` with the index and hypotheses of each."""
+        waiting = deque(range(len(sentences)))
         held: list[int | None] = [None] * self.slots
         since = [0] * self.slots  # step at which each slot was filled; earlier flags belong to the previous sentence
         flags: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
@@ -217,7 +199,7 @@ class SlotScheduler:
             while waiting and free:
                 admission = self.admissions[-1 if 2 * min(len(free), len(waiting)) > self.slots else 0]
                 entering = [waiting.popleft() for _ in range(min(len(free), len(waiting), admission.size))]
-                admission.admit(free[: len(entering)], sources, longest, prefixes, entering, pad_id)
+                admission.admit(free[: len(entering)], [sentences[i] for i in entering], pad_id)
                 for slot, entered in zip(free, entering, strict=False):
                     held[slot], since[slot] = entered, step
                 free = free[len(entering) :]
@@ -272,21 +254,14 @@ class Admission:
         self.search.decoder.admit(self.slots, self.search.model.encode(self.source, self.lengths))
         self.search.place(self.slots, self.longest, self.forced)
 
-    def admit(
-        self,
-        slots: list[int],
-        sources: Sequence[Ids],
-        longest: Sequence[int],
-        prefixes: Sequence[Ids],
-        numbers: list[int],
-        pad: int,
-    ) -> None:
+    def admit(self, slots: list[int], sentences: list[Sentence], pad: int) -> None:
         """Admit sentences to slots; a batch smaller than `size` is filled up with its last sentence."""
-        missing = self.size - len(numbers)
-        slots, numbers = slots + slots[-1:] * missing, numbers + numbers[-1:] * missing
-        rows = _padded_matrix([sources[i] for i in numbers], self.source.shape[1], pad)
-        forced = _padded_matrix([prefixes[i] for i in numbers], self.forced.shape[1], -1)
-        lists = torch.tensor([[len(sources[i]) for i in numbers], slots, [longest[i] for i in numbers]])
+        missing = self.size - len(slots)
+        slots, sentences = slots + slots[-1:] * missing, sentences + sentences[-1:] * missing
+        rows = _padded_matrix([sentence.ids for sentence in sentences], self.source.shape[1], pad)
+        forced = _padded_matrix([sentence.prefix for sentence in sentences], self.forced.shape[1], -1)
+        lengths, longest = zip(*((len(sentence.ids), sentence.longest) for sentence in sentences), strict=True)
+        lists = torch.tensor([lengths, slots, longest])
         for buffer, new in zip(
             (self.source, self.forced, self.lengths, self.slots, self.longest), (rows, forced, *lists), strict=True
         ):

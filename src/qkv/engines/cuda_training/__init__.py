@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from qkv.engines import FLAG, SIZES, AllowList
+from qkv.engines import LAYERS, AllowList
 from qkv.engines.cuda_training.packed_batch import PADDING
 from qkv.options import ModelConfig, TransformerConfig
 
 MODEL = AllowList(
     "model",
     TransformerConfig,
-    **SIZES,
+    **LAYERS,
     kind=("transformer",),
     attention=("scaled", "dot"),
     window=(0,),
-    norm=("post", "pre"),
-    rms_norm=FLAG,
-    activation=("relu", "gelu", "swiglu"),
-    positions=("sinusoidal", "learned", "rotary", "none"),
-    bias=FLAG,
 )
 
 
