@@ -68,8 +68,7 @@ class _Square:
 
     def cut(self, qkv: QKV, heads: Heads) -> QKV:
         """Gather q, k and v of these rows, (rows, heads, side, width) each."""
-        q, k, v = (_split(x[at], heads) for x, at in zip(qkv, (self.queries, self.keys, self.keys), strict=True))
-        return q, k, v
+        return tuple(_split(x[at], heads) for x, at in zip(qkv, (self.queries, self.keys, self.keys), strict=True))
 
     def weights(self, q: Tensor, k: Tensor, heads: Heads) -> Tensor:
         """Return the attention weights (rows, heads, side, side), 0 for masked keys."""

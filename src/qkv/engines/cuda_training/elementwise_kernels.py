@@ -283,7 +283,7 @@ if triton is not None:
 
 # ---- access to the rows and heads of attention -----------------------------------------------------------------------
 
-QKV = tuple[Tensor, Tensor, Tensor]  # (tokens, heads · width) each
+QKV = tuple[Tensor, ...]  # three: (tokens, heads · width) each
 
 
 @dataclass(frozen=True)

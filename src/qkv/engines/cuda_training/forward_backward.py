@@ -8,6 +8,7 @@ so that gradient norm, moving average and rounding are one operation each. The s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
-    QKV,
     DropoutHash,
     Heads,
     Rows,
@@ -252,10 +252,8 @@ class ForwardBackward:
 
     def _embed(self, embedding: Embedding, ids: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         table = self.weights[embedding.tokens.weight]
-        dropout, unseen = (
-            self._dropout(embedding, embedding.dropout.p),
-            self._dropout(embedding.tokens, self.config.token_dropout),
-        )
+        dropout = self._dropout(embedding, embedding.dropout.p)
+        unseen = self._dropout(embedding.tokens, self.config.token_dropout)
         learned = embedding.positions if isinstance(embedding.positions, LearnedPositions) else None
         positions = self.sinusoids.get(embedding.positions) if learned is None else learned.table.detach()
         tokens = Tokens(ids, places, embedding.scale, dropout, unseen)
@@ -279,13 +277,13 @@ class ForwardBackward:
             if table is not None:
                 rotate_heads(qkv[:, :rotated], places, table)
             heads, dropout = _heads(part, causal), self._dropout(part, self.config.attention_dropout)
-            parts = _three(qkv.split(_widths(part), dim=1))
+            parts = qkv.split(_widths(part), dim=1)
             mixed = attend(parts, rows, heads, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
-                d_mixed = self._output_back(part, mixed, gradient)
+                d_mixed = _linear_back(self.weights[part.output.weight], mixed, gradient, None)
                 d_qkv = torch.empty_like(qkv)
-                attend_backward(d_mixed, parts, _three(d_qkv.split(_widths(part), dim=1)), rows, heads, dropout)
+                attend_backward(d_mixed, parts, d_qkv.split(_widths(part), dim=1), rows, heads, dropout)
                 if table is not None:
                     rotate_heads(d_qkv[:, :rotated], places, table, back=True)
                 if bias is not None:
@@ -305,13 +303,13 @@ class ForwardBackward:
             if bias is not None:
                 q, kv = q + bias.value[: widths[0]], kv + bias.value[widths[0] :]
             heads, dropout = _heads(part, causal=False), self._dropout(part, self.config.attention_dropout)
-            parts = _three((q, *kv.split(widths[1:], dim=1)))
+            parts = (q, *kv.split(widths[1:], dim=1))
             mixed = attend(parts, rows, heads, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
-                d_mixed = self._output_back(part, mixed, gradient)
+                d_mixed = _linear_back(self.weights[part.output.weight], mixed, gradient, None)
                 d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
-                attend_backward(d_mixed, parts, _three((d_q, *d_kv.split(widths[1:], dim=1))), rows, heads, dropout)
+                attend_backward(d_mixed, parts, (d_q, *d_kv.split(widths[1:], dim=1)), rows, heads, dropout)
                 if bias is not None:
                     bias.grad.add_(torch.cat([d_q.sum(0, dtype=torch.float), d_kv.sum(0, dtype=torch.float)]))
                 memory.gradient = _linear_back(for_kv, memory.values, d_kv, memory.gradient)
@@ -324,42 +322,29 @@ class ForwardBackward:
     def _qkv(self, part: MultiHeadAttention) -> tuple[Weight, Weight | None]:
         return self.weights[part.qkv.weight], None if part.qkv.bias is None else self.weights[part.qkv.bias]
 
-    def _output_back(self, part: MultiHeadAttention, mixed: Tensor, gradient: Tensor) -> Tensor:
-        return _linear_back(self.weights[part.output.weight], mixed, gradient, None)
-
     def _feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
         if isinstance(part, VariantFeedForward) and part.gate is not None:
             return self._gated_feed_forward(part, part.gate)
-        if self.config.activation != "relu":
-            return self._gelu_feed_forward(part)
 
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
             bias, dropout = self.weights[part.inner.bias], self._dropout(part, self.config.activation_dropout)
-            if x.is_cuda and not dropout.rate:  # ReLU fused into the product
+            gelu_back: Callable[[Tensor], Tensor] | None = None
+            if self.config.activation == "gelu":
+                hidden, gelu_back = gelu(F.linear(x, inner.value, bias.value), dropout)
+            elif x.is_cuda and not dropout.rate:  # ReLU fused into the product
                 hidden = torch._addmm_activation(bias.value, x, inner.value.T)
             else:
                 hidden = relu_dropout(F.linear(x, inner.value, bias.value), dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
                 d_hidden = _linear_back(outer, hidden, gradient, None)
-                relu_dropout_backward(d_hidden, hidden, dropout, bias.grad)
+                if gelu_back is None:
+                    relu_dropout_backward(d_hidden, hidden, dropout, bias.grad)
+                else:
+                    d_hidden = gelu_back(d_hidden)
+                    bias.grad.add_(d_hidden.sum(0, dtype=torch.float))
                 return _linear_back(inner, x, d_hidden, into)
-
-            return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
-
-        return forward
-
-    def _gelu_feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
-        def forward(x: Tensor) -> Sublayer:
-            inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
-            bias, dropout = self.weights[part.inner.bias], self._dropout(part, self.config.activation_dropout)
-            hidden, gelu_back = gelu(F.linear(x, inner.value, bias.value), dropout)
-
-            def back(gradient: Tensor, into: Tensor | None) -> Tensor:
-                d_inner = gelu_back(_linear_back(outer, hidden, gradient, None))
-                bias.grad.add_(d_inner.sum(0, dtype=torch.float))
-                return _linear_back(inner, x, d_inner, into)
 
             return Sublayer(F.linear(hidden, outer.value), part.outer.bias, back)
 
@@ -370,11 +355,8 @@ class ForwardBackward:
 
         def forward(x: Tensor) -> Sublayer:
             inner, gate_weight, outer = (self.weights[linear.weight] for linear in (part.inner, gate, part.outer))
-            a, b, dropout = (
-                F.linear(x, inner.value),
-                F.linear(x, gate_weight.value),
-                self._dropout(part, self.config.activation_dropout),
-            )
+            a, b = F.linear(x, inner.value), F.linear(x, gate_weight.value)
+            dropout = self._dropout(part, self.config.activation_dropout)
             hidden = swiglu(a, b, dropout)
 
             def back(gradient: Tensor, into: Tensor | None) -> Tensor:
@@ -393,26 +375,23 @@ class ForwardBackward:
         for first in range(0, len(labels), rows):
             part = slice(first, first + rows)
             logits = [F.linear(each[part], weight.value) for each in hidden]  # (rows, vocab)
-            sums.append(torch.stack(self._to_gradients(logits, labels[part])).sum(1))
+            if self.r_drop:
+                losses = r_drop_loss_and_gradients(*logits, labels[part], self.smoothing, self.r_drop, self.pad)
+            else:
+                losses = loss_and_gradient(*logits, labels[part], self.smoothing, self.pad)
+            sums.append(torch.stack(losses).sum(1))
             for each, states, gradient in zip(logits, hidden, gradients, strict=True):
                 torch.mm(each, weight.value, out=gradient[part])
                 accumulate(weight.grad, each.T, states[part])
         return torch.stack(sums).sum(0), gradients
 
-    def _to_gradients(self, logits: list[Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and −log p of each label; replace the logits by their gradients."""
-        if not self.r_drop:
-            return loss_and_gradient(logits[0], labels, self.smoothing, self.pad)
-        first, second = logits
-        return r_drop_loss_and_gradients(first, second, labels, self.smoothing, self.r_drop, self.pad)
 
-
+@dataclass
 class _Memory:
     """Encoder output, and the sum of its gradients so far."""
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.gradient: Tensor | None = None
+    values: Tensor
+    gradient: Tensor | None = None
 
 
 def _linear_back(weight: Weight, x: Tensor, gradient: Tensor, into: Tensor | None) -> Tensor:
@@ -423,11 +402,6 @@ def _linear_back(weight: Weight, x: Tensor, gradient: Tensor, into: Tensor | Non
 
 def _heads(part: MultiHeadAttention, causal: bool) -> Heads:
     return Heads(part.heads, part.d_k, part.d_v, part.d_k**-0.5 if score_of(part)[0] == "scaled" else 1.0, causal)
-
-
-def _three(parts: Sequence[Tensor]) -> QKV:
-    q, k, v = parts
-    return q, k, v
 
 
 def _widths(part: MultiHeadAttention) -> list[int]:
