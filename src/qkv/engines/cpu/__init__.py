@@ -52,25 +52,16 @@ def choose(dtype: str = "auto", flags: frozenset[str] | None = None) -> Engine:
     if dtype not in DTYPES:
         raise UsageError(f'dtype = "{dtype}": must be one of {", ".join(DTYPES)}')
     flags = processor() if flags is None else flags
-    requested, reason = "fp32" if dtype == "auto" else dtype, ""
+    requested, reason = "fp32" if dtype == "auto" else dtype, "the processor has no instructions for it"
     best = next((name for name in INSTRUCTIONS[requested] if name in flags), "")
     if best or requested == "fp32":
         for kernel in KERNELS[requested]:
             reason = fault(kernel, requested)
             if not reason:
                 return Engine(requested, kernel, best or "any processor")
-    else:
-        reason = "the processor has no instructions for it"
-    return (
-        Engine("fp32", Plain, "any processor", reason)
-        if requested == "fp32"
-        else _fp32_instead(requested, reason, flags)
-    )
-
-
-def _fp32_instead(requested: str, reason: str, flags: frozenset[str]) -> Engine:
-    fp32 = choose("fp32", flags)
-    return Engine(fp32.dtype, fp32.kernel, fp32.instructions, f"not {requested}: {reason}")
+    if requested == "fp32":
+        return Engine("fp32", Plain, "any processor", reason)
+    return replace(choose("fp32", flags), reason=f"not {requested}: {reason}")
 
 
 def native_or_plain(engine: Engine) -> Engine:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from qkv.console import say
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.transformer import Embedding, Transformer
+from qkv.engines.cpu.packed_linear import processor, quantise_weight
 from qkv.models.variants import DecoderOnly, score_of
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -98,9 +99,7 @@ def fingerprint(compiler: str) -> str:
     """Hash the inputs of the build: sources, compiler, flags and the features of the processor."""
     digest = hashlib.sha256("\0".join([*FLAGS, NATIVE_FLAG]).encode())
     digest.update(_run([compiler, "--version"]).encode())
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        digest.update("".join(sorted({line for line in lines if line.lower().startswith(("flags", "feat"))})).encode())
+    digest.update(" ".join(sorted(processor())).encode())
     for file in sources():
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:20]
@@ -130,13 +129,7 @@ def _run(command: list[str]) -> str:
     english = {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.run(
-            command,
-            env=english,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=COMPILER_TIMEOUT,
-            check=False,
+            command, env=english, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILER_TIMEOUT
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the C compiler cannot be run ({type(error).__name__})") from None
@@ -236,37 +229,35 @@ class WeightPacking:
         return self.held[-1].data_ptr()
 
     def pad(self, x: Tensor, *sizes: int) -> Tensor:
-        """Pad x with zeros at the end of every dimension."""
-        wide = x.new_zeros(sizes)
+        """Pad x with zeros at the end of every dimension, by default to a multiple of `panel`."""
+        wide = x.new_zeros(sizes or [round_up(size, self.panel) for size in x.shape])
         wide[tuple(slice(0, size) for size in x.shape)] = x.detach()
         return wide
 
     def matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         """Pack a weight (outputs, inputs) into panels, quantised with a scale for each output if `int8`."""
-        outputs, inputs = (round_up(size, self.panel) for size in weight.shape)
-        padded_weight = self.pad(weight.float(), outputs, inputs)
+        padded = self.pad(weight.float())
+        outputs, inputs = padded.shape
         matrix = Matrix(inputs=inputs, outputs=outputs)
         if bias is not None:
-            matrix.bias = self.hold(self.pad(bias.float(), outputs))
-        panels = padded_weight.view(-1, self.panel, inputs)
+            matrix.bias = self.hold(self.pad(bias.float()))
         if self.int8:
-            scale = padded_weight.abs().amax(1).clamp_min(1e-12) / 127
-            quantised = (padded_weight / scale[:, None]).round().add_(128).to(torch.uint8)
+            quantised, scale = quantise_weight(padded)
             matrix.scale = self.hold(scale)
-            matrix.weight = self.hold(quantised.view(-1, self.panel, inputs // 4, 4).transpose(1, 2))
+            unsigned = quantised.short().add_(128).to(torch.uint8)
+            matrix.weight = self.hold(unsigned.view(-1, self.panel, inputs // 4, 4).transpose(1, 2))
         else:
-            matrix.weight = self.hold(panels.transpose(1, 2))
+            matrix.weight = self.hold(padded.view(-1, self.panel, inputs).transpose(1, 2))
         return matrix
 
-    def norm(self, norm: nn.Module, width: int) -> Norm:
+    def norm(self, norm: nn.Module) -> Norm:
         """Pack the weights of a norm; an identity has none."""
         if isinstance(norm, nn.Identity):
             return Norm()
-        weight, bias = norm.weight, getattr(norm, "bias", None)
-        assert isinstance(weight, Tensor)
-        struct = Norm(weight=self.hold(self.pad(weight, width)), eps=norm.eps)
-        if isinstance(bias, Tensor):
-            struct.bias = self.hold(self.pad(bias, width))
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        struct = Norm(weight=self.hold(self.pad(norm.weight)), eps=norm.eps)
+        if isinstance(norm, nn.LayerNorm):
+            struct.bias = self.hold(self.pad(norm.bias))
         return struct
 
     def heads(self, attention: MultiHeadAttention) -> tuple[int, int]:
@@ -280,7 +271,11 @@ class WeightPacking:
         """Pad W^Q, W^K and W^V and their biases head by head, and pack W^O."""
         count, width = self.heads(attention)
         shape = (attention.heads, attention.d_k)
-        weight, bias = scaled(attention)
+        weight, bias = attention.qkv.weight, attention.qkv.bias
+        if score_of(attention)[0] == "scaled":  # 1/√d_k is part of W^Q
+            factor = weight.new_ones(len(weight))
+            factor[: attention.heads * attention.d_k] = attention.d_k**-0.5
+            weight, bias = weight * factor[:, None], None if bias is None else bias * factor
 
         def pad_heads(part: Tensor) -> Tensor:  # (heads · d_k, …) to (padded heads · padded width, …)
             rest = part.shape[1:]
@@ -296,7 +291,7 @@ class WeightPacking:
         weights, biases = zip(*parts, strict=True)
         return self.matrix(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
-    def layer(self, layer: Any, width: int) -> Layer:
+    def layer(self, layer: Any) -> Layer:
         """Pack the weights of an encoder or decoder layer."""
         packed = Layer()
         parts, packed.output = self.attention(layer.attention)
@@ -305,38 +300,36 @@ class WeightPacking:
         if cross is not None:
             (query, *key_value), packed.cross_output = self.attention(cross)
             packed.cross_query, packed.cross_key_value = self.matrix(*query), self.pack_joined(key_value)
-            packed.cross_norm = self.norm(layer.residuals[1].norm, width)
+            packed.cross_norm = self.norm(layer.residuals[1].norm)
         feed_forward = layer.feed_forward
         packed.inner = self.matrix(feed_forward.inner.weight, feed_forward.inner.bias)
         packed.outer = self.matrix(feed_forward.outer.weight, feed_forward.outer.bias)
         if (gate := getattr(feed_forward, "gate", None)) is not None:
             packed.gate = self.matrix(gate.weight, None)
-        packed.attention_norm = self.norm(layer.residuals[0].norm, width)
-        packed.feed_forward_norm = self.norm(layer.residuals[-1].norm, width)
+        packed.attention_norm = self.norm(layer.residuals[0].norm)
+        packed.feed_forward_norm = self.norm(layer.residuals[-1].norm)
         return packed
 
-    def embedding(self, embedding: Embedding, width: int) -> int:
+    def embedding(self, embedding: Embedding) -> int:
         """Pack an embedding table, scaled, and return its address."""
-        return self.hold(
-            self.pad(embedding.tokens.weight.float() * embedding.scale, len(embedding.tokens.weight), width)
-        )
+        table = embedding.tokens.weight.float() * embedding.scale
+        return self.hold(self.pad(table, len(table), round_up(table.shape[1], self.panel)))
 
     def model(self, model: Transformer | DecoderOnly, *, bf16_cache: bool) -> Model:
         """Pack a whole model; with `bf16_cache` the KV cache is stored as bf16."""
         config = model.config
-        width = round_up(config.d_model, self.panel)
-        decoder = [self.layer(layer, width) for layer in model.decoder]
+        decoder = [self.layer(layer) for layer in model.decoder]
         heads, head_width = self.heads(model.decoder[0].attention)
         packed = Model(
             decoder=(Layer * len(decoder))(*decoder),
             decoder_layers=len(decoder),
-            decoder_norm=self.norm(model.decoder_norm, width),
+            decoder_norm=self.norm(model.decoder_norm),
             output=self.matrix(model.output.weight, None),
-            target=self.embedding(model.target, width),
+            target=self.embedding(model.target),
             target_vocabulary=len(model.target.tokens.weight),
-            mask=self.hold(self.pad(torch.ones(config.d_model), width)),
+            mask=self.hold(self.pad(torch.ones(config.d_model))),
             d_model=config.d_model,
-            width=width,
+            width=round_up(config.d_model, self.panel),
             heads=heads,
             head_width=head_width,
             inner=decoder[0].inner.outputs,
@@ -345,25 +338,16 @@ class WeightPacking:
             bf16_cache=bf16_cache,
         )
         if isinstance(model, Transformer):
-            encoder = [self.layer(layer, width) for layer in model.encoder]
+            encoder = [self.layer(layer) for layer in model.encoder]
             packed.encoder, packed.encoder_layers = (Layer * len(encoder))(*encoder), len(encoder)
-            packed.encoder_norm = self.norm(model.encoder_norm, width)
+            packed.encoder_norm = self.norm(model.encoder_norm)
             shared = model.source.tokens.weight is model.target.tokens.weight
-            packed.source = packed.target if shared else self.embedding(model.source, width)
+            packed.source = packed.target if shared else self.embedding(model.source)
             packed.source_vocabulary = len(model.source.tokens.weight)
         return packed
 
 
 # ---- a single product ------------------------------------------------------------------------------------------------
-
-
-def scaled(attention: MultiHeadAttention) -> tuple[Tensor, Tensor | None]:
-    """Return the joint matrix and bias of queries, keys and values, with 1/√d_k as part of W^Q."""
-    factor = attention.d_k**-0.5 if score_of(attention)[0] == "scaled" else 1.0
-    outputs = attention.qkv.weight.new_ones(len(attention.qkv.weight))
-    outputs[: attention.heads * attention.d_k] = factor
-    bias = attention.qkv.bias
-    return attention.qkv.weight * outputs[:, None], None if bias is None else bias * outputs
 
 
 class NativeProduct:

@@ -49,8 +49,8 @@ class SearchStep(ctypes.Structure):
     ]
 
 
-def refused(search: Search) -> str | None:
-    """Return None if C supports the steps of a search, else the reason why not."""
+def refused(search: Search, logits: Tensor | None = None) -> str | None:
+    """Return None if C supports the steps of a search, with these logits if they exist, else the reason why not."""
     if isinstance(missing := library(), str):
         return missing
     if search.processors or search.on_step:
@@ -58,7 +58,11 @@ def refused(search: Search) -> str | None:
     rows = search.rows
     if rows > MAX_ROWS or (rows > 1 and isinstance(search, GreedySearch)):
         return f"{rows} rows: greedy search has 1, a beam at most {MAX_ROWS}"
-    return None if search.state.done.device.type == "cpu" else "not on a CPU"
+    if search.state.done.device.type != "cpu":
+        return "not on a CPU"
+    if logits is not None and not (logits.is_cpu and logits.dtype == torch.float and logits.is_contiguous()):
+        return "the logits are not contiguous in fp32"
+    return None
 
 
 class NativeGreedySearch(GreedySearch):
@@ -69,7 +73,7 @@ class NativeGreedySearch(GreedySearch):
             super().advance()
 
     def extend(self, logits: Tensor) -> None:
-        if refused(self) or not _fits(logits):
+        if refused(self, logits):
             return super().extend(logits)
         return _call("qkv_extend_greedy", _search_step(self, logits, None))
 
@@ -82,7 +86,7 @@ class NativeBeamSearch(BeamSearch):
             super().advance()
 
     def extend(self, logits: Tensor) -> Tensor:
-        if refused(self) or not _fits(logits):
+        if refused(self, logits):
             return super().extend(logits)
         parents = self.state.length.new_empty(len(logits))
         _call("qkv_extend_beams", _search_step(self, logits, parents))
@@ -115,9 +119,9 @@ class UnfinishedRows:
 def _advance(search: Search) -> bool:
     """Run as many steps as fit into the KV cache, at least one, in C; return False if C does not support them."""
     model, decoder, state = search.model, search.decoder, search.state
-    if not isinstance(model, NativeTransformer) or model.output is not None or refused(search):
+    if not isinstance(model, NativeTransformer) or not isinstance(decoder, NativeState):
         return False
-    if not isinstance(decoder, NativeState):
+    if model.output is not None or refused(search):
         return False
     rows = state.newest.numel()
     model.prepare(decoder, rows, 1)
@@ -138,10 +142,6 @@ def _advance(search: Search) -> bool:
     _check(-steps_done)
     decoder.spare += steps - steps_done
     return True
-
-
-def _fits(logits: Tensor) -> bool:
-    return logits.is_cpu and logits.dtype == torch.float and logits.is_contiguous()
 
 
 def _search_step(search: Search, logits: Tensor, parents: Tensor | None) -> SearchStep:

@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +28,6 @@ from qkv.models.variants import DecoderOnly, rotary_of
 PAGE = 16  # positions of a sentence in one page; the same as in native.h
 
 Numbers = NDArray[np.int64]
-
-
-def _wider(table: NDArray[Any], columns: int) -> NDArray[Any]:
-    """Return a copy of a table with more columns, zeros in the new ones."""
-    wide = np.zeros((len(table), columns), table.dtype)
-    wide[:, : table.shape[1]] = table
-    return wide
 
 
 class PageAllocator:
@@ -106,8 +98,9 @@ class NativeState:
             return
         needed = -(-(self.lengths + n) // PAGE)
         columns = int(needed.max(initial=0))
-        if columns > self.pages.shape[1]:
-            self.pages, self.origin = _wider(self.pages, columns), _wider(self.origin, columns * PAGE)
+        if (more := columns - self.pages.shape[1]) > 0:
+            self.pages = np.pad(self.pages, ((0, 0), (0, more)))
+            self.origin = np.pad(self.origin, ((0, 0), (0, more * PAGE)))
         missing = (np.arange(columns) >= self.filled[:, None]) & (np.arange(columns) < needed[:, None])
         self.pages[:, :columns][missing] = self.allocator.take(int(missing.sum()))
         self.filled = np.maximum(self.filled, needed)

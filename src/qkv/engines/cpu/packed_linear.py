@@ -205,27 +205,15 @@ def replace_matrices(model: nn.Module, kernel: type[Product]) -> nn.Module:
 
 def _replace_parts(attention: MultiHeadAttention, kernel: type[Product]) -> None:
     """Pack the joint projection of an attention as two products: queries, and keys with values."""
-    queries = attention.heads * attention.d_k
     weight, bias = attention.qkv.weight, attention.qkv.bias
 
     def part(rows: slice) -> Product:
         return kernel(weight[rows], None if bias is None else bias[rows])
 
+    queries = attention.heads * attention.d_k
     query, memory = part(slice(0, queries)), part(slice(queries, None))
-
-    def split(x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (attention.heads, -1))
-        return heads.transpose(1, 2)  # (batch, heads, length, width)
-
-    def project_query(x: Tensor) -> Tensor:
-        return split(query(x))
-
-    def project_memory(x: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = memory(x).tensor_split([queries], dim=-1)
-        return split(k), split(v)
-
-    attention.project_query = project_query  # type: ignore[method-assign]
-    attention.project_memory = project_memory  # type: ignore[method-assign,assignment]
+    # `project_query` asks for the rows from 0, `project_memory` for all others.
+    attention._linear = lambda x, rows: (memory if rows.start else query)(x)  # type: ignore[method-assign,assignment]
 
 
 def _replace_normed(matrix: WeightNorm, kernel: type[Product]) -> None:
