@@ -12,14 +12,7 @@ from qkv.engines import LAYERS, AllowList
 from qkv.engines.cuda_training.packed_batch import PADDING
 from qkv.options import ModelConfig, TransformerConfig
 
-MODEL = AllowList(
-    "model",
-    TransformerConfig,
-    **LAYERS,
-    kind=("transformer",),
-    attention=("scaled", "dot"),
-    window=(0,),
-)
+MODEL = AllowList("model", TransformerConfig, **LAYERS, kind=("transformer",), attention=("scaled", "dot"), window=(0,))
 
 
 def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:
