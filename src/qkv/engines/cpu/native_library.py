@@ -271,7 +271,8 @@ class WeightPacking:
         """Pad W^Q, W^K and W^V and their biases head by head, and pack W^O."""
         count, width = self.heads(attention)
         shape = (attention.heads, attention.d_k)
-        weight, bias = attention.qkv.weight, attention.qkv.bias
+        weight: Tensor = attention.qkv.weight
+        bias: Tensor | None = attention.qkv.bias
         if score_of(attention)[0] == "scaled":  # 1/√d_k is part of W^Q
             factor = weight.new_ones(len(weight))
             factor[: attention.heads * attention.d_k] = attention.d_k**-0.5

@@ -213,7 +213,7 @@ def _replace_parts(attention: MultiHeadAttention, kernel: type[Product]) -> None
     queries = attention.heads * attention.d_k
     query, memory = part(slice(0, queries)), part(slice(queries, None))
     # `project_query` asks for the rows from 0, `project_memory` for all others.
-    attention._linear = lambda x, rows: (memory if rows.start else query)(x)  # type: ignore[method-assign,assignment]
+    attention._linear = lambda x, rows: (memory if rows.start else query)(x)  # type: ignore[method-assign]
 
 
 def _replace_normed(matrix: WeightNorm, kernel: type[Product]) -> None:

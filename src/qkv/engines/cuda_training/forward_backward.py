@@ -372,13 +372,14 @@ class ForwardBackward:
         weight = self.weights[self.model.output.weight]
         rows = max(1, LOGITS // len(hidden) // len(weight.value))
         sums, gradients = [], [torch.empty_like(each) for each in hidden]
-        for first in range(0, len(labels), rows):
-            part = slice(first, first + rows)
+        for begin in range(0, len(labels), rows):
+            part = slice(begin, begin + rows)
             logits = [F.linear(each[part], weight.value) for each in hidden]  # (rows, vocab)
             if self.r_drop:
-                losses = r_drop_loss_and_gradients(*logits, labels[part], self.smoothing, self.r_drop, self.pad)
+                first, second = logits
+                losses = r_drop_loss_and_gradients(first, second, labels[part], self.smoothing, self.r_drop, self.pad)
             else:
-                losses = loss_and_gradient(*logits, labels[part], self.smoothing, self.pad)
+                losses = loss_and_gradient(logits[0], labels[part], self.smoothing, self.pad)
             sums.append(torch.stack(losses).sum(1))
             for each, states, gradient in zip(logits, hidden, gradients, strict=True):
                 torch.mm(each, weight.value, out=gradient[part])
