@@ -133,24 +133,27 @@ def attention_scores(q: Tensor, k: Tensor, score: str = "scaled", weight: Tensor
 class ScoredAttention:
     """Attention with any score function, by heads that are projected elsewhere: see `MultiHeadAttention`."""
 
-    def __init__(self, score: str, weight: Tensor | None, name: str, dropout: float = 0.0, window: int = 0) -> None:
-        self.score, self.weight, self.name, self.dropout, self.window = score, weight, name, dropout, window
+    training, dropout = False, 0.0  # `VariantAttention` has its own
+
+    def __init__(self, score: str, weight: Tensor | None, name: str, window: int = 0) -> None:
+        self.score, self.score_weight, self.name, self.window = score, weight, name, window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """By PyTorch's fused kernel, but for additive scores, which are no product of matrices."""
         if self.score == "additive":
-            return F.dropout(self.weights(q, k, mask, causal), self.dropout) @ v
-        if self.weight is not None:  # general: qᵀW takes the place of the query
-            q = q @ self.weight
+            return F.dropout(self.weights(q, k, mask, causal), self.dropout, self.training) @ v
+        if self.score_weight is not None:  # general: qᵀW takes the place of the query
+            q = q @ self.score_weight
+        dropout = self.dropout if self.training else 0.0
         scale, window = None if self.score == "scaled" else 1.0, self._window(q, mask)
         if window and q.shape[-2] > 2 * window:  # in a shorter sequence the blocks would overlap most of it
-            return attend_in_window(q, k, v, mask, window, causal=causal, dropout=self.dropout, scale=scale)
+            return attend_in_window(q, k, v, mask, window, causal=causal, dropout=dropout, scale=scale)
         if window or (causal and mask is not None):
             mask, causal = self.whole_mask(q, k, mask, causal), False
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout, is_causal=causal, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale)
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        scores = attention_scores(q, k, self.score, self.weight)
+        scores = attention_scores(q, k, self.score, self.score_weight)
         mask = self.whole_mask(q, k, mask, causal)
         return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(dim=-1)
 
@@ -169,7 +172,7 @@ class ScoredAttention:
         return self.window if mask is None or mask.shape[-2] != q.shape[-2] else 0
 
 
-class VariantAttention(MultiHeadAttention):
+class VariantAttention(ScoredAttention, MultiHeadAttention):
     """Multi-head attention with another score, rotary positions, a window, or dropout on the weights."""
 
     def __init__(
@@ -186,7 +189,7 @@ class VariantAttention(MultiHeadAttention):
         dropout: float = 0.0,
         name: str = "",
     ) -> None:
-        super().__init__(d_model, heads, d_k, d_v, bias=bias, name=name)
+        MultiHeadAttention.__init__(self, d_model, heads, d_k, d_v, bias=bias, name=name)
         self.score, self.window, self.dropout = score, window, dropout
         self.rotary = SinusoidalPositions(d_k) if rotary else None
         self.score_weight: nn.Parameter | None = None
@@ -203,18 +206,8 @@ class VariantAttention(MultiHeadAttention):
             q, k = rotate(q, table), rotate(k, table)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        return self._scored().attend(q, k, v, mask, causal)
-
-    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        return self._scored().weights(q, k, mask, causal)
-
     def new_cache(self) -> KVCache:
         return WindowCache(self.window) if self.window else KVCache()
-
-    def _scored(self) -> ScoredAttention:
-        dropout = self.dropout if self.training else 0.0
-        return ScoredAttention(self.score, self.score_weight, self.name, dropout, self.window)
 
 
 def observe_weights(observe: Callable[[str, Tensor], None]) -> Wrap:
