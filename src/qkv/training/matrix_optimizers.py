@@ -59,13 +59,17 @@ def by_shape(pieces: Sequence[Tensor]) -> list[list[int]]:
     return list(places.values())
 
 
-def build_adamw(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW: Adam with decoupled weight decay, without decay of norms and biases."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[Group]:
+    """Divide parameters into those with weight decay, and norms and biases without."""
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+
+
+def build_adamw(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW: Adam with decoupled weight decay, without decay of norms and biases."""
+    groups = decay_groups(list(model.parameters()), options.weight_decay)
     return torch.optim.AdamW(groups, lr=0.0, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
 
@@ -80,11 +84,9 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         self, model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-9, weight_decay: float = 0
     ) -> None:
         inside = matrices(model)
-        rest = [p for p in model.parameters() if p not in inside]
         groups: list[Group] = [
             {"params": list(inside), "rows": list(inside.values()), "weight_decay": weight_decay},
-            {"params": [p for p in rest if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+            *decay_groups([p for p in model.parameters() if p not in inside], weight_decay),
         ]
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps})
 
@@ -93,11 +95,7 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         """Update the matrices in these parameters; `unless_skipped` and `rate` make a skipped step change nothing."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
         inside, *rest = self.param_groups
         for group in rest:
             self._adamw(group)
@@ -108,7 +106,6 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
             if self.grad_scale is not None:
                 grads = [grad / self.grad_scale for grad in grads]
             self.update(parameters, grads, [rows for _, rows in learned], inside)
-        return loss
 
     def rate(self, group: Group) -> Tensor | float:
         """Return the learning rate: zero in a skipped step."""
@@ -120,12 +117,6 @@ class MatrixOptimizer(torch.optim.Optimizer, ABC):
         if self.found_inf is None:
             return new
         return [torch.where(self.found_inf > 0, before, now) for now, before in zip(new, old, strict=True)]
-
-    def count(self, steps: list[Tensor]) -> None:
-        """Count one more step, unless it is skipped."""
-        torch._foreach_add_(steps, 1)
-        if self.found_inf is not None:
-            torch._foreach_sub_(steps, [self.found_inf.reshape(())] * len(steps))
 
     def slots(self, parameters: Iterable[Tensor], name: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the state under this name; create missing state."""
@@ -264,7 +255,9 @@ class Soap(MatrixOptimizer):
         calls = self.slots(parameters, "calls", zero)
         if self._calls < 0:
             self._calls = int(calls[0])
-        self.count(self.slots(parameters, "step", zero))
+        steps = self.slots(parameters, "step", zero)
+        counted = torch.ones_like(steps[0]) if self.found_inf is None else 1 - self.found_inf.reshape(())
+        torch._foreach_add_(steps, [counted] * len(steps))
         grads = self.unless_skipped(grads, averages)
         torch._foreach_lerp_(averages, grads, 1 - group["betas"][0])
         owners = [(self.state[p], i) for p, each in zip(parameters, rows, strict=True) for i in range(len(each))]

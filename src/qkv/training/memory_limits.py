@@ -7,7 +7,7 @@ gradients at once, so that the logits of a whole batch never exist. Values and g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,23 +42,19 @@ class MemoryLimitedStep(PlainTrainStep):
 
     def gradients(self, update: Update) -> Tensor:
         """Add the gradient of this rank's micro-batches; start again, in smaller parts, when one does not fit."""
+        self.model.train()
         while True:
-            sums, too_large = self._gradients_until_out_of_memory(update.micro_batches)
+            sums, too_large = torch.zeros(2, device=self.device), None
+            for batch in (part for micro in update.micro_batches for part in self.limit.parts(micro)):
+                try:
+                    sums += self.forward_backward(batch)
+                except torch.OutOfMemoryError:
+                    too_large = batch
+                    break
             if too_large is None:
                 return torch.cat([sums, sums.new_tensor([update.tokens])])
             self.limit.shrink(too_large)
             self.zero_gradients()  # half a gradient is left behind
-
-    def _gradients_until_out_of_memory(self, micros: Sequence[Batch]) -> tuple[Tensor, Batch | None]:
-        """Return loss and −log p, and the batch that did not fit, if any."""
-        self.model.train()
-        sums = torch.zeros(2, device=self.device)
-        for batch in (part for micro in micros for part in self.limit.parts(micro)):
-            try:
-                sums += self.forward_backward(batch)
-            except torch.OutOfMemoryError:
-                return sums, batch
-        return sums, None
 
     def probe(self) -> None:
         """Compute the largest micro-batch of the first pass over the text, in parts if it does not fit.
