@@ -199,13 +199,8 @@ class Config:
 
     def check(self) -> None:
         """Refuse values that cannot work; the message names the option and the remedy."""
-        for path, spec, value in self.options():
-            if isinstance(value, tuple):
-                for i, corpus in enumerate(value):
-                    for part in dataclasses.fields(corpus):
-                        _check_value(f"{path}[{i}].{part.name}", part, getattr(corpus, part.name))
-            else:
-                _check_value(path, spec, value)
+        for name, section in vars(self).items():
+            _check_values(section, name)
         self.model.check(self.longest())
         if getattr(self.model, "tie", "") == "all" and not self.tokenizer.shared:
             remedy = 'set model.tie = "output" for two vocabularies'
@@ -308,22 +303,27 @@ class Config:
         return cls.model_kinds[kind]
 
 
-def _check_value(path: str, spec: dataclasses.Field[Any], value: Any) -> None:
-    kind, choices, low, high = type(spec.default), *(spec.metadata[k] for k in ("choices", "low", "high"))
-    if type(value) is not kind and (kind, type(value)) != (float, int):
-        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a tuple"}
-        raise UsageError(f"{path} = {value!r}: expected {names[kind]}")
-    if kind is float and not math.isfinite(value):
-        raise UsageError(f"{path} = {value}: expected a finite number")
-    if kind is str and value.encode("utf-8", "replace").decode() != value:
-        raise UsageError(f"{path} = {value!r}: not valid Unicode, so it cannot be written to a file")
-    if choices and value not in choices:
-        nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)
-        raise UsageError(f'{path} = "{value}": choose one of {", ".join(choices)} (nearest: {nearest[0]})')
-    if low is not None and value < low:
-        raise UsageError(f"{path} = {value}: must be at least {low:g}")
-    if high is not None and value > high:
-        raise UsageError(f"{path} = {value}: must be at most {high:g}")
+def _check_values(section: Any, path: str) -> None:
+    """Refuse a value of another type or out of its bounds, and one that is not among the choices."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a tuple"}
+    for spec in dataclasses.fields(section):
+        name, value, kind = f"{path}.{spec.name}", getattr(section, spec.name), type(spec.default)
+        choices, low, high = spec.metadata["choices"], spec.metadata["low"], spec.metadata["high"]
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise UsageError(f"{name} = {value!r}: expected {names[kind]}")
+        if kind is float and not math.isfinite(value):
+            raise UsageError(f"{name} = {value}: expected a finite number")
+        if kind is str and value.encode("utf-8", "replace").decode() != value:
+            raise UsageError(f"{name} = {value!r}: not valid Unicode, so it cannot be written to a file")
+        if choices and value not in choices:
+            nearest = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)
+            raise UsageError(f'{name} = "{value}": choose one of {", ".join(choices)} (nearest: {nearest[0]})')
+        if low is not None and value < low:
+            raise UsageError(f"{name} = {value}: must be at least {low:g}")
+        if high is not None and value > high:
+            raise UsageError(f"{name} = {value}: must be at most {high:g}")
+        for i, corpus in enumerate(value if kind is tuple else ()):
+            _check_values(corpus, f"{name}[{i}]")
 
 
 def _toml(value: Any) -> str:
