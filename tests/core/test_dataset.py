@@ -84,7 +84,7 @@ def test_damaged_stores_are_refused_and_made_again(split: DataConfig, tmp_path: 
             PreparedText.open(folder)
         assert content(prepare_text(split, folder).folder) == whole
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    for change, message in (({"version": 99}, "version 99"), ({"format": "x"}, "not the manifest")):
+    for change, message in (({"version": 99}, "version 99"), ({"format": "x"}, "not a qkv store")):
         (folder / "manifest.json").write_text(json.dumps({**manifest, **change}))
         with pytest.raises(QkvError, match=message):
             PreparedText.open(folder)

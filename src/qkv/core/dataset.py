@@ -27,7 +27,7 @@ from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 
-FORMAT, VERSION = "qkv-store", 1
+VERSION = 1  # of the format
 TOKENIZERS_FILE = "tokenizers.json"
 DRAFT = f".preparing-{platform.node()}"  # first part of the name of a folder that is not complete
 
@@ -140,18 +140,9 @@ class PreparedText:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read how the prepared text in a folder was made."""
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise UsageError(f"{folder}: no prepared text here: prepare it first") from None
-    except ValueError:
-        raise QkvError(f"{path}: not JSON: delete {folder} and prepare again") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise QkvError(f"{path}: not the manifest of a qkv store")
-    if (found := manifest.get("version")) != VERSION:
-        raise QkvError(f"{path}: store version {found!r}, this qkv reads {VERSION}: prepare the text again")
-    return manifest
+    if not (path := folder / "manifest.json").exists():
+        raise UsageError(f"{folder}: no prepared text here: prepare it first")
+    return files.read_json(path, "store", VERSION, f"delete {folder} and prepare again")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -237,7 +228,7 @@ def publish(draft: Path, place: Path, manifest: dict[str, Any]) -> None:
     """
     paths = sorted(path for path in draft.iterdir() if path.is_file())
     checksums = {path.name: files.content_hash(path) for path in paths}
-    manifest = manifest | {"format": FORMAT, "version": VERSION, "checksums": checksums}
+    manifest = manifest | {"format": "qkv-store", "version": VERSION, "checksums": checksums}
     files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
     for path in (*paths, draft):
         files.sync(path)

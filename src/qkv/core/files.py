@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from qkv.core.errors import QkvError
+from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,21 @@ def read_tensors(path: Path, metadata: dict[str, str] | None = None) -> dict[str
         raise QkvError(f"{path}: no such weights: look into {path.parent} for the ones there are") from None
     except (SafetensorError, OSError) as error:
         raise QkvError(f"{path}: truncated or not a safetensors file ({error}): restore it from a copy") from None
+
+
+def read_json(path: Path, kind: str, version: int, remedy: str) -> dict[str, Any]:
+    """Read a JSON file of format `qkv-KIND`; refuse a missing, damaged or foreign one, and another version."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the {kind}: {error.strerror}") from None
+    except ValueError:
+        raise QkvError(f"{path}: not JSON, so not a {kind}, or cut off: {remedy}") from None
+    if not isinstance(values, dict) or values.get("format") != f"qkv-{kind}":
+        raise QkvError(f"{path}: not a qkv {kind}: expected a JSON file with format qkv-{kind}")
+    if (found := values.get("version")) != version:
+        raise QkvError(f"{path}: {kind} version {found!r}, this qkv reads {version}: {remedy}")
+    return values
 
 
 def content_hash(path: Path) -> str:

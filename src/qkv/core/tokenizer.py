@@ -28,7 +28,7 @@ from qkv.core.errors import QkvError, UsageError
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ("<pad>", "<s>", "</s>")
-FORMAT, VERSION = "qkv-tokenizer", 1
+VERSION = 1  # of the file
 
 # Letters with their marks, digits, and everything else do not share a piece; each may have one space before it.
 PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
@@ -210,18 +210,7 @@ class TokenizerPair:
     @classmethod
     def load(cls, path: str | Path) -> TokenizerPair:
         """Read a file written by `save`."""
-        try:
-            plain = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"{path}: cannot read the tokenizer: {error.strerror}") from None
-        except ValueError:
-            raise QkvError(f"{path}: not JSON, so not a tokenizer, or cut off: copy it anew or train again") from None
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            raise QkvError(f"{path}: not a qkv tokenizer: expected a JSON file with format {FORMAT}")
-        if (version := plain.get("version")) != VERSION:
-            raise QkvError(
-                f"{path}: tokenizer version {version!r}, this qkv reads {VERSION}: use the qkv that wrote it"
-            )
+        plain = files.read_json(Path(path), "tokenizer", VERSION, "copy it anew, or use the qkv that wrote it")
         try:
             sides = [Tokenizer.from_dict(side) for side in plain["sides"]]
             src, tgt = sides if len(sides) == 2 else sides * 2
@@ -231,7 +220,7 @@ class TokenizerPair:
 
     def _to_json(self) -> str:
         sides = [side.to_dict() for side in ([self.src] if self.shared else [self.src, self.tgt])]
-        return json.dumps({"format": FORMAT, "version": VERSION, "sides": sides}, ensure_ascii=False, indent=0)
+        return json.dumps({"format": "qkv-tokenizer", "version": VERSION, "sides": sides}, ensure_ascii=False, indent=0)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
