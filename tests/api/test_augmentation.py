@@ -45,7 +45,7 @@ from qkv.api.pair_filters import (
     filter_lines,
 )
 from qkv.api.translator import Alternative, Translation, Translator
-from qkv.core.corpus import read_block, split_into_blocks
+from qkv.core.corpus import split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text
 from qkv.options import Config, CorpusConfig, DataConfig
@@ -365,7 +365,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 def columns(path: Path) -> list[tuple[str, ...]]:
     """The pairs of a file, as training reads them."""
     (corpus,) = find_text([CorpusConfig(src=str(path))], DataConfig())
-    return [pair for block in split_into_blocks(corpus) for pair in read_block(block) if pair]
+    return [pair for block in split_into_blocks(corpus) for pair in block.texts() if pair]
 
 
 @given(

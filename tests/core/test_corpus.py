@@ -9,7 +9,7 @@ import pytest
 
 from qkv.core import corpus as module
 from qkv.core.config import CorpusConfig, DataConfig
-from qkv.core.corpus import find_corpus, read_block, split_into_blocks
+from qkv.core.corpus import find_corpus, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 
 
@@ -26,7 +26,7 @@ def lines(texts: list[str], end: str = "\n") -> bytes:
 def pairs_of(folder: Path, spec: CorpusConfig, on_bad: str = "error") -> list[tuple[str, ...] | None]:
     """All pairs of a corpus, block by block."""
     corpus = find_corpus(spec, DataConfig(root=str(folder)))
-    return [pair for block in split_into_blocks(corpus) for pair in read_block(block, on_bad)]
+    return [pair for block in split_into_blocks(corpus) for pair in block.texts(on_bad)]
 
 
 def test_ends_of_lines_and_files(tmp_path: Path) -> None:
@@ -108,16 +108,16 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None
     (block,) = split_into_blocks(corpus)
     (tmp_path / "a.en").write_bytes(b"one\n")
     with pytest.raises(QkvError, match=r"a\.en: the file changed while it was being read: start again"):
-        read_block(block)
+        block.texts()
 
 
 def test_a_line_that_is_not_utf8_offers_a_choice_where_there_is_one(tmp_path: Path) -> None:
     corpus = find_corpus(write_pair(tmp_path, b"one\ntw\xf6\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
     (block,) = split_into_blocks(corpus)
     with pytest.raises(QkvError, match=r"convert the file$"):
-        module.read_column(block, 0)
+        block.lines(0)
     with pytest.raises(QkvError, match=r"convert the file, or leave such lines out with --on-bad skip"):
-        read_block(block, "error")
+        block.texts("error")
 
 
 def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from qkv.core import preparation
 from qkv.core.config import DataConfig, TokenizerConfig
-from qkv.core.corpus import Column, Corpus, TextBlock, split_into_blocks
+from qkv.core.corpus import LINES, Column, Corpus, TextBlock, split_into_blocks
 from qkv.core.dataset import PreparedText, StoreFolder, read_manifest
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.preparation import (
@@ -213,19 +213,25 @@ def test_a_line_that_cannot_fit_is_not_tokenised(tmp_path: Path, monkeypatch: py
     pack = Tokenizer.pack
     monkeypatch.setattr(Tokenizer, "pack", lambda self, line: seen.append(len(line)) or pack(self, line))
     lines = ["x" * 20, "x" * 21, "é" * 20, "e\u0301" * 20, "e\u0301" * 21]
-    found = [len(text._pack(line, words)) // words.dtype.itemsize for line in lines]
+    found = [len(text.pack(line, words, LINES)) // words.dtype.itemsize for line in lines]
     assert seen == [20, 20, 40]
     assert found == [21, 5, 41, 41, 5]
 
 
-def links_of(line: str, pair: Any, ids: list[Any], both: TokenizerPair) -> Any:
-    if line == "bad":
-        raise ValueError("not a number")
-    return np.array([int(line), len(ids[0]), len(pair[1])], "<u2")
+def read_links(block: TextBlock, both: TokenizerPair) -> Any:
+    lines = block.lines(-1)
+
+    def encode(row: int, pair: Any, packed: Any) -> bytes:
+        if lines[row] == "bad":
+            raise QkvError(f"{block.where(row, -1)}: not a number")
+        ids = np.frombuffer(packed[0], both.src.dtype)
+        return np.array([int(lines[row] or 0), len(ids), len(pair[1])], "<u2").tobytes()
+
+    return encode
 
 
 def test_a_column_is_made_of_the_last_file(tmp_path: Path) -> None:
-    column = Column("links", "key", np.dtype("<u2"), links_of)
+    column = Column("links", "key", np.dtype("<u2"), read_links)
     pairs = numbered(4)
     corpus = corpus_of(tmp_path, pairs)
     (tmp_path / "links").write_text("10\n11\n\n13\n")

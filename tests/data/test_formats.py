@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from qkv.core.corpus import Corpus, read_block, split_into_blocks
+from qkv.core.corpus import Corpus, split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data import formats
 from qkv.data.formats import find_text, infer_languages, read_lines, unpack
@@ -46,7 +46,7 @@ def pairs_of(
     data = DataConfig(train=(spec,), root=str(tmp_path), on_bad=on_bad, src_lang=langs[0], tgt_lang=langs[1])
     (tmp_path / "scratch").mkdir(exist_ok=True)
     (found,), _ = unpack(find_text(data.train, data), tmp_path / "scratch", starmap, lambda stage, done, total: None)
-    return [pair for block in split_into_blocks(found) for pair in read_block(block, on_bad)]
+    return [pair for block in split_into_blocks(found) for pair in block.texts(on_bad)]
 
 
 def lines(texts: list[str], end: str = "\n") -> bytes:

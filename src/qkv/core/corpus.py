@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qkv.core.config import CorpusConfig, DataConfig
 from qkv.core.errors import QkvError, UsageError
@@ -36,19 +35,20 @@ class LineFormat:
 
     key: str  # part of the key of a prepared text
 
-    def texts(self, block: TextBlock, columns: list[list[str | None]], on_bad: str) -> list[Texts | None]:
-        """Return the texts of each pair from the lines of each file; None for a pair that is left out."""
-        return [None if None in texts else cast(Texts, texts) for texts in zip(*columns, strict=True)]
+    def texts(self, block: TextBlock, on_bad: str) -> list[Texts | None]:
+        """Return the texts of each pair of a block, or None for a pair that on_bad = "skip" leaves out."""
+        sides = [block.lines(file, on_bad) for file in range(block.corpus.sides)]
+        return [None if None in texts else cast(Texts, texts) for texts in zip(*sides, strict=True)]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One more array for each pair, made from the lines of one more file: alignments."""
+    """One more array for each pair, made from the lines of one more file, the last of a corpus: alignments."""
 
     name: str  # of its files in the store
     key: str  # part of the key of a prepared text
     dtype: np.dtype[Any]
-    encode: Callable[[str, Texts, list[NDArray[Any]], TokenizerPair], NDArray[Any]]  # ValueError: a line it refuses
+    read: Callable[[TextBlock, TokenizerPair], Callable[[int, Texts, list[bytes]], bytes]]  # (row, texts, ids) → array
 
 
 LINES = LineFormat("lines")
@@ -83,6 +83,23 @@ class TextBlock:
     def where(self, row: int, file: int = 0) -> str:
         """Return the file name and line number of a row, for messages."""
         return f"{self.corpus.names[file]}, line {self.first + row + 1}"
+
+    def texts(self, on_bad: str = "") -> list[Texts | None]:
+        return self.corpus.format.texts(self, on_bad)
+
+    def lines(self, file: int, on_bad: str = "") -> list[str | None]:
+        """Read the lines of one file; with on_bad = "skip", None for a line that is not UTF-8."""
+        corpus, (start, stop) = self.corpus, self.spans[file]
+        with open(corpus.paths[file], "rb") as stream:
+            stream.seek(start)
+            data = stream.read(stop - start)
+        if len(data) < stop - start:
+            raise QkvError(f"{corpus.names[file]}: the file changed while it was being read: start again")
+        data = data.removesuffix(b"\n")
+        try:
+            return [line.removesuffix("\r") for line in data.decode().split("\n")]
+        except UnicodeDecodeError:
+            return [decode_line(line, self.where(row, file), on_bad) for row, line in enumerate(data.split(b"\n"))]
 
 
 # ---- finding files ---------------------------------------------------------------------------------------------------
@@ -147,27 +164,6 @@ def split_into_blocks(corpus: Corpus) -> list[TextBlock]:
     if not blocks:
         raise QkvError(f"{corpus}: the file is empty")
     return blocks
-
-
-def read_block(block: TextBlock, on_bad: str = "error") -> list[Texts | None]:
-    """Return the texts of each pair of a block; with on_bad = "skip", None for a line that is not UTF-8."""
-    count = len(block.spans) - (block.corpus.column is not None)
-    return block.corpus.format.texts(block, [read_column(block, file, on_bad) for file in range(count)], on_bad)
-
-
-def read_column(block: TextBlock, file: int, on_bad: str = "") -> list[str | None]:
-    """Return the lines of one file of a block."""
-    corpus, (start, stop) = block.corpus, block.spans[file]
-    with open(corpus.paths[file], "rb") as stream:
-        stream.seek(start)
-        data = stream.read(stop - start)
-    if len(data) < stop - start:
-        raise QkvError(f"{corpus.names[file]}: the file changed while it was being read: start again")
-    data = data.removesuffix(b"\n")
-    try:
-        return [line.removesuffix("\r") for line in data.decode().split("\n")]
-    except UnicodeDecodeError:
-        return [decode_line(line, block.where(row, file), on_bad) for row, line in enumerate(data.split(b"\n"))]
 
 
 def decode_line(line: bytes, where: str, on_bad: str) -> str | None:

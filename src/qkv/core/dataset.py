@@ -150,17 +150,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 Encoded = dict[str, bytes]  # of each file of a prepared text, the next bytes
 
 
-def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], kept: list[tuple[list[bytes], Sequence[str]]]) -> Encoded:
-    """Concatenate the rows of all columns: ids, lengths, and for validation the raw text of the sides in lines."""
+def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], rows: Sequence[Sequence[bytes]]) -> Encoded:
+    """Concatenate rows, column by column: the ids of all, and their lengths."""
     encoded = {}
     for number, (column, dtype) in enumerate(dtypes.items()):
-        rows = [packed[number] for packed, _ in kept]
-        encoded[f"{part}.{column}.ids"] = b"".join(rows)
-        encoded[f"{part}.{column}.lengths"] = np.array([len(row) // dtype.itemsize for row in rows], "<u4").tobytes()
-        if part == "valid" and column in ("src", "tgt"):
-            # JSON text may hold line breaks; scores are computed on one line for each sentence.
-            raw = (texts[number].replace("\n", " ").replace("\r", " ") for _, texts in kept)
-            encoded[f"{part}.{column}.txt"] = "".join(text + "\n" for text in raw).encode()
+        ids = [row[number] for row in rows]
+        encoded[f"{part}.{column}.ids"] = b"".join(ids)
+        encoded[f"{part}.{column}.lengths"] = np.array([len(each) // dtype.itemsize for each in ids], "<u4").tobytes()
     return encoded
 
 

@@ -23,16 +23,7 @@ from numpy.typing import NDArray
 
 from qkv.core import dataset
 from qkv.core.config import DataConfig, TokenizerConfig
-from qkv.core.corpus import (
-    Corpus,
-    ParallelMap,
-    Progress,
-    TextBlock,
-    file_state,
-    read_block,
-    read_column,
-    split_into_blocks,
-)
+from qkv.core.corpus import Corpus, LineFormat, ParallelMap, Progress, TextBlock, file_state, split_into_blocks
 from qkv.core.dataset import Encoded, PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import content_hash
@@ -120,7 +111,7 @@ class Sentences:
         Spaces around a text and its Unicode form do not change the hashes.
         """
         rows, tag = bytearray(), block.corpus.tag.encode()
-        for pair in read_block(block, self.data.on_bad):
+        for pair in block.texts(self.data.on_bad):
             texts = [unicodedata.normalize("NFC", text).strip().encode() for text in pair or ()]
             source = hashlib.blake2b(texts[0] if texts else b"", digest_size=8).digest()
             rows += source + hashlib.blake2b(b"\n".join([source + tag, *texts[1:]]), digest_size=8).digest()
@@ -146,43 +137,47 @@ class Sentences:
         random = np.random.default_rng(seed)
         size = int(share * len(rows) + random.random())
         chosen = np.sort(random.permutation(rows)[:size]).tolist()
-        pairs = read_block(block, self.data.on_bad) if chosen else []
+        pairs = block.texts(self.data.on_bad) if chosen else []
         return [pair[side] for row in chosen if (pair := pairs[row])]
 
     def encode(
         self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
     ) -> tuple[Encoded, list[int]]:
         """Tokenise a block: return what it adds to each file, and how many of its pairs have each disposition."""
-        tokenizers = dataset.load_tokenizers(path)
-        corpus, sides = block.corpus, [tokenizers.src, tokenizers.tgt][-block.corpus.sides :]
+        tokenizers, corpus = dataset.load_tokenizers(path), block.corpus
+        sides = [tokenizers.src, tokenizers.tgt][-corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
-        lines = read_column(block, len(block.spans) - 1) if corpus.column else []
-        kept: tuple[list[Any], list[Any]] = ([], [])
-        counts = [0] * len(self.reasons)
-        for row, (pair, disposition) in enumerate(zip(read_block(block, self.data.on_bad), dispositions, strict=True)):
-            if pair is not None and disposition <= Disposition.VALID:
-                packed = [self._pack(text, side) for text, side in zip(pair, sides, strict=True)]
-                lengths = [len(ids) // side.dtype.itemsize for ids, side in zip(packed, sides, strict=True)]
-                if dropped := self.first_filter("tokens", lengths, corpus.given):
-                    disposition = dropped
-                else:
-                    extra = [b""] * (len(dtypes) - len(sides))
-                    if corpus.column:
-                        ids = [np.frombuffer(part, side.dtype) for part, side in zip(packed, sides, strict=True)]
-                        try:
-                            extra = [corpus.column.encode(lines[row] or "", pair, ids, tokenizers).tobytes()]
-                        except ValueError as error:
-                            raise QkvError(f"{block.where(row, -1)}: {error}") from None
-                    kept[disposition].append(([tag + packed[0], *packed[1:], *extra], pair))
+        column = corpus.column and corpus.column.read(block, tokenizers)
+        more = [b""] * (len(dtypes) - len(sides))
+        kept: dict[int, list[list[bytes]]] = {Disposition.TRAIN: [], Disposition.VALID: []}
+        raw, counts = list[list[str]](), [0] * len(self.reasons)
+        for row, (texts, disposition) in enumerate(zip(block.texts(self.data.on_bad), dispositions, strict=True)):
+            if texts is not None and disposition in kept:
+                ids = [self.pack(text, side, corpus.format) for text, side in zip(texts, sides, strict=True)]
+                lengths = [len(packed) // side.dtype.itemsize for packed, side in zip(ids, sides, strict=True)]
+                disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
+                if disposition in kept:
+                    ids[0] = tag + ids[0]
+                    kept[disposition].append([*ids, column(row, texts, ids)] if column else ids + more)
+                if disposition == Disposition.VALID:
+                    raw.append([self.raw(text, corpus.format) for text in texts])
             counts[disposition] += 1
-        return dataset.join_rows("train", dtypes, kept[0]) | dataset.join_rows("valid", dtypes, kept[1]), counts
+        encoded = dataset.join_rows("train", dtypes, kept[Disposition.TRAIN])
+        encoded |= dataset.join_rows("valid", dtypes, kept[Disposition.VALID])
+        for name, lines in zip(dtypes, zip(*raw, strict=True), strict=False):  # the columns begin with the sides
+            encoded[f"valid.{name}.txt"] = "".join(lines).encode()
+        return encoded, counts
 
-    def _pack(self, text: str, side: Tokenizer) -> bytes:
-        # A text with more characters than max_length tokens can hold is too long, whatever its tokens are.
+    def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:
+        """Return the ids of a text as bytes; zeros for one with more characters than max_length tokens can hold."""
         most = self.data.max_length * side.max_token_bytes
         if len(text) > most and len(unicodedata.normalize("NFC", text)) > most:
             return bytes((self.data.max_length + 1) * side.dtype.itemsize)
         return side.pack(text)
+
+    def raw(self, text: str, layout: LineFormat) -> str:
+        """Return a validation text as one line, for scores: JSON text may hold line breaks."""
+        return text.replace("\n", " ").replace("\r", " ") + "\n"
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -349,10 +344,8 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
         for start, stop in slices(len(pairs)):
             found.append(start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0)))
         rows = np.concatenate(found)
-        values = pairs[rows]
-        order = np.argsort(values, kind="stable")
-        repeated = values[order][1:] == values[order][:-1]
-        dispositions[rows[order[1:][repeated]]] = Disposition.DUPLICATE
+        _, first = np.unique(pairs[rows], return_index=True)
+        dispositions[np.delete(rows, first)] = Disposition.DUPLICATE
 
 
 def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int) -> None:

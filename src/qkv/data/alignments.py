@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.core.corpus import Column, Texts
-from qkv.core.errors import UsageError
+from qkv.core.corpus import Column, TextBlock, Texts
+from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 
 if TYPE_CHECKING:
@@ -98,32 +98,37 @@ def token_alignment(links: Iterable[Link], source: list[list[int]], target: list
 # ---- in the store and in batches -------------------------------------------------------------------------------------
 
 
-def alignment_column(rule: str, *, tagged: bool) -> Column:
-    """Return the column of the store that holds the links between the tokens of a pair."""
-    return Column(ALIGNMENT, rule, ALIGNMENT_DTYPE, partial(_encode_alignment, rule=rule, tagged=tagged))
+def alignment_column(rule: str) -> Column:
+    """Return the column of the store that holds the links between the tokens of a pair: source, target, source …"""
+    return Column(ALIGNMENT, rule, ALIGNMENT_DTYPE, partial(_read_alignments, rule=rule))
 
 
-def _encode_alignment(
-    line: str, pair: Texts, ids: list[NDArray[Any]], both: TokenizerPair, *, rule: str, tagged: bool
-) -> NDArray[Any]:
-    """Turn a line of an alignment file into links between tokens: source, target, source, target …"""
-    try:
-        links = parse_pharaoh(line)
-    except ValueError as error:
-        raise ValueError(f'"{error}" is not a link: write source-target, e.g. 0-0 1-2') from None
-    groups = [
-        tokens_of_words(side, tokens.tolist(), text, rule)
-        for side, tokens, text in zip((both.src, both.tgt), ids, pair, strict=True)
-    ]
-    for link in links:
-        for side, word, count in zip(("source", "target"), link, map(len, groups), strict=True):
-            if word >= count:
-                raise ValueError(
-                    f"{link[0]}-{link[1]} names {side} word {word}, counted from 0, of a sentence of {count} words "
-                    f"({RULES[rule]}): align this very text"
-                )
-    joined = [(s + tagged, t) for s, t in token_alignment(links, *groups)]  # a tag is the first token of the source
-    return np.array(joined, ALIGNMENT_DTYPE)
+def _read_alignments(
+    block: TextBlock, both: TokenizerPair, *, rule: str
+) -> Callable[[int, Texts, Sequence[bytes]], bytes]:
+    """Return a function that turns a line of the alignment file into links between tokens."""
+    lines = block.lines(-1)
+
+    def encode(row: int, pair: Texts, packed: Sequence[bytes]) -> bytes:
+        try:
+            links = parse_pharaoh(lines[row] or "")
+        except ValueError as error:
+            fault = f'"{error}" is not a link: write source-target, e.g. 0-0 1-2'
+            raise QkvError(f"{block.where(row, -1)}: {fault}") from None
+        groups = [
+            tokens_of_words(side, np.frombuffer(ids, side.dtype).tolist(), text, rule)
+            for side, ids, text in zip((both.src, both.tgt), packed, pair, strict=True)
+        ]
+        for link in links:
+            for name, word, count in zip(("source", "target"), link, map(len, groups), strict=True):
+                if word >= count:
+                    raise QkvError(
+                        f"{block.where(row, -1)}: {link[0]}-{link[1]} names {name} word {word}, counted from 0, of a "
+                        f"sentence of {count} words ({RULES[rule]}): align this very text"
+                    )
+        return np.array(token_alignment(links, *groups), ALIGNMENT_DTYPE).tobytes()
+
+    return encode
 
 
 def batch_alignment(store: TokenStore, indices: NDArray[np.int64]) -> Tensor:

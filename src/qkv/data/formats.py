@@ -58,9 +58,9 @@ class ParsedLines(LineFormat):
 
     parse: Callable[[str], Texts]
 
-    def texts(self, block: TextBlock, columns: list[list[str | None]], on_bad: str) -> list[Texts | None]:
+    def texts(self, block: TextBlock, on_bad: str) -> list[Texts | None]:
         pairs: list[Texts | None] = []
-        for row, line in enumerate(columns[0]):
+        for row, line in enumerate(block.lines(0, on_bad)):
             try:
                 texts = None if line is None else self.parse(line)
                 "".join(texts or ()).encode()  # JSON can spell half of a character ("\ud800"), which UTF-8 cannot hold
@@ -155,7 +155,7 @@ def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
     if corpus.align:
         from qkv.data.alignments import alignment_column
 
-        column = alignment_column("marks" if corpus.align.startswith("demo:") else "spaces", tagged=bool(corpus.tag))
+        column = alignment_column("marks" if corpus.align.startswith("demo:") else "spaces")
         names, paths = (*found.names, corpus.align), (*found.paths, open_text(corpus.align, data.root))
         found = dataclasses.replace(found, names=names, paths=paths, column=column)
     if found.names.count("-") > 1:

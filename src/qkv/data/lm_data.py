@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate, UpdateStream, pad, visits
-from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock, read_block
-from qkv.core.dataset import Encoded, TokenStore, load_tokenizers
+from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock
+from qkv.core.dataset import TokenStore
 from qkv.core.errors import UsageError
 from qkv.core.preparation import Disposition, Dispositions, Scan, Sentences
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
@@ -78,35 +78,17 @@ class RunningText(Sentences):
         texts = super().sample(block, *arguments)
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
-    def encode(
-        self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
-    ) -> tuple[Encoded, list[int]]:
-        side = load_tokenizers(path).tgt
-        newline, end_of_document = (np.array([token], side.dtype).tobytes() for token in (newline_of(side), side.eos))
-        ids: tuple[list[bytes], list[bytes]] = ([], [])
-        raw: tuple[list[str], list[str]] = ([], [])
-        counts = [0] * len(self.reasons)
-        for texts, disposition in zip(read_block(block, self.data.on_bad), dispositions, strict=True):
-            counts[disposition] += 1
-            if texts is None:
-                continue
-            text = texts[0]
-            if block.corpus.format == PARTS:
-                goes_on, text = text.startswith("+"), text[1:]
-                packed, end = side.pack(text), " "
-                if not goes_on:
-                    packed, end = packed + newline, "\n"
-            else:
-                packed, end = pack_text(side, text), "\n"
-                if block.corpus.format != LINES:
-                    packed += end_of_document
-            ids[disposition].append(packed)
-            raw[disposition].append(text.replace("\n", " ").replace("\r", " ") + end)
-        encoded: Encoded = {"valid.tgt.txt": "".join(raw[Disposition.VALID]).encode()}
-        for part, rows in zip(("train", "valid"), ids, strict=True):
-            lengths = np.array([len(row) // side.dtype.itemsize for row in rows], "<u4")
-            encoded |= {f"{part}.tgt.ids": b"".join(rows), f"{part}.tgt.lengths": lengths.tobytes()}
-        return encoded, counts
+    def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:
+        if layout == PARTS:
+            return side.pack(text[1:]) if text.startswith("+") else pack_text(side, text[1:])
+        end_of_document = b"" if layout == LINES else side.eos.to_bytes(side.dtype.itemsize, "little")
+        return pack_text(side, text) + end_of_document
+
+    def raw(self, text: str, layout: LineFormat) -> str:
+        if layout != PARTS:
+            return super().raw(text, layout)
+        line = super().raw(text[1:], layout)
+        return line.removesuffix("\n") + " " if text.startswith("+") else line
 
 
 def hold_out_ends(counts: Sequence[int], dispositions: Dispositions, goal: int) -> None:
