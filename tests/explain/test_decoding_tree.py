@@ -18,9 +18,8 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.subwords import readable_tokens
-from qkv.decoding.beam_variants import DecodingOptions
 from qkv.decoding.search_request import token_logprobs
-from qkv.explain.decoding_tree import CANDIDATES, Decoding, SearchTrace, forced_steps, trace_search
+from qkv.explain.decoding_tree import CANDIDATES, Decoding, forced_steps, trace_search
 from qkv.options import DecodeConfig
 from search_tables import (
     BOS,
@@ -219,35 +218,16 @@ def test_a_hypothesis_without_continuation_is_marked_pruned() -> None:
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_many_sentences_are_traced_as_each_alone(beam: int) -> None:
+def test_a_traced_transformer_finds_what_the_plain_search_finds(beam: int) -> None:
     source, lengths = sources(9)
-    options, together = SearchOptions(beam=beam, extra_length=4, n_best=beam), SearchTrace()
-    plain = search(transformer(), source, lengths, options, SPECIAL)
-    told = search(transformer(), source, lengths, options, SPECIAL, start=together.start)
-    search(transformer(), source[:2], lengths[:2], options, SPECIAL, numbers=[9, 10], start=together.start)  # added
-    for found, expected in zip(told, plain, strict=True):
-        assert_same(found, expected)
-    assert len(together.sentences) == 11
-    for number in range(9):
-        row, length = source[number : number + 1, : lengths[number]], lengths[number : number + 1]
-        alone = SearchTrace()
-        search(transformer(), row, length, options, SPECIAL, start=alone.start)
-        for ours, theirs in zip(together.sentences[number].steps, alone.sentences[0].steps, strict=True):
-            assert ours.tokens == theirs.tokens
-            assert (ours.kept, ours.ended, ours.parents) == (theirs.kept, theirs.ended, theirs.parents)
-            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-
-
-def test_without_a_trace_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SearchTrace, "_add", lambda *_: pytest.fail("gathered without a hook"))
-    for beam in (1, 2):
-        find(GARDEN_PATH, 4, DecodeConfig(beam=beam))
-
-
-def test_groups_are_no_tree() -> None:
-    source, lengths = sources(1)
-    with pytest.raises(UsageError, match="groups"):
-        search(transformer(), source, lengths, DecodingOptions(groups=2), SPECIAL, start=SearchTrace().start)
+    spec = DecodeConfig(beam=beam, extra_length=4)
+    plain = search(transformer(), source, lengths, SearchOptions(**vars(spec), n_best=beam), SPECIAL)
+    for row, length, expected in zip(source.tolist(), lengths.tolist(), plain, strict=True):
+        told = trace_search(transformer(), BYTES, row[: length - 1], spec, CPU, n_best=beam)
+        assert_same(told.hypotheses, expected)
+        nodes = told.beam["nodes"]
+        (winner,) = (node for node in nodes if node["fate"] == "winner")
+        assert path(nodes, winner) == readable_tokens(BYTES.tgt, expected[0].tokens)
 
 
 @pytest.mark.parametrize("beam", [1, 2])
