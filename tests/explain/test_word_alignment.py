@@ -29,7 +29,6 @@ from qkv.explain.word_alignment import (
     align_pairs,
     choose_links,
     rank_heads,
-    untranslated,
     word_weights,
 )
 from qkv.options import TokenizerConfig
@@ -191,11 +190,6 @@ def test_a_trained_model_aligns_the_small_language(tiny: Path) -> None:
     assert align_pairs(model, both, ["", "Cat."], ["Gatto.", " "], CPU, head) == [Alignment(), Alignment()]
     with pytest.raises(UsageError, match="1 sources but 0 targets"):
         align_pairs(model, both, ["a"], [], CPU, head)
-
-
-def test_untranslated_words_are_marked() -> None:
-    assert untranslated(["a", "b", "c"], Alignment.parse("0-0 2-0")) == [False, True, False]
-    assert untranslated([], Alignment()) == []
 
 
 # ---- markup ----------------------------------------------------------------------------------------------------------

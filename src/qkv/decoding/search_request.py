@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -358,10 +358,27 @@ def _distinct(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
 # ---- forced decoding -------------------------------------------------------------------------------------------------
 
 
+def pair_batches(
+    sources: Sequence[Ids], targets: Sequence[Ids], tokenizers: TokenizerPair, device: torch.device, tokens: int = 2048
+) -> Iterator[tuple[list[int], Batch]]:
+    """Yield all pairs in batches for teacher forcing, each with the places of its pairs.
+
+    A batch is small because the logits of all its tokens exist at once: 300 MB with a vocabulary of 37,000.
+    """
+    lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
+    for indices in by_length(lengths, tokens):
+        source, target = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
+        yield indices, collate(source, target, tokenizers).to(device)
+
+
 @torch.inference_mode()
-def token_logprobs(model: StepModel, batch: Batch, pad: int) -> list[list[float]]:
-    """Return log p of each label, </s> last, for each row; their sum is the log-probability of the target."""
-    logits, _ = model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
+def token_logprobs(model: StepModel, batch: Batch, pad: int, encoded: Any = None) -> list[list[float]]:
+    """Return log p of each label, </s> last, for each row; their sum is the log-probability of the target.
+
+    `encoded` is the encoder's output for the batch, if it is already computed.
+    """
+    encoded = model.encode(batch.source, batch.lengths) if encoded is None else encoded
+    logits, _ = model.step(batch.target, model.start(encoded))
     log_probs = logits.float().log_softmax(-1)  # (batch, target, vocab)
     chosen: Tensor = log_probs.gather(-1, batch.labels[:, :, None]).squeeze(-1)
     real = (batch.labels != pad).sum(1).tolist()
@@ -378,15 +395,9 @@ def score_all(
     tokens: int = 2048,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[float]]:
-    """Return log p of each token of each target, </s> last; `progress` gets how many more are done.
-
-    A batch is small because the logits of all its tokens exist at once: 300 MB with a vocabulary of 37,000.
-    """
+    """Return log p of each token of each target, </s> last; `progress` gets how many more are done."""
     results: list[list[float]] = [[] for _ in sources]
-    lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
-    for indices in by_length(lengths, tokens):
-        source, target = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
-        batch = collate(source, target, tokenizers).to(device)
+    for indices, batch in pair_batches(sources, targets, tokenizers, device, tokens):
         for i, logprobs in zip(indices, token_logprobs(model, batch, tokenizers.tgt.pad), strict=True):
             results[i] = logprobs
         progress(len(indices))

@@ -25,8 +25,8 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Ids
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, StepModel
-from qkv.core.translate import by_length
 from qkv.data.lm_data import block_batch, text_blocks
+from qkv.decoding.search_request import pair_batches, token_logprobs
 from qkv.explain.pages import new_figure
 from qkv.models.variants import observe_weights
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
@@ -160,31 +160,20 @@ def head_importance(
     known = head_counts(model, device)
     heads = [(name, head) for name, count in known.items() for head in range(count)]
     loss, loss_without, count = 0.0, dict.fromkeys(heads, 0.0), 0
-    lengths = [max(len(s), len(t)) + 1 for s, t in zip(sources, targets, strict=True)]
-    for indices in by_length(lengths, tokens):
-        src, tgt = ([np.asarray(side[i], np.int64) for i in indices] for side in (sources, targets))
-        batch = collate(src, tgt, tokenizers).to(device)
+    pad = tokenizers.tgt.pad
+    for indices, batch in pair_batches(sources, targets, tokenizers, device, tokens):
         encoded = model.encode(batch.source, batch.lengths)
-        loss += _loss(model, encoded, batch, tokenizers.tgt.pad)
+        loss -= sum(map(sum, token_logprobs(model, batch, pad, encoded)))
         for head in heads:
             with mute_heads([head], known):
                 muted = model.encode(batch.source, batch.lengths) if head[0].startswith("encoder") else encoded
-                loss_without[head] += _loss(model, muted, batch, tokenizers.tgt.pad)
+                loss_without[head] -= sum(map(sum, token_logprobs(model, batch, pad, muted)))
         count += batch.tokens
         progress(len(indices))
     importances = [
         HeadImportance(*head, (loss_without[head] - loss) / count, loss_without[head] / count) for head in heads
     ]
     return sorted(importances, key=lambda h: -h.change)
-
-
-def _loss(model: StepModel, encoded: Any, batch: Batch, pad: int) -> float:
-    """Return −log p, summed over the labels of a batch without padding."""
-    logits, _ = model.step(batch.target, model.start(encoded))  # (batch, target, vocab)
-    nll: Tensor = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=pad, reduction="none"
-    )
-    return float(nll.double().sum())
 
 
 def importance_tables(importances: Sequence[HeadImportance]) -> dict[str, list[list[float | None]]]:

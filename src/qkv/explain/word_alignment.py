@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 
 from qkv.assembly import Run
 from qkv.core import files
-from qkv.core.batches import collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
-from qkv.core.translate import by_length
 from qkv.data import alignments
 from qkv.data.alignments import Link, tokens_of_words
+from qkv.decoding.search_request import pair_batches
 from qkv.explain.attention_heads import attention_of_pairs
 from qkv.options import TransformerConfig
 from qkv.training.regularization import guided_layer
@@ -32,7 +31,6 @@ from qkv.training.regularization import guided_layer
 READINGS = ("written", "fed")
 THRESHOLDS = (0.0, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35)
 HEAD_FILE = "alignment.json"  # in the run folder
-TOKENS = 2048  # in a batch; small, because the weights of all layers and heads are in memory
 
 Weights = NDArray[np.float32]
 Groups = list[list[int]]  # for each word, the positions of its tokens
@@ -180,15 +178,6 @@ def align(weights: Mapping[str, Weights], source: Groups, target: Groups, head: 
 # ---- a model's alignments --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _AttentionOfPair:
-    """The cross-attention weights of a sentence pair, and the tokens of its words."""
-
-    weights: dict[str, Weights]
-    source: Groups
-    target: Groups
-
-
 @torch.inference_mode()
 def _record_pairs(
     model: StepModel,
@@ -198,8 +187,11 @@ def _record_pairs(
     device: torch.device,
     rule: str,
     tag: str,
-) -> Iterator[tuple[int, _AttentionOfPair]]:
-    """Run the model with teacher forcing on all pairs with words on both sides; yield (index, recorded weights)."""
+) -> Iterator[tuple[int, dict[str, Weights], Groups, Groups]]:
+    """Run the model with teacher forcing on all pairs with words on both sides.
+
+    Yield each pair's index, its cross-attention weights by name, and the tokens of its source and target words.
+    """
     if len(sources) != len(targets):
         raise UsageError(f"{len(sources)} sources but {len(targets)} targets: give one target for each source")
     src, tgt = tokenizers.src, tokenizers.tgt
@@ -209,18 +201,14 @@ def _record_pairs(
     ]
     source_ids = [prefix + src.encode(sources[n]) for n in numbers]
     target_ids = [tgt.encode(targets[n]) for n in numbers]
-    lengths = [max(len(s), len(t)) + 1 for s, t in zip(source_ids, target_ids, strict=True)]
-    for indices in by_length(lengths, TOKENS):
-        rows = [np.asarray(source_ids[i], np.int64) for i in indices]
-        written = [np.asarray(target_ids[i], np.int64) for i in indices]
-        batch = collate(rows, written, tokenizers).to(device)
+    for indices, batch in pair_batches(source_ids, target_ids, tokenizers, device):
         cross = attention_of_pairs(model, batch, ".cross")  # (batch, heads, target, source)
         for row, i in enumerate(indices):
             number = numbers[i]
             weights = {name: layer[row] for name, layer in cross.items()}
             source_words = tokens_of_words(src, source_ids[i], sources[number], rule)
             target_words = tokens_of_words(tgt, target_ids[i], targets[number], rule)
-            yield number, _AttentionOfPair(weights, source_words, target_words)
+            yield number, weights, source_words, target_words
 
 
 def align_pairs(
@@ -241,8 +229,8 @@ def align_pairs(
     words: "marks" (separated by spaces, punctuation marks are words) or "spaces" (separated by spaces only).
     """
     alignments = [Alignment() for _ in sources]
-    for number, pair in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):
-        alignments[number] = align(pair.weights, pair.source, pair.target, head or AlignmentHead())
+    for number, weights, source, target in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):
+        alignments[number] = align(weights, source, target, head or AlignmentHead())
         progress(1)
     return alignments
 
@@ -261,21 +249,20 @@ def rank_heads(
 ) -> list[tuple[AlignmentHead, Agreement]]:
     """Score every head, layer mean, reading and threshold against gold alignments of a validation set, best first."""
     counts: dict[AlignmentHead, NDArray[np.int64]] = {}  # predicted and correct links
-    for number, pair in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):
-        expected = np.zeros((len(pair.target), len(pair.source)), np.bool_)
+    for number, weights, source, target in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):
+        expected = np.zeros((len(target), len(source)), np.bool_)
         for i, j in gold[number]:
-            if j >= len(pair.target) or i >= len(pair.source):
-                sizes = f"{len(pair.source)} and {len(pair.target)}"
+            if j >= len(target) or i >= len(source):
                 raise UsageError(
-                    f"line {number + 1}: link {i}-{j}, but the sentences have {sizes} words: "
+                    f"line {number + 1}: link {i}-{j}, but the sentences have {len(source)} and {len(target)} words: "
                     f"give gold alignments of these lines, or choose another rule for words"
                 )
             expected[j, i] = True
         for reading in READINGS:
-            names = [(name, head) for name, layer in pair.weights.items() for head in (*range(len(layer)), None)]
+            names = [(name, head) for name, layer in weights.items() for head in (*range(len(layer)), None)]
             heads = [*(AlignmentHead(name, head, reading) for name, head in names), AlignmentHead(reading=reading)]
-            stacked = np.stack([head.choose(pair.weights) for head in heads])
-            of_words = word_weights(stacked, pair.source, pair.target, reading)
+            stacked = np.stack([head.choose(weights) for head in heads])
+            of_words = word_weights(stacked, source, target, reading)
             for threshold in thresholds:
                 predicted = choose_links(of_words, threshold)
                 correct = predicted & expected
@@ -305,12 +292,3 @@ def alignment_head(run: Run) -> AlignmentHead:
 def save_head(run: Run, head: AlignmentHead) -> None:
     """Write the head to align with into the run folder."""
     files.write_text(run.path / HEAD_FILE, json.dumps(dataclasses.asdict(head)) + "\n")
-
-
-# ---- uses ------------------------------------------------------------------------------------------------------------
-
-
-def untranslated(words: Sequence[str], alignment: Iterable[Link]) -> list[bool]:
-    """Return for each source word whether it has no link."""
-    linked = {i for i, _ in alignment}
-    return [number not in linked for number in range(len(words))]
