@@ -20,7 +20,7 @@ from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
-from qkv.explain.attention_heads import record_attention
+from qkv.models.variants import record_attention
 from search_tables import BOS, EOS, SPECIAL, Table, TableModel, random_table, sources, transformer
 
 VOCAB = 9
@@ -177,7 +177,7 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
             with torch.inference_mode(), record_attention() as recording:
                 encoded = transformer().encode(row[None, :length], torch.tensor([length]))
                 transformer().step(fed, transformer().start(encoded))
-            (weights,) = recording.weights["decoder.1.cross"]  # (1, heads, target, source)
+            (weights,) = recording["decoder.1.cross"]  # (1, heads, target, source)
             covered = weights.mean(1).sum(1).clamp(max=1.0)
             expected = hypothesis.logprob + 0.7 * float(covered.log().sum())
             assert hypothesis.score == pytest.approx(expected, abs=1e-3)

@@ -20,7 +20,8 @@ from qkv.decoding.beam_variants import DecodingOptions, start_variant
 from qkv.decoding.constraints import Avoid
 from qkv.decoding.logits_processors import Sampling
 from qkv.engines.cuda_decoding.continuous_batching import Sentence, SlotDecoding, SlotScheduler
-from qkv.explain.attention_heads import head_counts, mute_heads, record_attention
+from qkv.explain.attention_heads import head_counts, mute_heads
+from qkv.models.variants import record_attention
 from qkv.options import TransformerConfig
 
 BYTES = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))

@@ -16,7 +16,8 @@ from qkv.core.dataset import PreparedText
 from qkv.core.transformer import Transformer
 from qkv.data.text_preparation import prepare_text
 from qkv.engines.unpadded import ShortDropout, Unpadded
-from qkv.explain.attention_heads import head_counts, mute_heads, record_attention
+from qkv.explain.attention_heads import head_counts, mute_heads
+from qkv.models.variants import record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
 from qkv.training.memory_limits import loss_in_parts
@@ -121,10 +122,10 @@ def test_recorded_and_muted_heads_are_the_same() -> None:
             expected = model.hidden(*BATCH.inputs)[real]
         with record_attention() as laid:
             torch.testing.assert_close(model.hidden_at(real, *BATCH.inputs), expected)
-    assert list(laid.weights) == list(padded.weights)
-    for name, (weights,) in padded.weights.items():
+    assert list(laid) == list(padded)
+    for name, (weights,) in padded.items():
         rows = read if name.startswith("encoder") else real
-        ours, theirs = (w.transpose(1, 2)[rows] for w in (laid.weights[name][0], weights))
+        ours, theirs = (w.transpose(1, 2)[rows] for w in (laid[name][0], weights))
         torch.testing.assert_close(ours, theirs, msg=name)
 
 

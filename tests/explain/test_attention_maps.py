@@ -18,8 +18,8 @@ from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.data.subwords import learn
 from qkv.explain import attention_maps
-from qkv.explain.attention_heads import Recording
 from qkv.explain.attention_maps import AttentionMap, attention_map, measure_head, rare_tokens, words
+from qkv.models.variants import record_attention
 from qkv.options import ConvS2SConfig, RnnConfig, TokenizerConfig, TransformerConfig
 
 TEXT = ["the cat sees the dog", "the dog sees <!--<script> </script> {text} /*data*/ the cat"]
@@ -60,20 +60,11 @@ def test_every_layer_and_head_is_there_and_sums_to_one(example: AttentionMap) ->
 
 def test_the_weights_are_exactly_those_the_model_used(tokenizers: TokenizerPair) -> None:
     """The recorder receives the model's tensors; the map holds the same numbers, bit for bit."""
-    recorded: dict[str, torch.Tensor] = {}
-    add = Recording.add
-
-    def listen(self: Any, name: str, weights: torch.Tensor) -> None:
-        recorded[name] = weights
-        add(self, name, weights)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recording, "add", listen)
-        example = map_of(
-            tokenizers, TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1)
-        )
+    spec = TransformerConfig(d_model=16, d_ff=32, heads=2, encoder_layers=1, decoder_layers=1)
+    with record_attention() as recorded:
+        example = map_of(tokenizers, spec)
     assert set(recorded) == set(example.weights)
-    for name, weights in recorded.items():
+    for name, (weights,) in recorded.items():
         assert np.array_equal(weights[0].numpy(), example.weights[name])
 
 

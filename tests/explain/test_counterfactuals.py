@@ -25,11 +25,11 @@ from qkv.explain.attention_heads import (
     importance_tables,
     mute_heads,
     plot_head_importance,
-    record_attention,
 )
 from qkv.explain.counterfactuals import WhatIf, edit, source_words, what_if
 from qkv.models.convs2s import ConvEncoderOutput, ConvS2S
 from qkv.models.rnn import Rnn
+from qkv.models.variants import record_attention
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
 
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.data.lm_data import block_batch, mask_tokens
 from qkv.data.subwords import learn
 from qkv.explain import attention_heads
-from qkv.explain.attention_heads import record_attention
 from qkv.explain.training_report import read_history, report_html, write_training_report
+from qkv.models.variants import record_attention
 from qkv.options import Config, TokenizerConfig, TransformerConfig
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -383,7 +383,7 @@ def test_entropy_is_that_of_every_sentence_alone(kind: str, tokenizers: Tokenize
         for i in range(len(rows)):
             with record_attention() as recording:
                 model.hidden(*batch([i]).inputs)
-            for name, parts in recording.weights.items():
+            for name, parts in recording.items():
                 weights = torch.cat(parts, dim=2)[0].double().numpy()  # (heads, queries, keys)
                 entropies = -np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0).sum(-1)
                 alone.setdefault(name, []).extend(entropies.mean(0).tolist())

@@ -17,8 +17,8 @@ from conftest import leaves
 from qkv.assembly import parameter_count
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
-from qkv.explain.attention_heads import record_attention
 from qkv.models.convs2s import ConvS2S, EncoderLayer, GatedConvolution, dilations, neighbours
+from qkv.models.variants import record_attention
 from qkv.options import ConvS2SConfig
 
 VOCAB = 20
@@ -302,8 +302,8 @@ def test_recorded_weights_are_the_attention() -> None:
         fused = model(source, lengths, target)
         with record_attention() as recording:
             same(model(source, lengths, target), fused)
-    assert list(recording.weights) == [f"decoder.{i}.cross" for i in range(3)]
-    for (weights,) in recording.weights.values():
+    assert list(recording) == [f"decoder.{i}.cross" for i in range(3)]
+    for (weights,) in recording.values():
         assert weights.shape == (2, 1, 5, 6)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 1, 5))
         assert not weights[1, :, :, 3:].any()

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer
-from qkv.explain.attention_heads import record_attention
 from qkv.models.rnn import Layer, Rnn, gru, lstm
-from qkv.models.variants import attention_scores
+from qkv.models.variants import attention_scores, record_attention
 from qkv.options import RnnConfig
 
 VOCAB = 20
@@ -338,8 +337,8 @@ def test_recording_changes_nothing_and_explains_the_context(options: tuple[str, 
     with torch.inference_mode():
         torch.testing.assert_close(recorded, model(source, lengths, target), **close)
         annotations = model.encode(source, lengths).values
-    (parts,) = recording.weights.values()
-    assert list(recording.weights) == [f"decoder.{model.config.decoder_layers - 1}.cross"]
+    (parts,) = recording.values()
+    assert list(recording) == [f"decoder.{model.config.decoder_layers - 1}.cross"]
     weights = torch.cat(parts, dim=2)  # (batch, 1, target, source)
     assert weights.shape == (3, 1, 5, 6)
     torch.testing.assert_close(weights.sum(-1), torch.ones(3, 1, 5))

@@ -31,8 +31,7 @@ from qkv.core.transformer import (
     sinusoids,
 )
 from qkv.engines.unpadded import ShortDropout
-from qkv.explain.attention_heads import record_attention
-from qkv.models.variants import PreNormResidual, VariantFeedForward
+from qkv.models.variants import PreNormResidual, VariantFeedForward, record_attention
 from qkv.options import TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
 

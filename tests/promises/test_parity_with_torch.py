@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.attention import MultiHeadAttention, attention_mask
-from qkv.explain.attention_heads import record_attention
+from qkv.models.variants import record_attention
 
 Weights = dict[str, Tensor]
 
@@ -76,7 +76,7 @@ def test_multi_head_attention_is_torchs(masks: str, bias: bool, recorded: bool) 
     expected, weights = attend_theirs(*their_inputs)
     assert_close(found, expected)
     if recording is not None:
-        assert_close(recording.weights["it"][0], weights)
+        assert_close(recording["it"][0], weights)
     (found * wanted).sum().backward()
     (expected * wanted).sum().backward()
     assert_same_gradients(gradients(ours), torch_attention(gradients(theirs)))

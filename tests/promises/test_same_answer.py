@@ -21,7 +21,7 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.search_request import score_all
-from qkv.explain.attention_heads import record_attention
+from qkv.models.variants import record_attention
 from qkv.training.memory_limits import loss_in_parts
 from random_models import NAMES, SPEC, VARIANTS, VOCAB, model_of, shaken, some_text
 
@@ -112,11 +112,11 @@ def test_recording_changes_nothing_and_explains_the_output(variant: int) -> None
         again = model(batch.source, batch.lengths, batch.target)
     torch.testing.assert_close(written_out, fused, atol=1e-5, rtol=1e-5)
     assert torch.equal(again, fused)
-    assert list(recording.weights) == [
+    assert list(recording) == [
         *(f"encoder.{i}.self" for i in range(2)),
         *(f"decoder.{i}.{what}" for i in range(2) for what in ("self", "cross")),
     ]
-    for name, (weights,) in recording.weights.items():
+    for name, (weights,) in recording.items():
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
         mixed = (weights @ values[name]).transpose(1, 2).flatten(2)
         torch.testing.assert_close(mixed, heads[name], atol=1e-5, rtol=1e-5)
@@ -151,8 +151,8 @@ def test_recorded_steps_are_rows_of_the_recorded_whole(variant: int) -> None:
             for i in range(4):
                 _, state = model.step(target[:, i : i + 1], state)
     for name in ("decoder.0.self", "decoder.1.cross"):
-        for i, weights in enumerate(stepped.weights[name]):
-            row = whole.weights[name][0][:, :, i : i + 1]
+        for i, weights in enumerate(stepped[name]):
+            row = whole[name][0][:, :, i : i + 1]
             if name.endswith("self"):  # up to the step itself; a window begins later
                 row = row[..., : i + 1][..., -weights.shape[-1] :]
             torch.testing.assert_close(weights, row, atol=1e-5, rtol=1e-5)

@@ -22,7 +22,7 @@ from qkv.core.trainer import Trainer
 from qkv.data import alignments, text_preparation
 from qkv.data.alignments import batch_alignment
 from qkv.data.text_preparation import prepare_text
-from qkv.explain.attention_heads import record_attention
+from qkv.models.variants import record_attention
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
 from qkv.training.regularization import GuidedAlignment, guided_layer, guided_loss
 
@@ -90,7 +90,7 @@ def test_guided_alignment_uses_the_weights_of_the_forward_pass(trainer: Callable
     made.model.eval()
     with guide.recording() as seen, record_attention() as recording:
         plain = made.model.hidden(*batch.inputs)
-    (used,) = recording.weights["decoder.1.cross"]
+    (used,) = recording["decoder.1.cross"]
     torch.testing.assert_close(guide.log_weights(*seen).exp(), used[:, 0])
     kept = seen[0].data_ptr()
     torch.testing.assert_close(made.model.hidden(*batch.inputs), plain)

@@ -8,14 +8,12 @@ little attention (Wu et al., 2016).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkv.core.attention import around_attention
 from qkv.core.errors import UsageError
 from qkv.core.search import (
     BeamSearch,
@@ -29,7 +27,7 @@ from qkv.core.search import (
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling
-from qkv.models.variants import observe_weights
+from qkv.models.variants import record_attention
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,10 @@ class CoverageBeamSearch(BeamSearch):
     def advance(self) -> None:
         if not self.options.coverage:
             return super().advance()
-        # In the order of the layers, from each member of an ensemble: (sentences, heads, rows, source).
-        crosses: dict[str, list[Tensor]] = defaultdict(list)
-        with around_attention(observe_weights(lambda name, weights: crosses[name].append(weights))):
+        with record_attention() as recorded:  # in the order of the layers, from each member of an ensemble
             logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
-        members = [parts for name, parts in crosses.items() if name.endswith(".cross")][-1]
-        weights = torch.stack([part.mean(1) for part in members]).mean(0)
+        members = [parts for name, parts in recorded.items() if name.endswith(".cross")][-1]
+        weights = torch.stack([part.mean(1) for part in members]).mean(0)  # (sentences, rows, source)
         self.covered = weights if self.covered is None else self.covered + weights
         rows = self.extend(logits[:, -1])
         self.covered = self.covered.flatten(0, 1)[rows].view_as(self.covered)

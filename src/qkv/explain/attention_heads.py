@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from qkv.core.transformer import Model, StepModel
 from qkv.data.lm_data import block_batch, text_blocks
 from qkv.decoding.search_request import pair_batches, token_logprobs
 from qkv.explain.pages import new_figure
-from qkv.models.variants import observe_weights
+from qkv.models.variants import record_attention
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig
 from qkv.training.lm_tasks import masked_batch
 
@@ -36,24 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HeadName = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("decoder.1.cross", 3)
-
-
-@dataclass
-class Recording:
-    """Attention weights by name, e.g. `decoder.2.cross`: one tensor (batch, heads, queries, keys) for each call."""
-
-    weights: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, name: str, weights: Tensor) -> None:
-        self.weights.setdefault(name, []).append(weights)
-
-
-@contextmanager
-def record_attention() -> Iterator[Recording]:
-    """Collect the weights of every attention computed inside the block."""
-    recording = Recording()
-    with around_attention(observe_weights(recording.add)):
-        yield recording
 
 
 def attention_of_pairs(model: Any, batch: Batch, kind: str = "") -> dict[str, NDArray[np.float32]]:
@@ -64,7 +46,7 @@ def attention_of_pairs(model: Any, batch: Batch, kind: str = "") -> dict[str, ND
     with record_attention() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))
     # A recurrent network makes one call for each target token.
-    named = {name: parts for name, parts in recording.weights.items() if name.endswith(kind)}
+    named = {name: parts for name, parts in recording.items() if name.endswith(kind)}
     return {name: torch.cat(parts, dim=2).float().cpu().numpy() for name, parts in named.items()}
 
 
@@ -73,7 +55,7 @@ def head_counts(model: Any, device: torch.device) -> dict[str, int]:
     one = torch.ones(1, 1, dtype=torch.long, device=device)
     with torch.inference_mode(), record_attention() as recording:
         model.step(one, model.start(model.encode(one, one[0])))
-    return {name: parts[0].shape[1] for name, parts in recording.weights.items()}
+    return {name: parts[0].shape[1] for name, parts in recording.items()}
 
 
 @contextmanager
@@ -280,7 +262,7 @@ def attention_entropy(model: Model, batch: Batch, pad: int, device: torch.device
     if len(moved.inputs) > 1:
         read = torch.arange(moved.source.shape[1], device=device) < moved.lengths[:, None]  # (batch, source)
     means = {}
-    for name, parts in recording.weights.items():
+    for name, parts in recording.items():
         weights = torch.cat(parts, dim=2).float()  # a recurrent network makes one call for each word
         entropies = torch.special.entr(weights).sum(-1).mean(1)  # (batch, queries)
         means[name] = float(entropies[read if name.startswith("encoder") else written].mean())

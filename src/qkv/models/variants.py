@@ -8,7 +8,9 @@ A new variant is a class here, a branch in `VariantLayers` and a choice among th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from qkv.core.attention import (
     KVCache,
     MultiHeadAttention,
     WholeSequence,
-    Wrap,
+    around_attention,
     attention_mask,
 )
 from qkv.core.transformer import (
@@ -210,19 +212,25 @@ class VariantAttention(ScoredAttention, MultiHeadAttention):
         return WindowCache(self.window) if self.window else KVCache()
 
 
-def observe_weights(observe: Callable[[str, Tensor], None]) -> Wrap:
-    """A wrapper that computes attention as printed and passes `observe` each attention's name and weights."""
+@contextmanager
+def record_attention() -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the weights of every attention inside the block, computed as printed.
+
+    By name, e.g. `decoder.2.cross`: one tensor (batch, heads, queries, keys) for each call.
+    """
+    recorded: dict[str, list[Tensor]] = defaultdict(list)
 
     def wrap(
         attention: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
         weights = attention.weights(q, k, mask, causal)
-        observe(attention.name, weights.detach())
+        recorded[attention.name].append(weights.detach())
         if attend != attention.attend:  # another wrapper is inside
             return attend(q, k, v, mask, causal)
         return F.dropout(weights, getattr(attention, "dropout", 0.0), getattr(attention, "training", True)) @ v
 
-    return wrap
+    with around_attention(wrap):
+        yield recorded
 
 
 def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
