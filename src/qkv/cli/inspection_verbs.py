@@ -98,9 +98,10 @@ def evaluate(
     from qkv.console import counter, say, writer
     from qkv.decoding.search_request import Options
     from qkv.explain import evaluation_page
+    from qkv.explain.pages import check_output
 
     if report:
-        evaluation_page.check(report)
+        check_output(report, "a report")
     loaded = api.load(run, weights=weights, device=device)
     if not isinstance(loaded, Translator):
         if reference or against or output or report:
@@ -177,9 +178,9 @@ def explain(
     """Show attention maps and the beam search of one sentence."""
     from qkv.api.translator import Translator
     from qkv.console import say
-    from qkv.explain.attention_maps import check_map_path
+    from qkv.explain.pages import check_output
 
-    check_map_path(output)
+    check_output(output, "an attention map")
     attention = Translator(run, weights=weights, device=device).attention(text, target, tag=tag)
     attention.save(output)
     say(f"{attention.translation or '(the translation is empty)'}\n{output}")
@@ -204,10 +205,10 @@ def heads(
     from qkv.api.translator import Translator
     from qkv.console import counter
     from qkv.explain.attention_heads import plot_head_importance
-    from qkv.explain.pages import check_picture
+    from qkv.explain.pages import check_output
 
     if plot:
-        check_picture(plot)
+        check_output(plot, "a picture")
     translator = Translator(run, weights=weights, device=device)
     sources, references = held_out(run, source, reference)
     sources, references = sources[:pairs], references[:pairs]

@@ -25,31 +25,18 @@ from numpy.typing import NDArray
 
 from qkv.core import files
 from qkv.core.batches import collate
-from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.data.subwords import readable_tokens
 from qkv.explain.attention_heads import attention_of_pairs
-from qkv.explain.pages import PAGE, PICTURE_FORMATS, check_picture, check_place, new_figure, script_data
+from qkv.explain.pages import PAGE, check_output, new_figure, script_data
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".html", ".json", *PICTURE_FORMATS)
 PARTS = {f"/*{name}*/": name for name in ("explorer.css", "views.js", "decoding.js", "explorer.js")}
 UNITS = 10_000  # the page stores weights as 16-bit integers in units of 1/10,000
 Span = tuple[int, int]
-
-
-def check_map_path(path: Path) -> None:
-    """Refuse a path that cannot be written, before a model is loaded."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(
-            f"{path}: an attention map is written as {' or '.join(SUFFIXES)}: choose a name with such an end"
-        )
-    if path.suffix in PICTURE_FORMATS:
-        check_picture(path)
-    check_place(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +94,7 @@ class AttentionMap:
 
     def save(self, path: str | Path) -> None:
         """Write a page (.html), data (.json), or heat-maps of the cross-attention (.png, .svg)."""
-        check_map_path(path := Path(path))
+        check_output(path := Path(path), "an attention map")
         if path.suffix == ".html":
             files.write_text(path, self.page())
         elif path.suffix == ".json":

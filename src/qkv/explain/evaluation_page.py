@@ -19,7 +19,7 @@ from qkv.core import files
 from qkv.core.errors import UsageError
 from qkv.evaluation.diagnosis import Diagnosis, Sentence, percent, word_spans
 from qkv.evaluation.metrics import Comparison, Scores
-from qkv.explain.pages import check_page, check_place, fill_template, table
+from qkv.explain.pages import check_output, fill_template, table
 
 LISTED = 50  # largest number of sentences in a list
 FLAGGED = 200  # the same for the list of one flag
@@ -48,15 +48,9 @@ class SentenceList:
     total: int
 
 
-def check(path: str | Path) -> None:
-    """Refuse a path that cannot be written, before minutes are spent on translating."""
-    check_page(path)
-    check_place(Path(path))
-
-
 def write_evaluation_page(systems: Sequence[System], path: str | Path, comparison: Comparison | None = None) -> None:
     """Write the evaluation of one system, or of two on the same lines, as an HTML file."""
-    check(path)
+    check_output(path, "a report")
     files.write_text(Path(path), page_html(systems, comparison))
 
 

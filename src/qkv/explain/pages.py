@@ -20,11 +20,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = Path(__file__).parent / "page"
-PICTURE_FORMATS = (".png", ".svg")
+FORMATS = {
+    "a report": (".html",),
+    "a picture": (".png", ".svg"),
+    "an attention map": (".html", ".json", ".png", ".svg"),
+}
+
+
+def check_output(path: str | Path, kind: str) -> None:
+    """Refuse a file of a kind that cannot be made or written, before the minutes of work whose end it would be."""
+    path = Path(path)
+    if path.suffix not in FORMATS[kind]:
+        raise UsageError(f"{path}: {kind} is written as {' or '.join(FORMATS[kind])}: choose a name with such an end")
+    if path.suffix in FORMATS["a picture"] and find_spec("matplotlib") is None:
+        raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
+    check_place(path)
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place where no file could be written, before the work whose end it would be."""
+    """Refuse a place where no file could be written."""
     if os.path.isdir(path):
         raise UsageError(f"{path}: is a folder: give a file")
     folder = next(each for each in path.absolute().parents if os.path.exists(each))  # those below it would be made
@@ -33,12 +47,6 @@ def check_place(path: Path) -> None:
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
-
-
-def check_page(path: str | Path) -> None:
-    """Refuse a report that is not an HTML file."""
-    if Path(path).suffix != ".html":
-        raise UsageError(f"{path}: a report is written as .html: choose a name that ends in .html")
 
 
 def fill_template(name: str, names: Sequence[str], styles: Sequence[str] = ("report",), **parts: str) -> str:
@@ -75,19 +83,10 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def check_picture(path: str | Path) -> None:
-    """Refuse a picture that cannot be drawn or written, before minutes are spent on measuring."""
-    if Path(path).suffix not in PICTURE_FORMATS:
-        raise UsageError(f"{path}: a picture is written as {' or '.join(PICTURE_FORMATS)}: choose such a name")
-    if find_spec("matplotlib") is None:
-        raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
-    check_place(Path(path))
-
-
 @contextmanager
 def new_figure(path: str | Path, size: tuple[float, float], *, font: float = 9.0) -> Iterator[Figure]:
     """Yield a figure of `size` inches and write it when the block ends; equal drawings give equal bytes."""
-    check_picture(path)
+    check_output(path, "a picture")
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -22,7 +22,7 @@ import numpy as np
 from qkv.assembly import Run, parameters, shape, vocabulary
 from qkv.core import files
 from qkv.core.errors import UsageError
-from qkv.explain.pages import check_page, fill_template, script_data, table
+from qkv.explain.pages import check_output, fill_template, script_data, table
 from qkv.options import TranslationConfig
 
 TRAIN = ("step", "seconds", "tokens", "loss", "nll", "norm", "learning_rate", "tokens_per_second", "skipped")
@@ -71,7 +71,7 @@ class Chart:
 
 def write_training_report(runs: Sequence[Run], path: str | Path) -> None:
     """Write the report of one run, or of two side by side, as an HTML file."""
-    check_page(path)
+    check_output(path, "a report")
     files.write_text(Path(path), report_html(runs))
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qkv.console import counter, describe_device
 from qkv.core import files
 from qkv.core.device import choose_device
-from qkv.explain.pages import check_picture, new_figure
+from qkv.explain.pages import check_output, new_figure
 from qkv.lab.layer_types import (
     LAYER_TYPES,
     SMALL,
@@ -112,7 +112,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure for about `seconds`, print the table, and write JSON (`output`) and a plot (`plot`: .png, .svg)."""
     if plot:
-        check_picture(plot)
+        check_output(plot, "a picture")
     chosen = choose_device(device)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
