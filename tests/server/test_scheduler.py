@@ -10,9 +10,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits
+from qkv.server.middleware import BodyReader, Metrics, Refusal, RequestLimits
 from qkv.server.scheduler import FairQueue, QueueItem, Scheduler, SchedulerOptions
+from qkv.server.served_models import ServedModels
+from qkv.server.service import Service
 from qkv.server.worker_supervisor import ModelWorker
 
 GROUP = ("translate", "tiny", "")
@@ -300,32 +303,72 @@ def test_a_full_queue_estimates_its_time_from_the_measured_speed(monkeypatch: py
     run_simulated(work())
 
 
-def test_a_deadline_ends_with_a_refusal_and_has_no_effect_afterwards() -> None:
+class Connection:
+    """A request as far as `Service.run` reads it: whether its client has disconnected."""
+
+    def __init__(self) -> None:
+        self.disconnected = asyncio.get_running_loop().create_future()
+        self.scope = {"state": {"disconnected": self.disconnected}}
+
+
+def test_a_request_ends_at_the_time_limit_or_by_a_disconnect() -> None:
+    async def work(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
+
     async def waits() -> None:
+        limits, metrics = RequestLimits(timeout=0.5), Metrics()
+        service = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
+
+        async def run(connection: Any, seconds: float) -> str:
+            return await service.run(connection, work(seconds))
+
         task = asyncio.current_task()
         assert task is not None
-        with pytest.raises(Refusal, match=r"not within 0.01 s") as late, Deadline(0.01, 504, "not within {:g} s"):
-            await asyncio.sleep(9)
+        assert await run(Connection(), 0.1) == "done"
+        with pytest.raises(Refusal, match=r"not done within 0.5 s") as late:
+            await run(Connection(), 9)
         assert late.value.status_code == 504
-        wait = Deadline(9, 504, "late")
-        for status in (499, 500):  # only the first has an effect
-            asyncio.get_running_loop().call_soon(wait.end, status, "gone")
-        with pytest.raises(Refusal) as left, wait:
-            await asyncio.sleep(9)
-        assert left.value.status_code == 499
+        left = Connection()
+        asyncio.get_running_loop().call_soon(left.disconnected.set_result, None)
+        with pytest.raises(Refusal, match="disconnected") as gone:
+            await run(left, 9)
+        assert gone.value.status_code == 499
+        assert await run(left, 0) == "done"  # the client left when the work was done: no effect afterwards
+        await asyncio.sleep(1)
         assert not task.cancelling()
-        wait.end(500, "it is over")
-        with Deadline(0.001, 504, "late"):
-            pass
-        await asyncio.sleep(0.01)  # the deadline has no effect after its block
-        inner = asyncio.create_task(_hang())
+        inner = asyncio.create_task(run(Connection(), 9))
         await asyncio.sleep(0)
         inner.cancel()  # cancelled from outside: no refusal
         with pytest.raises(asyncio.CancelledError):
             await inner
 
-    async def _hang() -> None:
-        with Deadline(9, 504, "late"):
-            await asyncio.sleep(9)
-
     run_simulated(waits())
+
+
+def test_a_body_ends_at_its_time_limit_or_by_a_disconnect() -> None:
+    async def read(*messages: tuple[float, Message]) -> list[Message]:
+        coming = iter(messages)
+
+        async def receive() -> Message:
+            seconds, message = next(coming)
+            await asyncio.sleep(seconds)
+            return message
+
+        body = BodyReader(receive, limit=10, receive_timeout=2)
+        return [await body.receive() for _ in messages]
+
+    async def reads() -> None:
+        part: Message = {"type": "http.request", "body": b"12345", "more_body": True}
+        last: Message = {"type": "http.request", "body": b"12345"}
+        assert await read((0.9, part), (0.9, last)) == [part, last]
+        for status, messages in (
+            (408, [(1.5, part), (1.5, last)]),  # the limit is for the whole body
+            (413, [(0.1, part), (0.1, part), (0.1, last)]),
+            (499, [(0.1, part), (0.1, {"type": "http.disconnect"})]),
+        ):
+            with pytest.raises(Refusal) as refused:
+                await read(*messages)
+            assert refused.value.status_code == status
+
+    run_simulated(reads())

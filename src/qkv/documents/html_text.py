@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from qkv.documents.inline_markup import TAG, UNPAIRED
-from qkv.documents.segments import Segment, TextFormat, Token, split_segments
+from qkv.core.errors import UsageError
+from qkv.data.alignments import Link
+from qkv.documents.inline_markup import TAG, UNPAIRED, parse_markup, place_markup, strip_markup
+from qkv.documents.segments import MAX_MARKS, Segment, TextFormat, Token, split_segments
 from qkv.segmentation.sentences import split
 
 # Inline elements occur within a sentence; every other element is a boundary between sentences.
@@ -133,11 +135,23 @@ class HtmlPart:
 
     @property
     def has_tags(self) -> bool:
-        return TAG.search(self.text) is not None
+        return not self.kept and TAG.search(self.text) is not None
+
+    @property
+    def plain(self) -> str:
+        """The text to translate, without tags."""
+        return unescape_markup(strip_markup(self.text))
+
+    def build(self, translation: str, links: Iterable[Link] | None) -> str:
+        """Write a translation in place of the text; tags enclose the words aligned with theirs."""
+        written = escape_markup(translation)
+        if self.has_tags:
+            written = place_markup(self.text, written, links)
+        return f"{self.before}{to_html(written)}{self.after}"
 
     def split_sentences(self) -> list[HtmlPart]:
         """Split the run at sentence ends outside of all tags, so that tags stay with the words of their sentence."""
-        if self.kept or not self.has_tags:
+        if not self.has_tags:
             return [self]
         parts: list[HtmlPart] = []
         tags = [*TAG.finditer(self.text)]
@@ -168,14 +182,12 @@ class HtmlPart:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every opened tag is closed in the right order."""
-        open_tags: list[str] = []
-        for tag in TAG.finditer(self.text):
-            if tag["close"] and (not open_tags or open_tags.pop() != tag["name"]):
-                return False
-            if not (tag["close"] or tag["empty"] or tag["name"].lower() in UNPAIRED):
-                open_tags.append(tag["name"])
-        return not open_tags
+        """Whether the tags can be placed: every opened tag is closed in the right order, and they are not too many."""
+        try:
+            parse_markup(self.text)
+        except UsageError:
+            return False
+        return len(TAG.findall(self.text)) <= MAX_MARKS
 
     def split_at_tags(self) -> list[HtmlPart]:
         """Split into text and kept tags, for a run that is too long or unbalanced to place its tags."""

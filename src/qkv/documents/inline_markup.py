@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 from qkv.core.errors import UsageError
@@ -35,7 +36,7 @@ class Element:
     children: list[Element] = field(default_factory=list)
     unpaired: bool = False
 
-    @property
+    @cached_property
     def path(self) -> list[Element]:
         """The element and its ancestors, outermost first, without the root."""
         return [] if self.parent is None else [*self.parent.path, self]
@@ -60,24 +61,25 @@ def strip_markup(text: str) -> str:
     return TAG.sub("", text)
 
 
-def place_markup(source: str, translation: str, alignment: Iterable[Link]) -> str:
+def place_markup(source: str, translation: str, alignment: Iterable[Link] | None) -> str:
     """Add the source's tags to a translation of `strip_markup(source)`.
 
-    The alignment links words as counted by `word_spans`.
+    The alignment links words as counted by `word_spans`; None links words by their relative position in the text.
     """
-    plain, root = _parse(source)
+    plain, root = parse_markup(source)
     innermost = [root] * root.end  # the element of each character
     for element in root.descendants():  # inner elements follow the outer ones
         innermost[element.begin : element.end] = [element] * (element.end - element.begin)
     words = word_spans(plain), word_spans(translation)
-    source_spans, target_spans, links = _split_words(*words, sorted(alignment), innermost)
+    links = _diagonal_links(*map(len, words)) if alignment is None else alignment
+    source_spans, target_spans, links = _split_words(*words, sorted(links), innermost)
     starts = [begin for begin, _ in source_spans]
     owners = _target_elements(links, [innermost[begin] for begin in starts], len(target_spans), root)
     before, after = _empty_elements(root, starts, links, owners)
     return _render(translation, target_spans, owners, before, after)
 
 
-def _parse(source: str) -> tuple[str, Element]:
+def parse_markup(source: str) -> tuple[str, Element]:
     """Return the text without tags and the tree of elements; unbalanced tags are an error."""
     root = current = Element()
     plain, done = "", 0
@@ -98,6 +100,14 @@ def _parse(source: str) -> tuple[str, Element]:
     plain += source[done:]
     root.end = len(plain)
     return plain, root
+
+
+def _diagonal_links(source_words: int, target_words: int) -> set[Link]:
+    if not source_words or not target_words:
+        return set()
+    longest = max(source_words, target_words)
+    middles = range(1, 2 * longest, 2)
+    return {(m * source_words // (2 * longest), m * target_words // (2 * longest)) for m in middles}
 
 
 def _split_words(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qkv.core.errors import UsageError
-from qkv.data.alignments import Link, word_spans
+from qkv.data.alignments import Link
 from qkv.documents.inline_markup import place_markup, strip_markup
 
 WHITE_SPACE = " \t\r\n\f"
@@ -65,8 +65,7 @@ class Segment:
 
         Without an alignment, marks keep their relative position in the sentence.
         """
-        text = self.text
-        if translation == text:
+        if translation == self.text:
             return self.raw
         translation = " ".join(translation.split("\n"))
         inner = self.raw.strip(WHITE_SPACE)
@@ -76,7 +75,7 @@ class Segment:
             return before + self.format.lay_out(self.format.escape(translation)) + after
         less_than = _unused_character(translation + self.tagged.replace(self.less_than, ""))
         tagged, translated = self.tagged.replace(self.less_than, less_than), translation.replace("<", less_than)
-        placed = place_markup(tagged, translated, diagonal_alignment(text, translation) if links is None else links)
+        placed = place_markup(tagged, translated, links)
         out, done = "", 0
         for tag in NUMBERED_TAG.finditer(placed):
             out += self.format.escape(placed[done : tag.start()].replace(less_than, "<"))
@@ -92,16 +91,6 @@ def _unused_character(text: str) -> str:
     if unused is None:
         raise UsageError("a sentence contains every private-use character of Unicode: remove some of them")
     return unused
-
-
-def diagonal_alignment(source: str, target: str) -> list[Link]:
-    """Link words by relative position alone, for translations without a model's alignment."""
-    source_words, target_words = len(word_spans(source)), len(word_spans(target))
-    if not source_words or not target_words:
-        return []
-    longest = max(source_words, target_words)
-    middles = range(1, 2 * longest, 2)
-    return sorted({(m * source_words // (2 * longest), m * target_words // (2 * longest)) for m in middles})
 
 
 def split_lines(text: str) -> list[str]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import parse_qsl
 
@@ -47,36 +46,6 @@ class Refusal(HTTPException):
         headers = {"Retry-After": str(max(1, round(retry_after)))} if retry_after or status in (429, 503) else None
         super().__init__(status, reason, headers)
         self.pointer = pointer
-
-
-class Deadline:
-    """Context that cancels its body and raises a `Refusal` after some seconds, or when `end` is called.
-
-    `{}` in the reason is replaced by the seconds.
-    """
-
-    def __init__(self, seconds: float, status: int, reason: str) -> None:
-        self.seconds, self.status, self.reason = seconds, status, reason
-        self.refusal: Refusal | None = None
-
-    def __enter__(self) -> Deadline:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task: asyncio.Task[object] | None = task
-        self.timer = task.get_loop().call_later(self.seconds, self.end, self.status, self.reason)
-        return self
-
-    def end(self, status: int, reason: str) -> None:
-        if self.task is not None and self.refusal is None:
-            self.refusal = Refusal(status, reason.format(self.seconds))
-            self.task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.timer.cancel()
-        task, self.task = self.task, None
-        if self.refusal is not None and task is not None and kind is asyncio.CancelledError:
-            task.uncancel()
-            raise self.refusal from None
 
 
 def check_limit(unit: str, count: int, limit: int, pointer: str = "") -> None:
@@ -183,12 +152,12 @@ class RequestMiddleware:
             await send(message)
 
         limit = self.limits.file if scope["path"].startswith(FILE_ROUTES) else self.limits.body
-        scope["body_reader"] = BodyReader(receive, limit, self.limits.receive_timeout)
+        body = BodyReader(receive, limit, self.limits.receive_timeout)
         try:
             # A browser names the site of a script: only our page and the allowed sites may use the server.
             if origin and origin not in self.origins and origin.split("://")[-1] != headers.get("host", ""):
                 scope["refusal"] = Refusal(403, "scripts of other sites are refused: --allow-origin SITE allows one")
-            await self.app(scope, scope["body_reader"].receive, send_with_headers)
+            await self.app(scope, body.receive, send_with_headers)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.request(route, status, time.perf_counter() - began)
@@ -208,8 +177,7 @@ class BodyReader:
         self.size = 0
         self.complete = False
         self.seconds = receive_timeout + limit / SLOWEST_UPLOAD
-        self.clock = asyncio.get_running_loop().time
-        self.until = self.clock() + self.seconds
+        self.until = asyncio.get_running_loop().time() + self.seconds
 
     async def receive(self) -> Message:
         if self.complete:
@@ -221,20 +189,14 @@ class BodyReader:
             raise Refusal(413, f"the body is larger than {self.limit:,} bytes: send less at once")
         return message
 
-    async def data(self) -> bytes:
-        """Return the complete body."""
-        parts: list[bytes] = []
-        while not self.complete:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(499, "the client disconnected")
-            parts.append(message.get("body", b""))
-        return b"".join(parts)
-
     async def _next(self) -> Message:
-        reason = f"the body did not arrive within {self.seconds:.0f} s"
-        with Deadline(max(0.0, self.until - self.clock()), 408, reason):
-            message = await self.inner()
+        try:
+            async with asyncio.timeout_at(self.until):
+                message = await self.inner()
+        except TimeoutError:
+            raise Refusal(408, f"the body did not arrive within {self.seconds:.0f} s") from None
+        if message["type"] == "http.disconnect":
+            raise Refusal(499, "the client disconnected")
         self.size += len(message.get("body", b""))
         self.complete = not message.get("more_body", False)
         return message
@@ -255,7 +217,7 @@ async def parse_body(request: Request, model: type[B]) -> B:
         async with request.form(max_files=0, max_fields=MAX_FIELDS) as form:
             values = _collect_fields(form.multi_items())
     else:
-        data = await request.scope["body_reader"].data()
+        data = await request.body()
         values = parse_form(data) if kind == FORM else parse_json(data)
     try:
         return model.model_validate(values)

@@ -17,7 +17,6 @@ from typing import Any
 
 import qkv
 from qkv.core.errors import QkvError, UsageError
-from qkv.documents.html_text import escape_markup, unescape_markup
 from qkv.options import DecoderOnlyConfig
 from qkv.worker_pool import freeze_garbage_collector
 
@@ -150,33 +149,20 @@ def translate(model: qkv.Translator, texts: list[str], options: Event) -> Iterat
     yield {"results": _isolate_errors(texts, lambda some: _translate(model, some, options))}
 
 
-def translate_markup(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
-    """Translate sentences with inline tags, and place the tags by alignment."""
-    from qkv.documents.inline_markup import place_markup, strip_markup
-
-    def translate_one(texts: list[str]) -> list[Event]:
-        (text,) = texts
-        plain = unescape_markup(strip_markup(text))
-        (result,) = _translate(model, [plain], options)
-        links = model.align([plain] * len(result["texts"]), result["texts"], tag=options.get("tag", ""))
-        ranks = zip(result["texts"], links, strict=True)
-        return [{**result, "texts": [place_markup(text, escape_markup(each), link) for each, link in ranks]}]
-
-    yield {"results": [result for text in texts for result in _isolate_errors([text], translate_one)]}
-
-
 def translate_aligned(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
-    """Translate sentences, and return the links between source and target words."""
+    """Translate sentences, and return the links between source and target words for each alternative."""
 
     def translate_some(some: list[str]) -> list[Event]:
         results = _translate(model, some, options)
+        sources = [text for text, result in zip(some, results, strict=True) for _ in result["texts"]]
+        targets = [target for result in results for target in result["texts"]]
         try:
-            links = model.align(some, [result["texts"][0] for result in results], tag=options.get("tag", ""))
+            links = iter(model.align(sources, targets, tag=options.get("tag", "")))
         except QkvError:
             if len(some) > 1:
                 raise
             return [{**results[0], "links": None}]  # too long to align: return the translation without links
-        return [{**result, "links": sorted(link)} for result, link in zip(results, links, strict=True)]
+        return [{**result, "links": [sorted(next(links)) for _ in result["texts"]]} for result in results]
 
     yield {"results": _isolate_errors(texts, translate_some)}
 
@@ -246,6 +232,5 @@ def complete(model: qkv.LanguageModel, prompt: str, **options: Any) -> Iterator[
 
 
 JOBS: dict[str, Callable[..., Iterator[Event]]] = {
-    job.__name__: job
-    for job in (translate, translate_markup, translate_aligned, score, alternatives, attention, complete)
+    job.__name__: job for job in (translate, translate_aligned, score, alternatives, attention, complete)
 }

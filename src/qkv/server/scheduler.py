@@ -32,7 +32,7 @@ PLANNED_BATCHES = 4  # batches formed from the queue at once
 # While more sentences arrive, a batch waits up to this many times, each time for this share of the time that a batch
 # usually takes, at most so many seconds.
 MAX_WAITS, WAIT_SHARE, MAX_WAIT_SECONDS = 5, 0.1, 0.025
-BATCHED_JOBS = ("translate", "translate_markup", "translate_aligned")  # kinds of jobs that take several texts
+BATCHED_JOBS = ("translate", "translate_aligned")  # kinds of jobs that take several texts
 END = object()  # last item of a stream's queue
 STOPPED = "the server stopped before this was done: use another server, or try again later"
 

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +20,9 @@ from starlette.types import Scope
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import word_spans
-from qkv.documents.html_text import HtmlPart, escape_markup, split_html, to_html, unescape_markup
+from qkv.documents.html_text import HtmlPart, split_html
 from qkv.segmentation.sentences import Pieces
-from qkv.server.middleware import Deadline, Metrics, Refusal, RequestLimits, check_limit
+from qkv.server.middleware import Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
 
@@ -177,17 +178,23 @@ class Service:
     async def run(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """Return the result of a coroutine, which is cancelled on a disconnect or after the time limit."""
         disconnected = disconnect_of(request.scope)
-        reason = "not done within {:g} s: send less at once, or try again later"
-        with Deadline(self.limits.timeout, 504, reason) as deadline:
+        try:
+            async with asyncio.timeout(self.limits.timeout) as deadline:
 
-            def cancel(_: object) -> None:
-                deadline.end(499, "the client disconnected")
+                def cancel(_: object) -> None:
+                    with suppress(RuntimeError):  # the work is done, or the time limit has passed
+                        deadline.reschedule(0)
 
-            disconnected.add_done_callback(cancel)
-            try:
-                return await work
-            finally:
-                disconnected.remove_done_callback(cancel)
+                disconnected.add_done_callback(cancel)
+                try:
+                    return await work
+                finally:
+                    disconnected.remove_done_callback(cancel)
+        except TimeoutError:
+            if disconnected.done():
+                raise Refusal(499, "the client disconnected") from None
+            reason = f"not done within {self.limits.timeout:g} s: send less at once, or try again later"
+            raise Refusal(504, reason) from None
 
     def check_size(self, texts: Sequence[str], pointer: str) -> None:
         """Refuse more text than the limits allow."""
@@ -229,7 +236,8 @@ class Service:
         for text, (pieces, parts) in zip(texts, split_texts, strict=True):
             translations = [part["texts"][0] for part in parts]
             joined = self._join(model, pieces, translations)
-            links = join_alignments(text, joined, list(pieces), translations, [part["links"] for part in parts])
+            part_links = [part["links"] and part["links"][0] for part in parts]
+            links = join_alignments(text, joined, list(pieces), translations, part_links)
             results.append((joined, links))
         return results
 
@@ -271,49 +279,40 @@ class Service:
         """Translate HTML: tags between sentences stay, inline tags enclose the words aligned with theirs."""
         documents = [self._html_parts(model, text) for text in texts]
         to_translate = [part for parts in documents for part in parts if not part.kept]
-        plain = [part for part in to_translate if not part.has_tags]
-        tagged = [part for part in to_translate if part.has_tags]
+        plain = [part.plain for part in to_translate if not part.has_tags]
+        tagged = [part.plain for part in to_translate if part.has_tags]
         options: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
-        group = ("translate_markup", model.name, json.dumps(options, sort_keys=True))
-        costs = [1 + len(part.text) // 3 for part in tagged]
+        group = ("translate_aligned", model.name, json.dumps(options, sort_keys=True))
         plain_results, tagged_results = await asyncio.gather(
-            self.translate(client, model, target, [unescape_markup(part.text) for part in plain], n_best=n_best),
-            self.scheduler.submit(client, group, [part.text for part in tagged], costs),
+            self.translate(client, model, target, plain, n_best=n_best),
+            self.scheduler.submit(client, group, tagged, [1 + len(text) // 3 for text in tagged]),
         )
-        result_of: dict[int, Mapping[str, Any]] = {
-            id(part): vars(result) | {"texts": [escape_markup(text) for text in result.texts]}
-            for part, result in zip(plain, plain_results, strict=True)
-        }
-        result_of |= {id(part): result for part, result in zip(tagged, tagged_results, strict=True)}
+        remaining_plain, remaining_tagged = map(vars, plain_results), iter(tagged_results)
 
-        def write(part: HtmlPart, rank: int) -> str:
-            if part.kept:
-                return part.text
-            return f"{part.before}{to_html(result_of[id(part)]['texts'][rank])}{part.after}"
+        def write(parts: list[HtmlPart]) -> TranslationResult:
+            runs = [part for part in parts if not part.kept]
+            results = [next(remaining_tagged if part.has_tags else remaining_plain) for part in runs]
+            texts = []
+            for rank in range(min((len(result["texts"]) for result in results), default=1)):
+                links = [result.get("links") and result["links"][rank] for result in results]
+                built = map(HtmlPart.build, runs, [result["texts"][rank] for result in results], links)
+                texts.append("".join(part.text if part.kept else next(built) for part in parts))
+            return TranslationResult.combine(texts, results)
 
-        combined = []
-        for parts in documents:
-            results = [result_of[id(part)] for part in parts if not part.kept]
-            ranks = min((len(result["texts"]) for result in results), default=1)
-            joined = ["".join(write(part, rank) for part in parts) for rank in range(ranks)]
-            combined.append(TranslationResult.combine(joined, results))
-        return combined
+        # In a thread, so that the event loop is not blocked: it takes a while to place many tags.
+        return await asyncio.to_thread(lambda: [write(parts) for parts in documents])
 
     def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
-        """Split HTML; a run is split at its tags too if they are unbalanced or the run is too long for the model."""
-        parts: list[HtmlPart] = []
+        """Split HTML; a run whose tags cannot be placed, or that is too long for the model, is split at its tags."""
         runs = split_html(text)
         if model.by_sentence:
             runs = [sentence for run in runs for sentence in run.split_sentences()]
+        parts: list[HtmlPart] = []
         for part in runs:
-            if (
-                part.kept
-                or not part.has_tags
-                or (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length)
-            ):
-                parts.append(part)
-            else:
+            if part.has_tags and not (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length):
                 parts += part.split_at_tags()
+            else:
+                parts.append(part)
         return parts
 
 
