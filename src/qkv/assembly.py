@@ -31,8 +31,6 @@ from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
 from qkv.engines import unpadded
-from qkv.engines.cuda_training import cuda_trainer
-from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.options import (
     AttentionModelConfig,
     Config,
@@ -294,7 +292,12 @@ def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]
         return ShardedTrainStep
     if device.type == "cpu":  # PyTorch reports a lack of memory on accelerators only
         return PlainTrainStep
-    return MemoryLimitedStep if cuda_trainer.supports(config, device, world) else CudaTrainStep
+    if device.type == "cuda":
+        from qkv.engines.cuda_training import cuda_trainer
+
+        if cuda_trainer.supports(config, device, world) is None:
+            return cuda_trainer.CudaTrainStep
+    return MemoryLimitedStep
 
 
 def updates_for(
@@ -306,9 +309,10 @@ def updates_for(
 ) -> UpdateStream:
     """Return the stream of updates that this training step reads, and of each update this rank's share."""
     device = device or torch.device("cpu")
+    packed_updates = getattr(step or train_step_for(config, world), "packed_updates", None)  # of the CUDA engine
     updates: UpdateStream
-    if issubclass(step or train_step_for(config, world), CudaTrainStep):
-        updates = cuda_trainer.packed_updates(config, text, device, world, **batch_hooks_for(config))
+    if packed_updates is not None:
+        updates = packed_updates(config, text, device, world, **batch_hooks_for(config))
     else:
         updates = task_for(config).updates(text, config, device, world)
     updates.wrap = prefetch

@@ -202,6 +202,33 @@ def test_light_modules_do_not_wait_for_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_gpu_module_is_loaded_on_a_cpu(tmp_path: Path) -> None:
+    for name, word in (("train.en", "one"), ("train.it", "uno")):
+        (tmp_path / name).write_text("".join(f"{word} {i}\n" for i in range(40)), encoding="utf-8")
+    done = python(f"""
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from qkv.cli import main
+folder = {str(tmp_path)!r}
+small = ["steps=2", "validate_every=2", "tokens_per_step=512", "tensorboard=false"]
+sets = ["model.d_model=8", "model.d_ff=8", "tokenizer.vocab=300", *(f"train.{{each}}" for each in small)]
+text = ["--src", folder + "/train.en", "--tgt", folder + "/train.it", "--run", folder + "/run"]
+for arguments in (
+    ["train", *text, *(word for each in sets for word in ("--set", each))],
+    ["translate", folder + "/run", folder + "/train.en", "-o", folder + "/out.it"],
+):
+    sys.argv = ["qkv", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+print(*(name for name in sys.modules if name.startswith("qkv.engines.cuda_")))
+""")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.it").exists()
+    assert not done.stdout.split()
+
+
 def test_every_package_has_an_init() -> None:
     folders = {path.parent for path in MODULES}
     assert not [str(folder) for folder in folders if folder / "__init__.py" not in MODULES]

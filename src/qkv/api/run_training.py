@@ -26,7 +26,6 @@ from qkv.core.trainer import Trainer
 from qkv.core.validation import Task, Validation
 from qkv.data.formats import infer_languages
 from qkv.data.text_preparation import filter_table, prepare_text
-from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
 from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
@@ -127,9 +126,10 @@ class BadBatchFile:
             return
         train_step, update = self.trainer.train_step, values["update"]
         src, tgt = self.trainer.text.tokenizers.src, self.trainer.text.tokenizers.tgt
+        padded = train_step.padded(update) if hasattr(train_step, "padded") else update.micro_batches
         rows = [
             {"given": src.decode(s), "predicted": tgt.decode(t), "given_ids": s, "predicted_ids": t}
-            for batch in (train_step.padded(update) if isinstance(train_step, CudaTrainStep) else update.micro_batches)
+            for batch in padded
             for s, t in zip(batch.inputs[0].tolist(), batch.labels.tolist(), strict=True)
         ]
         record = {"step": values["number"], "rows": rows}

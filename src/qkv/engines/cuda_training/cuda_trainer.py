@@ -73,25 +73,6 @@ def supports(config: Config, device: torch.device, world: World = ALONE) -> str 
     return refused_model(config.model, choose_precision(options.precision, device))
 
 
-def packed_updates(
-    config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
-) -> PackedPairs:
-    """Return the stream of updates, with sentences packed without padding; too long sentences are padded."""
-    options, longest = config.train, LONGEST
-    if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
-        # The plain path refuses rows that BPE-dropout makes longer.
-        longest = min(longest, config.model.max_positions)
-    return PackedPairs(
-        text.train,
-        text.tokenizers,
-        **hooks,
-        packed_tokens=-(-options.tokens_per_step // world.size),
-        longest=longest,
-        **update_options(config, device, world)
-        | {"micro_tokens": options.micro_tokens or -(-options.tokens_per_step // LENGTH_GROUPS)},
-    )
-
-
 class CudaTrainStep(MemoryLimitedStep):
     """Training step that replays CUDA graphs; too long sentences take the plain path."""
 
@@ -105,6 +86,25 @@ class CudaTrainStep(MemoryLimitedStep):
         super().__init__(*arguments, **options)
         assert len(self.hooks) == (self.average is not None), "the graphs support no other hook than a moving average"
         self._graphs: CudaGraphs | None = None
+
+    @staticmethod
+    def packed_updates(
+        config: Config, text: PreparedText, device: torch.device, world: World = ALONE, **hooks: Any
+    ) -> PackedPairs:
+        """Return the stream of updates, with sentences packed without padding; too long sentences are padded."""
+        options, longest = config.train, LONGEST
+        if isinstance(config.model, TransformerConfig) and config.model.positions == "learned":
+            # The plain path refuses rows that BPE-dropout makes longer.
+            longest = min(longest, config.model.max_positions)
+        return PackedPairs(
+            text.train,
+            text.tokenizers,
+            **hooks,
+            packed_tokens=-(-options.tokens_per_step // world.size),
+            longest=longest,
+            **update_options(config, device, world)
+            | {"micro_tokens": options.micro_tokens or -(-options.tokens_per_step // LENGTH_GROUPS)},
+        )
 
     def graphs(self, epoch: int = 0) -> CudaGraphs:
         """Return the graphs; they are created at the first step, after a saved state has been restored."""
