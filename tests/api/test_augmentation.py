@@ -519,7 +519,7 @@ def test_several_processes_write_the_same_file(
     [
         ("text", "out.txt", "out.txt: pairs are written as .tsv or .jsonl"),
         ("text", "out.tsv.gz", "name it without .gz"),
-        ("text.tsv", "out.tsv", "text.tsv: a .tsv file contains pairs"),
+        ("text.tsv", "out.tsv", "text.tsv: a .tsv file holds pairs"),
         ("none", "out.tsv", "none: no such file"),
     ],
 )

@@ -17,6 +17,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,20 +26,18 @@ from qkv.api.file_translation import (
     Chunk,
     ProcessGroup,
     Work,
+    check_files,
     default_workers,
     fingerprint,
     is_stream_output,
-    translate_file,
-    translate_stream,
+    translate_text,
 )
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
 from qkv.api.translator import CHUNK, Alternative, Translation, Translator
 from qkv.assembly import Run
-from qkv.console import writer
-from qkv.core.corpus import is_stream
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
-from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
+from qkv.data.formats import LineReader, layout_of
 from qkv.decoding.mbr import UTILITIES, utilities
 from qkv.decoding.search_request import Options, without_spaces
 from qkv.evaluation.diagnosis import find_loop
@@ -245,11 +244,13 @@ def augment(
     seed, progress = search.pop("seed", None), search.pop("progress", lambda done: None)
     filters = filters or Filters()
     names = [text, *([] if references is None else [str(references)])]
-    form = _check_files(names, output, group)
+    if (form := layout_of(output)) == "lines" and not is_stream_output(output):
+        raise UsageError(f"{output}: pairs are written as .tsv or .jsonl: choose a name that ends so")
+    check_files(names, output, group)
     if back is not None and not filters.ranked and form != "jsonl":
         raise UsageError("the log-probabilities of back are not used: set min_logprob or keep, or write .jsonl")
-    if workers is None and not others and group.world == 1:
-        workers = default_workers(text)
+    if workers is None and not others:
+        workers = default_workers(text, group)
     here = group.device(device)
     translator = Translator(run, weights=weights, device=here, dtype=dtype, workers=workers, others=others)
     backward = None if back is None else Translator(back, device=here, dtype=dtype)
@@ -258,33 +259,10 @@ def augment(
     files = [LineReader(name, on_bad) for name in names]
     lines = filter_lines(zip_lines(files), lambda: sum(each.bad for each in files), "repeated" not in filters.allow)
     work = _chunk_work(augmenter, form, references is not None, progress)
-    if is_stream_output(output):
-        with writer(output) as write:
-            counts = translate_stream(lines, lambda rows: rows and write(rows.removesuffix("\n")), work, size=CHUNK)
-    else:
-        task = _task(augmenter, weights, dtype=dtype, form=form, references=references is not None)
-        about = {"command": command, "input": text}
-        counts = translate_file(
-            lines, Path(output), work, size=CHUNK, task=task, about=about, group=group, progress=progress
-        )
+    task = partial(_task, augmenter, weights, dtype=dtype, form=form, references=references is not None)
+    about = {"command": command, "input": text}
+    counts = translate_text(lines, output, work, task, size=CHUNK, about=about, group=group, progress=progress)
     return Augmented(output, {name: counts[name] for name in DISPOSITIONS if counts[name]}, counts["tabs"])
-
-
-def _check_files(names: Sequence[str], output: str, group: ProcessGroup) -> str:
-    """Check the names of input and output files; return the format of the output."""
-    if Path(output).suffix in COMPRESSED:
-        raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
-    if (form := layout_of(output)) == "lines" and not is_stream_output(output):
-        raise UsageError(f"{output}: pairs are written as .tsv or .jsonl: choose a name that ends so")
-    for name in names:
-        if (given := layout_of(name)) != "lines":
-            raise UsageError(f"{name}: a .{given} file contains pairs: give a file with one sentence per line")
-    streams = [name for name in names if is_stream(open_text(name, ""))]
-    if streams.count("-") > 1:
-        raise UsageError("only one file can be standard input (-): give a file for the others")
-    if group.world > 1 and (is_stream_output(output) or streams):
-        raise UsageError("several processes cannot share standard input or output: give two files")
-    return form
 
 
 def _chunk_work(augmenter: Augmenter, form: str, with_references: bool, progress: Callable[[int], None]) -> Work:

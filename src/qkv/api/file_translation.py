@@ -18,7 +18,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +28,11 @@ import torch
 
 from qkv.api.output_journal import End, Entry, Journal, PartialFile, journal_path, part_path
 from qkv.assembly import Run
-from qkv.console import say
+from qkv.console import say, writer
 from qkv.core.corpus import is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
-from qkv.data.formats import COMPRESSED, open_text, read_any_file
+from qkv.data.formats import COMPRESSED, layout_of, open_text, read_any_file
 from qkv.engines.cpu.native_search import worker_count
 
 CHARACTERS = 1 << 20  # limit of a chunk besides its number of lines: bounds the memory
@@ -103,14 +103,30 @@ def is_stream_output(output: str) -> bool:
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
 
 
-def default_workers(name: str) -> int:
+def check_files(inputs: Sequence[str], output: str, group: ProcessGroup) -> None:
+    """Refuse names of input and output files that cannot work."""
+    if Path(output).suffix in COMPRESSED:
+        raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
+    for name in inputs:
+        if (form := layout_of(name)) != "lines":
+            raise UsageError(f"{name}: a .{form} file holds pairs: give a file with one sentence per line")
+    streams = [name for name in inputs if is_stream(open_text(name))]
+    if streams.count("-") > 1:
+        raise UsageError("only one file can be standard input (-): give a file for the others")
+    if group.world > 1 and (is_stream_output(output) or streams):
+        raise UsageError("several processes cannot share standard input or output: give a file for each")
+
+
+def default_workers(name: str, group: ProcessGroup) -> int | None:
     """Return one process per core for a large file, and no extra process for a small one or a stream."""
+    if group.world > 1:
+        return None
     return worker_count(Path(name).stat().st_size // BYTES_PER_TOKEN if Path(name).is_file() else 0)
 
 
 def count_lines(name: str) -> int | None:
     """Return the number of lines of a file; None for streams and compressed files, which would take too long."""
-    path = open_text(name, "")
+    path = open_text(name)
     if is_stream(path) or path.suffix in COMPRESSED:
         return None
     count, last = 0, b"\n"
@@ -128,20 +144,26 @@ def fingerprint(run: Run, weights: str = "") -> str:
     return digest.hexdigest()
 
 
-def translate_stream(
+def translate_text(
     lines: Iterable[str],
-    write: Callable[[str], object],
+    output: str,
     work: Work,
+    task: Callable[[], Mapping[str, Any]],
     *,
     size: int,
     more: Callable[[], bool] = lambda: True,
+    **options: Any,
 ) -> Counter[str]:
-    """Translate lines as they arrive and write them at once, to a pipe or terminal; return the counts."""
+    """Translate lines to a file with `translate_file`, or as they arrive to a pipe or terminal; return the counts."""
+    if not is_stream_output(output):
+        return translate_file(lines, Path(output), work, size=size, task=task(), **options)
     counts: Counter[str] = Counter()
-    for chunk in chunks(lines, size, more):
-        text, chunk_counts = work(chunk)
-        write(text)
-        counts.update(chunk_counts)
+    with writer(output) as write:
+        for chunk in chunks(lines, size, more):
+            text, chunk_counts = work(chunk)
+            if text:
+                write(text.removesuffix("\n"))
+            counts.update(chunk_counts)
     return counts
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,20 +93,14 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api.file_translation import (
-        ProcessGroup,
-        default_workers,
-        is_stream_output,
-        translate_file,
-        translate_stream,
-    )
+    from qkv.api.file_translation import ProcessGroup, default_workers, translate_text
     from qkv.api.translator import CHUNK, Translator
-    from qkv.console import say, writer
+    from qkv.console import say
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
-    if workers is None and not others and group.world == 1:
-        workers = default_workers(file)
+    if workers is None and not others:
+        workers = default_workers(file, group)
     translator = Translator(
         run, weights=weights, device=group.device(device), dtype=dtype, workers=workers, others=others or []
     )
@@ -117,41 +112,29 @@ def translate(
         say(translator.engine)
     with _progress(file, output, group) as advance:
         work = _chunk_work(translator, options, as_json, advance)
-        if is_stream_output(output):
-            with writer(output) as write:  # lines that have arrived are written as soon as no further line is waiting
-                counts = translate_stream(
-                    lines, lambda text: write(text.removesuffix("\n")), work, size=CHUNK, more=lambda: lines.more
-                )
-        else:
-            key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
-            task = _resume_key(translator, weights, key)
-            counts = translate_file(
-                lines,
-                Path(output),
-                work,
-                size=CHUNK,
-                task=task,
-                about={"command": arguments.command_line(), "input": file},
-                group=group,
-                progress=advance,
-            )
+        key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
+        counts = translate_text(
+            lines,
+            output,
+            work,
+            partial(_resume_key, translator, weights, key),
+            size=CHUNK,
+            more=lambda: lines.more,  # lines that have arrived are written as soon as no further line is waiting
+            about={"command": arguments.command_line(), "input": file},
+            group=group,
+            progress=advance,
+        )
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
 
 
 def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
     """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.api.file_translation import is_stream_output
-    from qkv.core.corpus import is_stream
-    from qkv.data.formats import COMPRESSED, LineReader, layout_of, open_text
+    from qkv.api.file_translation import check_files
+    from qkv.data.formats import LineReader
 
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
-    if Path(output).suffix in COMPRESSED:
-        raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
-    if (form := layout_of(file)) != "lines":
-        raise UsageError(f"{file}: a .{form} file holds pairs: give a file with one segment per line")
-    if group.world > 1 and (is_stream_output(output) or is_stream(open_text(file, ""))):
-        raise UsageError("several processes can share neither standard input nor output: give FILE and --output")
+    check_files([file], output, group)
     return LineReader(file, on_bad)
 
 
