@@ -8,18 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from qkv import models, presets
-    from qkv.api import compare, evaluate, load
-    from qkv.api.augmentation import augment
-    from qkv.api.completer import LanguageModel
-    from qkv.api.run_training import train
-    from qkv.api.text_encoder import Encoder
-    from qkv.api.translator import Translation, Translator
-    from qkv.assembly import Run, build_model
-    from qkv.core.errors import QkvError, UsageError
-    from qkv.interop import export
-    from qkv.options import Config
+if TYPE_CHECKING:  # `as` tells type checkers that a name is public
+    from qkv import models as models
+    from qkv import options as options
+    from qkv import presets as presets
+    from qkv.api import compare as compare
+    from qkv.api import evaluate as evaluate
+    from qkv.api import load as load
+    from qkv.api.augmentation import augment as augment
+    from qkv.api.completer import LanguageModel as LanguageModel
+    from qkv.api.run_training import train as train
+    from qkv.api.text_encoder import Encoder as Encoder
+    from qkv.api.translator import Translation as Translation
+    from qkv.api.translator import Translator as Translator
+    from qkv.assembly import Run as Run
+    from qkv.assembly import build_model as build_model
+    from qkv.core.errors import QkvError as QkvError
+    from qkv.core.errors import UsageError as UsageError
+    from qkv.interop import export as export
+    from qkv.options import Config as Config
 
 __version__ = "0.1.0"
 
@@ -35,41 +42,18 @@ _HOME = {
     "augment": "qkv.api.augmentation",
     "build_model": "qkv.assembly",
     "compare": "qkv.api",
-    "options": "",
     "evaluate": "qkv.api",
     "export": "qkv.interop",
     "load": "qkv.api",
-    "models": "",
-    "presets": "",
     "train": "qkv.api.run_training",
 }
-
-__all__ = [
-    "Config",
-    "Encoder",
-    "LanguageModel",
-    "QkvError",
-    "Run",
-    "Translation",
-    "Translator",
-    "UsageError",
-    "augment",
-    "build_model",
-    "compare",
-    "evaluate",
-    "export",
-    "load",
-    "models",
-    "options",
-    "presets",
-    "train",
-]
+__all__ = [*_HOME, "models", "options", "presets"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'qkv' has no attribute {name!r}")
-    if not _HOME[name]:
+    if name not in _HOME:
         return importlib.import_module(f"qkv.{name}")
     return getattr(importlib.import_module(_HOME[name]), name)
 

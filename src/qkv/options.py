@@ -14,27 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qkv.core import config
-from qkv.core.config import DecodeConfig, ModelConfig, check_positions, option
+from qkv.core.config import DecodeConfig as DecodeConfig  # public here, beside the rings' own
+from qkv.core.config import ModelConfig as ModelConfig
+from qkv.core.config import check_positions, option
 from qkv.core.errors import UsageError
-
-__all__ = [
-    "MODEL_KINDS",
-    "AttentionModelConfig",
-    "Config",
-    "ConvS2SConfig",
-    "CorpusConfig",
-    "DataConfig",
-    "DecodeConfig",
-    "DecoderOnlyConfig",
-    "EncoderOnlyConfig",
-    "ModelConfig",
-    "RnnConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-    "TransformerConfig",
-    "TranslationConfig",
-    "option_path",
-]
 
 
 @dataclass(frozen=True)
