@@ -48,7 +48,7 @@ def text(files: list[str], pairs: int, folder: Path) -> tuple[Config, PreparedTe
 
 def plan(config: Config, prepared: PreparedText, minutes: float) -> tuple[dict[str, Config], float]:
     """Return automatic recipe, preset and preset with short warm-up, and the seconds of training for each."""
-    chosen, reasons = auto_recipe.choose(config, prepared, minutes)
+    chosen, reasons = auto_recipe.choose(config, prepared, minutes=minutes)
     print(*reasons, sep="\n", flush=True)
     seconds = chosen.train.steps * seconds_per_update(chosen, prepared)
     base = presets.paper_base()

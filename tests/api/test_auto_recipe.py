@@ -31,7 +31,7 @@ from qkv.options import (
 def around(given: Config, prepared: PreparedText, *settings: str, minutes: float = 0.0) -> tuple[Config, list[str]]:
     """The recipe chosen for a config with some settings fixed by the user."""
     fixed = set(map(option_path, settings))
-    return auto_recipe.choose(given.assign(list(settings)), prepared, minutes, fixed=fixed)
+    return auto_recipe.choose(given.assign(list(settings)), prepared, minutes=minutes, fixed=fixed)
 
 
 def lasting(given: Config, prepared: PreparedText, steps: int) -> tuple[Config, list[str]]:
@@ -51,7 +51,9 @@ def test_the_automatic_recipe_fits_text_and_time(tiny: Path, monkeypatch: pytest
     assert (short.data, short.tokenizer) == (given.data, given.tokenizer)
     assert f"{short.train.steps:,} steps" in " ".join(reasons)
     assert all("\n" not in reason for reason in reasons)
-    wide, _ = auto_recipe.choose(given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, 1)
+    wide, _ = auto_recipe.choose(
+        given.replace(data={"max_length": 5000}, train={"tokens_per_step": 9000}), prepared, minutes=1
+    )
     assert wide.train.tokens_per_step > 5000
 
 
@@ -208,7 +210,7 @@ def test_the_recipe_is_chosen_around_options_of_the_user(tiny: Path, monkeypatch
 def test_several_ranks_have_more_time(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, given = PreparedText.open(tiny / "store"), Run.open(tiny).config
     monkeypatch.setattr(auto_recipe, "seconds_a_pass", lambda config, prepared, ranks: 60 / ranks)
-    alone, four = (auto_recipe.choose(given, prepared, 13.9, ranks=ranks)[0].train.steps for ranks in (1, 4))
+    alone, four = (auto_recipe.choose(given, prepared, ranks, minutes=13.9)[0].train.steps for ranks in (1, 4))
     assert four == pytest.approx(4 * alone, rel=0.03)
 
 

@@ -73,10 +73,10 @@ TOKENS = [
 def choose(
     config: Config,
     prepared: PreparedText,
-    minutes: float = 0.0,
-    *,
-    fixed: Collection[str] = (),
     ranks: int = 1,
+    *,
+    minutes: float = 0.0,
+    fixed: Collection[str] = (),
     trained: bool = False,
 ) -> tuple[Config, list[str]]:
     """A model and a length of training for this text on this device, and the reasons, a line each.

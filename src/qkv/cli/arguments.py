@@ -5,27 +5,18 @@ An option of one verb is declared in the signature of that verb.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
-    from qkv.options import Config, CorpusConfig
-
-
-class OnBad(StrEnum):
-    """How to treat a line that is not UTF-8."""
-
-    error = "error"
-    skip = "skip"
+    from qkv.options import Config
 
 
 def option(help: str, *names: str, **more: Any) -> Any:
@@ -51,6 +42,7 @@ Settings = Annotated[
 AsJson = Annotated[bool, option("Print one JSON object per line.", "--json")]
 
 # Text in and out.
+OnBad = Literal["error", "skip"]  # how to treat a line that is not UTF-8
 TextFile = Annotated[str, typer.Argument(help="Text file, one segment per line; - is standard input.")]
 NoSplit = Annotated[bool, option("Translate a line of several sentences in one piece.", "--no-split")]
 
@@ -129,7 +121,7 @@ def with_pairs(
     config: Config | None, src: list[str], tgt: list[str], valid_src: str | None, valid_tgt: str | None
 ) -> Config:
     """Return the config with the parallel text of --src, --tgt, --valid-src and --valid-tgt."""
-    from qkv.options import Config, CorpusConfig
+    from qkv.options import Config
 
     if config is None and not src:
         raise UsageError("no training text: give a preset, a config file, --src and --tgt, or --text")
@@ -138,13 +130,12 @@ def with_pairs(
     if valid_tgt and not valid_src:
         raise UsageError(f"--valid-tgt {valid_tgt}: give --valid-src too")
     config = config or Config()
-    data = config.data
     if src:
-        corpora = tuple(CorpusConfig(src=s, tgt=t) for s, t in zip(src, tgt or [""] * len(src), strict=True))
-        data = dataclasses.replace(data, train=corpora, valid=(), root="")
+        corpora = [{"src": s, "tgt": t} for s, t in zip(src, tgt or [""] * len(src), strict=True)]
+        config = config.replace(data={"train": corpora, "valid": [], "root": ""})
     if valid_src:
-        data = dataclasses.replace(data, valid=(CorpusConfig(src=valid_src, tgt=valid_tgt or ""),))
-    return dataclasses.replace(config, data=data)
+        config = config.replace(data={"valid": [{"src": valid_src, "tgt": valid_tgt or ""}]})
+    return config
 
 
 def with_extra_pairs(config: Config, also: list[str]) -> Config:
@@ -152,14 +143,11 @@ def with_extra_pairs(config: Config, also: list[str]) -> Config:
     if also and not config.data.valid:
         # A held-out part of all text would contain synthetic pairs, and select the checkpoint closest to machine text.
         raise UsageError(f"--also {also[0]}: synthetic pairs cannot be validated on: give --valid-src and --valid-tgt")
-    more = tuple(_corpus(each, config.data.root) for each in also)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, train=(*config.data.train, *more)))
+    return config.replace(data={"train": [*config.data.train, *(_corpus(each, config.data.root) for each in also)]})
 
 
-def _corpus(given: str, root: str) -> CorpusConfig:
+def _corpus(given: str, root: str) -> dict[str, Any]:
     """Parse a value of --also: FILE, FILE:WEIGHT or FILE:WEIGHT:TAG."""
-    from qkv.options import CorpusConfig
-
     # A file name may contain colons: take the longest prefix that exists.
     ends = [*(i for i, letter in enumerate(given) if letter == ":"), len(given)]
     end = next((end for end in reversed(ends) if Path(given[:end]).exists()), ends[0])
@@ -170,19 +158,18 @@ def _corpus(given: str, root: str) -> CorpusConfig:
         raise UsageError(f'--also {given}: "{weight}" is not a number: write FILE:WEIGHT, e.g. {name}:0.5') from None
     # A path is relative to the working directory on the command line, to data.root in a config.
     path = str(Path(name).absolute()) if root and name != "-" else name
-    return CorpusConfig(src=path, weight=value, tag=tag)
+    return {"src": path, "weight": value, "tag": tag}
 
 
 def with_text(config: Config | None, text: list[str], valid_text: str | None) -> Config:
     """Return the config with the monolingual text of --text and --valid-text; by default it is a language model's."""
-    from qkv.options import Config, CorpusConfig, DecoderOnlyConfig
+    from qkv.options import Config, DecoderOnlyConfig
 
     if config is None and not text:
         raise UsageError(f"--valid-text {valid_text}: give --text too")
     config = config or Config(model=DecoderOnlyConfig())
-    data = config.data
     if text:
-        data = dataclasses.replace(data, train=tuple(CorpusConfig(text=t) for t in text), valid=(), root="")
+        config = config.replace(data={"train": [{"text": t} for t in text], "valid": [], "root": ""})
     if valid_text:
-        data = dataclasses.replace(data, valid=(CorpusConfig(text=valid_text),))
-    return dataclasses.replace(config, data=data)
+        config = config.replace(data={"valid": [{"text": valid_text}]})
+    return config

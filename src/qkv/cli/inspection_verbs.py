@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qkv.cli.arguments import (
-    Alpha,
-    AsJson,
-    Beam,
-    Device,
-    NoSplit,
-    Penalty,
-    RunArgument,
-    Tag,
-    Weights,
-    check_same_length,
-    held_out,
-    option,
-    read_nonempty,
-)
+from qkv.cli import arguments
+from qkv.cli.arguments import check_same_length, held_out, option, read_nonempty
 from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def score(
-    run: RunArgument,
+    run: arguments.RunArgument,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Source text.")],
     target: Annotated[str, typer.Argument(metavar="TGT", help="Translations to score, line by line.")],
-    tag: Tag = "",
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
+    tag: arguments.Tag = "",
+    as_json: arguments.AsJson = False,
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Score given translations by forced decoding.
 
@@ -66,7 +53,7 @@ def score(
 
 
 def evaluate(
-    run: RunArgument,
+    run: arguments.RunArgument,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -77,16 +64,16 @@ def evaluate(
         str | None, typer.Argument(metavar="REF", help="Reference translations, raw text.", show_default=False)
     ] = None,
     against: Annotated[Path | None, option("Another run; tests whether the difference is significant.")] = None,
-    beam: Beam = None,
-    length_penalty: Penalty = None,
-    alpha: Alpha = None,
-    no_split: NoSplit = False,
-    tag: Tag = "",
+    beam: arguments.Beam = None,
+    length_penalty: arguments.Penalty = None,
+    alpha: arguments.Alpha = None,
+    no_split: arguments.NoSplit = False,
+    tag: arguments.Tag = "",
     output: Annotated[str | None, option("Also write the translations to this file.", "--output", "-o")] = None,
     report: Annotated[Path | None, option("Also write an .html page with plots and examples.", metavar="FILE")] = None,
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
+    as_json: arguments.AsJson = False,
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Measure a model: BLEU, chrF, TER; bits per byte of a text.
 
@@ -165,15 +152,15 @@ def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bo
 
 
 def explain(
-    run: RunArgument,
+    run: arguments.RunArgument,
     text: Annotated[str, typer.Argument(help="One source sentence.")],
     target: Annotated[str | None, option("Translation to explain; default: the model's own.")] = None,
     output: Annotated[
         Path, option("Page (.html), data (.json) or image (.png, .svg) to write.", "--output", "-o")
     ] = Path("map.html"),
-    tag: Tag = "",
-    weights: Weights = "",
-    device: Device = "auto",
+    tag: arguments.Tag = "",
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Show attention maps and the beam search of one sentence."""
     from qkv.api.translator import Translator
@@ -187,7 +174,7 @@ def explain(
 
 
 def heads(
-    run: RunArgument,
+    run: arguments.RunArgument,
     source: Annotated[
         str | None, typer.Argument(metavar="SRC", help="Source text; default: the held-out pairs.", show_default=False)
     ] = None,
@@ -196,10 +183,10 @@ def heads(
     ] = None,
     pairs: Annotated[int, option("Number of pairs to measure on, from the first.", min=1)] = 300,
     plot: Annotated[str | None, option("Also draw .png or .svg.")] = None,
-    tag: Tag = "",
-    as_json: AsJson = False,
-    weights: Weights = "",
-    device: Device = "auto",
+    tag: arguments.Tag = "",
+    as_json: arguments.AsJson = False,
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Rank attention heads by the loss increase without each."""
     from qkv.api.translator import Translator
@@ -222,7 +209,7 @@ def heads(
 
 
 def align(
-    run: RunArgument,
+    run: arguments.RunArgument,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Source text.")],
     target: Annotated[str, typer.Argument(metavar="TGT", help="Translations, line by line.")],
     find: Annotated[
@@ -234,9 +221,9 @@ def align(
     ] = None,
     words: Annotated[str, option("Word boundaries: marks (spaces and punctuation) or spaces.")] = "marks",
     output: Annotated[str, option("Output file; - is standard output.", "--output", "-o")] = "-",
-    tag: Tag = "",
-    weights: Weights = "",
-    device: Device = "auto",
+    tag: arguments.Tag = "",
+    weights: arguments.Weights = "",
+    device: arguments.Device = "auto",
 ) -> None:
     """Align the words of given translations (Pharaoh format).
 
@@ -293,7 +280,7 @@ def _read_pharaoh(path: str) -> list[Alignment]:
 
 
 def report(
-    run: RunArgument,
+    run: arguments.RunArgument,
     other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="Another run to compare with.")] = None,
     output: Annotated[Path, option("Output page (.html).", "--output", "-o")] = Path("report.html"),
 ) -> None:

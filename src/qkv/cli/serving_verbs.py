@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,10 +64,13 @@ def serve(
     from qkv.server.middleware import RequestLimits
     from qkv.server.scheduler import SchedulerOptions
     from qkv.server.served_models import ServedModels
+    from qkv.server.service import new_key as make_key
     from qkv.server.service import read_keys
 
     if new_key:
-        _make_key(new_key)
+        if not new_key.isascii() or any(c.isspace() or c == "#" for c in new_key):
+            raise UsageError(f"--new-key {new_key}: use one ASCII word without spaces and #")
+        print("key:   {}\nline:  {}".format(*make_key(new_key)))
         return
     models = ServedModels.open(runs or [])
     maxima = {name.removeprefix("max_"): value for name, value in context.params.items() if name.startswith("max_")}
@@ -80,28 +82,14 @@ def serve(
     serve_models(models, options, limits, listening, keys=api_keys, rate=rate, origins=allow_origin or [])
 
 
-def _make_key(name: str) -> None:
-    from qkv.server.service import new_key
-
-    if not name.isascii() or any(c.isspace() or c == "#" for c in name):
-        raise UsageError(f"--new-key {name}: use one ASCII word without spaces and #")
-    key, line = new_key(name)
-    print(f"key:   {key}\nline:  {line}")
-
-
 # ---- export ----------------------------------------------------------------------------------------------------------
-
-
-class Format(StrEnum):
-    """Format of the exported folder."""
-
-    ctranslate2 = "ctranslate2"
-    huggingface = "huggingface"
 
 
 def export(
     run: RunArgument,
-    to: Annotated[Format, option("Format of the exported folder.", case_sensitive=False)],
+    to: Annotated[
+        Literal["ctranslate2", "huggingface"], option("Format of the exported folder.", case_sensitive=False)
+    ],
     output: Annotated[Path, option("Folder to create.", "--output", "-o")],
     tag: Tag = "",
     weights: Weights = "",

@@ -86,7 +86,7 @@ def translate(
     workers: arguments.Workers = None,
     on_bad: Annotated[
         arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
-    ] = arguments.OnBad.error,
+    ] = "error",
 ) -> None:
     """Translate text line by line: N lines in, N lines out.
 
@@ -107,7 +107,7 @@ def translate(
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
-    lines = _open_lines(run, file, output, on_bad.value, group)
+    lines = _open_lines(run, file, output, on_bad, group)
     if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
         say(translator.engine)
     with _progress(file, output, group) as advance:

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from qkv.cli import arguments
-from qkv.cli.arguments import (
-    RunArgument,
-    Settings,
-    command_line,
-    given,
-    option,
-    with_extra_pairs,
-    with_pairs,
-    with_text,
-)
+from qkv.cli.arguments import given, option
 from qkv.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from qkv.api.pair_filters import WordNoise
-    from qkv.assembly import Run
-    from qkv.core.dataset import PreparedText
-    from qkv.options import Config
 
 
 def train(
@@ -51,7 +36,7 @@ def train(
         Path | None, option("Start from the weights of this run, e.g. to fine-tune it.", "--from", metavar="RUN")
     ] = None,
     run: Annotated[Path | None, option("Run folder to create.", show_default="runs/NAME")] = None,
-    settings: Settings = None,
+    settings: arguments.Settings = None,
     resume: Annotated[bool, option("Resume the training in the run folder.", "--resume")] = False,
     minutes: Annotated[
         float, option("Duration of an automatic recipe, at least 100 steps; 0: 30, or 60 on a GPU.", min=0)
@@ -66,7 +51,9 @@ def train(
     from qkv.api import auto_recipe
     from qkv.api.run_training import train as run_training
     from qkv.assembly import Run
-    from qkv.options import option_path
+    from qkv.console import say
+    from qkv.options import TrainConfig, option_path
+    from qkv.presets import find_config
 
     changed = [*(settings or []), *([f'data.on_bad="{on_bad}"'] if on_bad else [])]
     if resume:
@@ -77,38 +64,32 @@ def train(
     if what and minutes:
         raise UsageError(f"--minutes is for an automatic recipe: {what} sets its own length: use --set train.steps=N")
     source = Run.open(start) if start else None
-    config = _named_config(what, source)
+    config = None
+    if what:
+        if Path(what).is_dir() and source is None:
+            say(f"{what}: using its config with new weights; to start from its weights, give --from {what}")
+        config = find_config(what)
+    elif source is not None:
+        config = dataclasses.replace(source.config, train=TrainConfig())  # without its schedule
     if text or valid_text:
         if src or tgt or also or valid_src or valid_tgt:
             raise UsageError("--text trains a language model, --src and --tgt a translation model: give one of the two")
-        config = with_text(config, text or [], valid_text)
+        config = arguments.with_text(config, text or [], valid_text)
     else:
-        config = with_extra_pairs(with_pairs(config, src or [], tgt or [], valid_src, valid_tgt), also or [])
+        config = arguments.with_pairs(config, src or [], tgt or [], valid_src, valid_tgt)
+        config = arguments.with_extra_pairs(config, also or [])
     fixed = set(map(option_path, changed))
     if minutes and "train.steps" in fixed:
         raise UsageError("--minutes and --set train.steps both say how long to train: give one of them")
-
-    def recipe(config: Config, prepared: PreparedText, ranks: int) -> tuple[Config, list[str]]:
-        return auto_recipe.choose(config, prepared, minutes, fixed=fixed, ranks=ranks, trained=source is not None)
-
-    run_training(config, run, recipe=None if what else recipe, settings=changed, start=source, command=command_line())
-
-
-def _named_config(what: str | None, start: Run | None) -> Config | None:
-    """Return the named config, or the config of the --from run without its schedule; None if neither is given."""
-    from qkv.console import say
-    from qkv.options import TrainConfig
-    from qkv.presets import find_config
-
-    if what is None:
-        return None if start is None else dataclasses.replace(start.config, train=TrainConfig())
-    if Path(what).is_dir() and start is None:
-        say(f"{what}: using its config with new weights; to start from its weights, give --from {what}")
-    return find_config(what)
+    recipe = None
+    if not what:
+        recipe = partial(auto_recipe.choose, minutes=minutes, fixed=fixed, trained=source is not None)
+    command = arguments.command_line()
+    run_training(config, run, recipe=recipe, settings=changed, start=source, command=command)
 
 
 def average(
-    run: RunArgument,
+    run: arguments.RunArgument,
     last: Annotated[int, option("Number of checkpoints to average; 0: all that are kept.")] = 0,
     name: Annotated[str, option("Name of the new weights.", show_default="average_N")] = "",
 ) -> None:
@@ -127,7 +108,7 @@ def config(
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="Compare: print only the options that differ.")
     ] = None,
-    settings: Settings = None,
+    settings: arguments.Settings = None,
 ) -> None:
     """Show and check a config, or compare two."""
     from qkv.presets import find_config
@@ -141,24 +122,6 @@ def config(
 
 
 # ---- augment ---------------------------------------------------------------------------------------------------------
-
-
-class Kind(StrEnum):
-    """Kind of synthetic pairs; it decides on which side the translation is."""
-
-    back = "back-translation"
-    own = "self-training"
-    distilled = "distillation"
-
-
-class Reason(StrEnum):
-    """Reason for which a pair is dropped, unless --allow names it."""
-
-    repeated = "repeated"
-    unfinished = "unfinished"
-    looped = "looped"
-    copy = "copy"
-    ratio = "ratio"
 
 
 # Options that are passed to `qkv.api.augment` if they are given.
@@ -182,7 +145,7 @@ def augment(
     context: typer.Context,
     run: arguments.RunArgument,
     kind: Annotated[
-        Kind,
+        Literal["back-translation", "self-training", "distillation"],
         option(
             "For back-translation RUN translates target text into the source language; else TEXT is source text.",
             "--as",
@@ -201,7 +164,11 @@ def augment(
     blank: Annotated[float | None, option("Probability of blanking a source word.")] = None,
     shuffle: Annotated[int | None, option("Maximum distance that a source word moves.")] = None,
     allow: Annotated[
-        list[Reason] | None, option("Keep pairs that would be dropped for this reason; repeatable.")
+        list[str] | None,
+        option(
+            "Keep pairs that would be dropped for this reason; repeatable.",
+            metavar="<repeated|unfinished|looped|copy|ratio>",
+        ),
     ] = None,
     max_ratio: Annotated[float, option("Maximum length ratio of the two sides, in tokens; 0: no limit.")] = 3.0,
     min_logprob: Annotated[float | None, option("Minimum mean log-probability per token.")] = None,
@@ -226,7 +193,7 @@ def augment(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "auto",
     workers: arguments.Workers = None,
-    on_bad: BadLines = arguments.OnBad.error,
+    on_bad: BadLines = "error",
 ) -> None:
     """Make training pairs from text and a model's translations.
 
@@ -236,10 +203,11 @@ def augment(
     """
     from qkv.api.augmentation import augment as make
     from qkv.api.file_translation import ProcessGroup, count_lines
-    from qkv.api.pair_filters import Filters
+    from qkv.api.pair_filters import EDUNOV, Filters, WordNoise
     from qkv.console import counter, say
 
     options = given({name: context.params[name] for name in PASSED_ON})
+    parts = given({"drop": drop, "blank": blank, "shuffle": shuffle})
     first = not ProcessGroup.from_environment().rank
     total = count_lines(text) if first and sys.stderr.isatty() else None
     with counter("augmenting", total, shown=first) as advance:
@@ -247,26 +215,14 @@ def augment(
             run,
             text,
             output,
-            kind=kind.value,
-            noise=_noise(noise, drop, blank, shuffle),
-            filters=Filters(max_ratio, min_logprob, keep, tuple(reason.value for reason in allow or ())),
+            kind=kind,
+            noise=dataclasses.replace(EDUNOV if noise else WordNoise(), **parts),
+            filters=Filters(max_ratio, min_logprob, keep, tuple(allow or ())),
             back=round_trip,
-            on_bad=on_bad.value,
+            on_bad=on_bad,
             command=arguments.command_line(),
             progress=advance,
             **options,
         )
     if first:
         say(str(summary))
-
-
-def _noise(standard: bool, drop: float | None, blank: float | None, shuffle: int | None) -> WordNoise:
-    """Return the noise of the options; values not given are those of --noise (Edunov et al. 2018), or zero."""
-    from qkv.api.pair_filters import EDUNOV, WordNoise
-
-    base = EDUNOV if standard else WordNoise()
-    return WordNoise(
-        base.drop if drop is None else drop,
-        base.blank if blank is None else blank,
-        base.shuffle if shuffle is None else shuffle,
-    )
