@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import qkv
 from conftest import Call, sentences, tiny_config
-from qkv.api.completer import Continuation, TextDecoder
+from qkv.api.completer import Continuation
 from qkv.assembly import build_model
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
@@ -69,24 +69,21 @@ def test_a_text_is_decoded_as_it_comes(text: str, cut: int) -> None:
     prompt = decode_text(CHARACTERS, ids[:cut])
     if encode_text(CHARACTERS, prompt) != ids[:cut]:
         return  # a character cut in two is no text
-    decoder = TextDecoder(CHARACTERS, prompt)
-    pieces = [decoder.feed(token) for token in ids[cut:]]
-    assert prompt + "".join(pieces) + decoder.close() == text
+    row = Continuation(CHARACTERS, prompt, [])
+    pieces = [row.add(token, last=number == len(ids)) for number, token in enumerate(ids[cut:], cut + 1)]
+    assert prompt + "".join(pieces) == text
 
 
 class Letters:
-    """A decoder of tokens that are characters."""
+    """A tokenizer whose tokens are characters."""
 
-    def feed(self, token: int) -> str:
-        return chr(token)
-
-    def close(self) -> str:
-        return ""
+    def bytes_of(self, token: int) -> bytes:
+        return chr(token).encode()
 
 
 @given(st.text("ab", min_size=1, max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_stream_never_contains_its_stop_text(text: str, stops: list[str]) -> None:
-    row = Continuation(Letters(), stops)  # type: ignore[arg-type]
+    row = Continuation(Letters(), "a", stops)  # type: ignore[arg-type]
     shown = ""
     for number, letter in enumerate(text, 1):
         shown += row.add(ord(letter), last=number == len(text))

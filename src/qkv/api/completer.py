@@ -131,7 +131,7 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         tokenizer = self.tokenizer
         never = (tokenizer.pad, tokenizer.bos, tokenizer.eos)
         options: dict[str, Any] = {"context": self.context, "rows": n, "forbidden": never, "device": self.device}
-        continuations = [Continuation(TextDecoder(tokenizer, prompt), stop) for _ in range(n)]
+        continuations = [Continuation(tokenizer, prompt, stop) for _ in range(n)]
         for number, step in enumerate(generate(self.model, self._ids(prompt), Sampling(**sampling), **options), 1):
             best = step.ranked.topk(min(top, step.ranked.shape[-1] - len(never)))
             new = []
@@ -162,8 +162,7 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         """
         if not text:
             raise UsageError("an empty text has no loss: give some text")
-        ids = np.asarray(encode_text(self.tokenizer, text), np.int64)
-        return self._loss(ids, text)
+        return self._loss(np.asarray(encode_text(self.tokenizer, text), np.int64), text)
 
     @torch.inference_mode()
     def evaluate_held_out(self) -> TextLoss:
@@ -191,50 +190,32 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         return [newline_of(self.tokenizer), *encode_text(self.tokenizer, prompt)]
 
 
-class TextDecoder:
-    """Incremental decoder of tokens to text: returns a character as soon as all its bytes are known."""
+class Continuation:
+    """One continuation as text: only whole characters, and none that may be the beginning of a stop text."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: Sequence[str]) -> None:
+        self.tokenizer, self.stop = tokenizer, [text for text in stop if text]
         self.characters = codecs.getincrementaldecoder("utf-8")("replace")
         # At the start of a line the tokens have a space before the first word that the text does not have.
         self.line_begins = not prompt or prompt.endswith("\n")
-
-    def feed(self, token: int) -> str:
-        written = self.tokenizer.bytes_of(token)
-        if not written:
-            return ""
-        shown = written.removeprefix(b" ") if self.line_begins else written
-        self.line_begins = written.endswith(b"\n")
-        return self.characters.decode(shown)
-
-    def close(self) -> str:
-        return self.characters.decode(b"", True)
-
-
-class Continuation:
-    """One continuation; holds back text that may be the beginning of a stop text."""
-
-    def __init__(self, decoder: TextDecoder, stop: Sequence[str]) -> None:
-        self.decoder, self.stop = decoder, [text for text in stop if text]
         self.held_back = ""
         self.finish: str | None = None
 
     def add(self, token: int, last: bool) -> str:
         """Add a token and return the text that is now final."""
-        text = self.held_back + self.decoder.feed(token)
+        if written := self.tokenizer.bytes_of(token):
+            shown = written.removeprefix(b" ") if self.line_begins else written
+            self.line_begins = written.endswith(b"\n")
+            self.held_back += self.characters.decode(shown)
+        text = self.held_back
         places = [place for place in map(text.find, self.stop) if place >= 0]
         if places:
             self.finish = "stop"
             return text[: min(places)]
         if last:
             self.finish = "length"
-            return text + self.decoder.close()
-        final = len(text) - max((_overlap(text, stop) for stop in self.stop), default=0)
+            return text + self.characters.decode(b"", True)
+        begun = [n for stop in self.stop for n in range(1, len(stop)) if stop.startswith(text[-n:])]
+        final = max(0, len(text) - max(begun, default=0))
         self.held_back = text[final:]
         return text[:final]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of a text that are a beginning of the stop text."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -48,14 +48,16 @@ class GapScores:
     accuracy: float
     tokens: int
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(700.0, self.loss))
+
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "perplexity": math.exp(min(700.0, self.loss))}
+        return {**dataclasses.asdict(self), "perplexity": self.perplexity}
 
     def __str__(self) -> str:
-        return (
-            f"{self.accuracy:.2%} of {self.tokens:,} masked tokens filled in correctly, "
-            f"perplexity {math.exp(min(700.0, self.loss)):.3f}"
-        )
+        right = f"{self.accuracy:.2%} of {self.tokens:,} masked tokens filled in correctly"
+        return f"{right}, perplexity {self.perplexity:.3f}"
 
 
 class Encoder(LoadedRun[EncoderOnly]):
