@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qkv.core import run as core_run
-from qkv.core.batches import Update, Updates, UpdateStream
+from qkv.core.batches import Updates, UpdateStream
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
 from qkv.core.loss import SmoothedObjective
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 UPDATES_AHEAD = 4  # made before they are needed
-PATIENCE = 0.1  # seconds until a thread with a full queue checks whether it should stop
 
 # ---- model and run folder --------------------------------------------------------------------------------------------
 
@@ -324,36 +323,14 @@ def prefetch(updates: Updates, depth: int = UPDATES_AHEAD) -> Updates:
 
     The updates are the same: all randomness in a batch follows from its seed.
     """
-    items: queue.Queue[Update | BaseException] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: Update | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                return items.put(item, timeout=PATIENCE)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for update in updates:
-                put(update)
-                if stop.is_set():
-                    return
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    maker = ThreadPoolExecutor(1)
     try:
-        while True:
-            item = items.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join()  # a thread inside torch while the interpreter ends would abort the process
+        waiting = deque(maker.submit(next, updates, None) for _ in range(depth))
+        while (update := waiting.popleft().result()) is not None:
+            waiting.append(maker.submit(next, updates, None))
+            yield update
+    finally:  # a thread inside torch while the interpreter ends would abort the process
+        maker.shutdown(cancel_futures=True)
 
 
 def objective_for(config: Config, model: Model, tokenizers: TokenizerPair) -> Objective:
