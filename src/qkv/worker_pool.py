@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from qkv.core.errors import QkvError, UsageError
@@ -70,7 +69,7 @@ def freeze_garbage_collector() -> None:
 
 
 class WorkerPool:
-    """A fixed number of processes that map a function over tasks; they start with the first call of `map`."""
+    """A fixed number of processes that map a function over tasks; they start with the first result of `map`."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -79,23 +78,17 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]) -> Iterator[R]:
-        """Return `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
-        if self.pool is None:
-            self.pool = _start_pool(self.workers)
-        return self._results(self.pool, function, tasks)
-
-    def _results(
-        self, pool: ProcessPoolExecutor, function: Callable[[*Ts], R], tasks: Iterable[tuple[*Ts]]
-    ) -> Iterator[R]:
+        """Yield `function(*task)` in the order of the tasks, with a bounded number of tasks in flight."""
+        self.pool = self.pool or _start_pool(self.workers)
         waiting: deque[Future[R]] = deque()
         try:
             for task in tasks:
-                waiting.append(pool.submit(function, *task))
+                waiting.append(self.pool.submit(function, *task))
                 if len(waiting) >= TASKS_PER_WORKER * self.workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -137,9 +130,9 @@ def _initialize_pool_worker() -> None:
 class ProcessWorkers(Generic[M]):
     """`count` processes that each build `make(*arguments)` once and then run functions on it.
 
-    The processes start with the first call of `map`. Use the object as a context manager, or `close()` it. Arguments
-    and results must be picklable, functions importable by name. After an error all processes are ended; the next call
-    starts new ones. The children are new interpreters, so a script needs no main guard.
+    The processes start with the first call of `map`; `close()` ends them. Arguments and results must be picklable,
+    functions importable by name. After an error all processes are ended; the next call starts new ones. The children
+    are new interpreters, so a script needs no main guard.
     """
 
     def __init__(self, count: int, make: Callable[[*Ts], M], *arguments: *Ts) -> None:
@@ -150,12 +143,6 @@ class ProcessWorkers(Generic[M]):
         self.arguments: tuple[Any, ...] = arguments
         self.workers: list[_ProcessWorker] = []
         self.finalizer: Callable[[], object] = lambda: None
-
-    def __enter__(self) -> ProcessWorkers[M]:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def start(self) -> None:
         """Start the processes unless they run already; return before their models are built."""

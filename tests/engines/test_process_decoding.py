@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from qkv.worker_pool import ProcessWorkers
 
 @pytest.fixture(scope="module")
 def workers(tiny: Path) -> Iterator[ProcessWorkers[OpenedRun]]:
-    with ProcessWorkers(2, open_run, str(tiny), "", "fp32") as crew:
+    with closing(ProcessWorkers(2, open_run, str(tiny), "", "fp32")) as crew:
         yield crew
 
 
@@ -115,7 +116,7 @@ def test_a_process_that_dies_or_fails_is_reported_with_its_reason(
 
 def test_a_worker_that_cannot_start_is_reported(tmp_path: Path) -> None:
     with (
-        ProcessWorkers(1, open_run, str(tmp_path / "nowhere")) as crew,
+        closing(ProcessWorkers(1, open_run, str(tmp_path / "nowhere"))) as crew,
         pytest.raises(UsageError, match="no such run folder"),
     ):
         crew.map(misbehave, [("well",)])
