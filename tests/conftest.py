@@ -166,7 +166,7 @@ def begun(folder: Path, spec: Config) -> tuple[Config, PreparedText]:
     """The resolved config and the prepared text of a new run inside the folder."""
     from qkv.api.run_training import _begin
 
-    run, prepared = _begin(folder / f"run-{len(list(folder.iterdir()))}", spec, None, [], "")
+    run, prepared = _begin(folder / f"run-{len(list(folder.iterdir()))}", spec, None, [], "", 1, None)
     return run.config, prepared
 
 

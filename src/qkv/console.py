@@ -80,7 +80,7 @@ def bars() -> Iterator[Report]:
 def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yield `advance(count)`, which moves a progress bar."""
     done = 0
-    with bars() if shown else nullcontext(_ignore) as report:
+    with bars() if shown else nullcontext(lambda stage, done, total: None) as report:
 
         def advance(count: int) -> None:
             nonlocal done
@@ -88,10 +88,6 @@ def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iter
             report(stage, done, total)
 
         yield advance
-
-
-def _ignore(stage: str, done: int, total: int | None) -> None:
-    pass
 
 
 @contextmanager

@@ -219,7 +219,7 @@ class Config(config.Config):
 
     def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
-        tree: dict[str, dict[str, Any]] = {s.name: dict(vars(getattr(self, s.name))) for s in dataclasses.fields(self)}
+        tree = {name: dict(vars(section)) for name, section in vars(self).items()}
         for name, values in sections.items():
             tree.setdefault(name, {}).update(values)
         return self.from_dict(tree)

@@ -56,7 +56,7 @@ def test_it_resumes_without_the_run_it_came_from(tiny: Path, other: Pair, tmp_pa
     source = tmp_path / "source"
     shutil.copytree(tiny, source)
     still = tiny_config(*other, steps=2, validate_every=2, learning_rate=0.0, ema=ema)
-    run, _ = run_training._begin(tmp_path / "run", still, None, [], "", start=Run.open(source))
+    run, _ = run_training._begin(tmp_path / "run", still, None, [], "", 1, Run.open(source))
     shutil.rmtree(source)
     shutil.rmtree(run.store)
     qkv.train(run=run.path, resume=True)

@@ -159,7 +159,7 @@ def _rows(batch: Batch, first: int, stop: int) -> Batch:
 
 def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tmp_path: Path) -> None:
     spec = settings(aligned)
-    run, prepared = _begin(tmp_path / "run", spec, None, [], "")
+    run, prepared = _begin(tmp_path / "run", spec, None, [], "", 1, None)
     unbroken, broken, resumed = (trainer_for(run.config, prepared) for _ in range(3))
     for step in updates(unbroken, 8):
         unbroken.step(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 
@@ -58,6 +58,5 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 def fast_engine(model: TranslationModel, dtype: str, device: torch.device) -> StepModel:
     """Return the fastest form of the model for a device and dtype; the model itself is not changed."""
     if device.type == "cpu":
-        packed: Any = pack(model, dtype)
-        return cast("StepModel", packed)
+        return cast("StepModel", pack(model, dtype))
     return model if choose_precision(dtype, device) == torch.float else copy.deepcopy(model).to(torch.bfloat16)

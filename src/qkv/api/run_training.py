@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,10 @@ from qkv.training.distributed import joined
 Recipe = Callable[[Config, PreparedText, int], tuple[Config, list[str]]]
 
 # What the weights, the text, its order or the best score depend on, and what a resumed run may change of it.
-SETTLED = (
-    "data.",
-    "tokenizer.",
-    "model.",
-    "train.seed",
-    "train.optimizer",
-    "train.metric",
-    "train.tokens_per_step",
-    "train.micro_tokens",
+SETTLED = tuple(
+    """
+    data. tokenizer. model. train.seed train.optimizer train.metric train.tokens_per_step train.micro_tokens
+    """.split()
 )
 FREE = ("data.workers", "data.src_lang", "data.tgt_lang")
 
@@ -99,7 +94,7 @@ def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
         if world.first:
             sinks.append(held.enter_context(TrainingBar()))
             if run.config.train.tensorboard:
-                sinks.append(held.enter_context(TensorBoardLog(run.path / "tensorboard")))
+                sinks.append(held.enter_context(closing(TensorBoardLog(run.path / "tensorboard"))))
         return trainer.fit(run, sinks)
 
 
@@ -146,10 +141,8 @@ class MeasuredTask:
     def validate(self, model: Any, text: PreparedText, config: Any, device: torch.device) -> Validation:
         from qkv.explain.attention_heads import attention_entropies
 
-        result, entropies = (
-            self.task.validate(model, text, config, device),
-            attention_entropies(model, text, config, device),
-        )
+        result = self.task.validate(model, text, config, device)
+        entropies = attention_entropies(model, text, config, device)
         return dataclasses.replace(result, details=result.details | {"attention_entropy": entropies})
 
 
@@ -171,10 +164,7 @@ class TensorBoardLog:
                 if isinstance(value, int | float):
                     self.writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def __enter__(self) -> TensorBoardLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
 
@@ -221,8 +211,8 @@ def _begin(
     recipe: Recipe | None,
     settings: list[str],
     command: str,
-    ranks: int = 1,
-    start: Run | None = None,
+    ranks: int,
+    start: Run | None,
 ) -> tuple[Run, PreparedText]:
     """Start a new run; `run.json` marks it as complete once the text is prepared and the config is final."""
     if Run(folder).exists():
@@ -288,10 +278,10 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
             f"with --from {folder} if it is to go on from these weights"
         )
     choose_device(changed.train.device)
-    stored = (run.store / "manifest.json").exists()
-    prepared = (
-        PreparedText.open(run.store) if stored else _prepare(run.path, changed, run if run.start.exists() else None)
-    )
+    if (run.store / "manifest.json").exists():
+        prepared = PreparedText.open(run.store)
+    else:
+        prepared = _prepare(run.path, changed, run if run.start.exists() else None)
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
         raise QkvError(
             f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
