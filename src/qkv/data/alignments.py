@@ -74,12 +74,12 @@ def tokens_of_words(tokenizer: Tokenizer, ids: Sequence[int], text: str, rule: s
 
 
 def parse_pharaoh(text: str) -> list[Link]:
-    """Return the links of a line in Pharaoh format; anything else raises ValueError with the part in question."""
+    """Return the links of a line in Pharaoh format; anything else raises ValueError."""
     links = []
     for part in text.split():
         match = LINK.fullmatch(part)
         if match is None:
-            raise ValueError(part)
+            raise ValueError(f'"{part}" is not a link: write source-target, e.g. 0-0 1-2')
         links.append((int(match[1]), int(match[2])))
     return links
 
@@ -87,12 +87,6 @@ def parse_pharaoh(text: str) -> list[Link]:
 def to_pharaoh(links: Iterable[Link]) -> str:
     """Return links as a line in Pharaoh format, in order."""
     return " ".join(f"{i}-{j}" for i, j in sorted(links))
-
-
-def token_alignment(links: Iterable[Link], source: list[list[int]], target: list[list[int]]) -> list[Link]:
-    """Turn links between words into links between all their tokens, ordered by target token, each once."""
-    joined = {(s, t) for i, j in links for s in source[i] for t in target[j]}
-    return sorted(joined, key=lambda link: link[::-1])
 
 
 # ---- in the store and in batches -------------------------------------------------------------------------------------
@@ -106,15 +100,14 @@ def alignment_column(rule: str) -> Column:
 def _read_alignments(
     block: TextBlock, both: TokenizerPair, *, rule: str
 ) -> Callable[[int, Texts, Sequence[bytes]], bytes]:
-    """Return a function that turns a line of the alignment file into links between tokens."""
+    """Return a function that turns a line of the alignment file into links between tokens, ordered by target token."""
     lines = block.lines(-1)
 
     def encode(row: int, pair: Texts, packed: Sequence[bytes]) -> bytes:
         try:
             links = parse_pharaoh(lines[row] or "")
         except ValueError as error:
-            fault = f'"{error}" is not a link: write source-target, e.g. 0-0 1-2'
-            raise QkvError(f"{block.where(row, -1)}: {fault}") from None
+            raise QkvError(f"{block.where(row, -1)}: {error}") from None
         groups = [
             tokens_of_words(side, np.frombuffer(ids, side.dtype).tolist(), text, rule)
             for side, ids, text in zip((both.src, both.tgt), packed, pair, strict=True)
@@ -126,7 +119,9 @@ def _read_alignments(
                         f"{block.where(row, -1)}: {link[0]}-{link[1]} names {name} word {word}, counted from 0, of a "
                         f"sentence of {count} words ({RULES[rule]}): align this very text"
                     )
-        return np.array(token_alignment(links, *groups), ALIGNMENT_DTYPE).tobytes()
+        source, target = groups
+        joined = {(s, t) for i, j in links for s in source[i] for t in target[j]}
+        return np.array(sorted(joined, key=lambda link: link[::-1]), ALIGNMENT_DTYPE).tobytes()
 
     return encode
 

@@ -18,8 +18,8 @@ from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate
 from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock
 from qkv.core.dataset import TokenStore
 from qkv.core.errors import UsageError
-from qkv.core.preparation import Disposition, Dispositions, Scan, Sentences
-from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.preparation import Disposition, Scan, Sentences
+from qkv.core.tokenizer import PAD, Tokenizer, TokenizerPair
 from qkv.data.subwords import newline_of, pack_text
 
 # A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
@@ -41,7 +41,7 @@ class RunningText(Sentences):
             raise UsageError(f"corpus {corpora[0]}: a language model learns from running text: give text, not pairs")
         divided = super().blocks(corpora, scratch, parallel_map)
         total = sum(block.count for blocks in divided for block in blocks)
-        if self._held_out(total) or any(corpus.format != LINES for corpus in corpora):
+        if 0 < self._held_out(total) <= total // 2 or any(corpus.format != LINES for corpus in corpora):
             return divided
         parts = []
         for number, corpus in enumerate(corpora):
@@ -60,19 +60,20 @@ class RunningText(Sentences):
             return
         total = sum(scan.counts)
         goal, most = self._held_out(total), total // 2
-        if not goal:
+        if not 0 < goal <= most:
             remedy = f"set data.valid_size={most}, or " if most else ""
-            wanted = self.data.valid_size or min(total // 10, 5000)
             raise UsageError(
-                f"{total} lines of running text, {wanted} of them held out for validation: it must be one at least and "
+                f"{total} lines of running text, {goal} of them held out for validation: it must be one at least and "
                 f"half of them at most: {remedy}give validation text: --valid-text (data.valid)"
             )
-        hold_out_ends(scan.counts, dispositions, goal)
+        # In proportion to the size of each corpus, but not all of one.
+        for count, stop in zip(scan.counts, np.cumsum(scan.counts).tolist(), strict=True):
+            last = dispositions[stop - min(count - 1, -(-goal * count // total)) : stop]
+            last[last == Disposition.TRAIN] = Disposition.VALID
 
     def _held_out(self, total: int) -> int:
-        """Return how many of so many lines are held out; 0 if that is not possible."""
-        goal = self.data.valid_size or min(total // 10, 5000)
-        return goal if goal <= total // 2 else 0
+        """Return how many of so many lines are to be held out; possible are 1 to half of them."""
+        return self.data.valid_size or min(total // 10, 5000)
 
     def sample(self, block: TextBlock, *arguments: Any) -> list[str]:
         texts = super().sample(block, *arguments)
@@ -91,14 +92,6 @@ class RunningText(Sentences):
         return line.removesuffix("\n") + " " if text.startswith("+") else line
 
 
-def hold_out_ends(counts: Sequence[int], dispositions: Dispositions, goal: int) -> None:
-    """Turn the last lines of each corpus to validation, in proportion to its size, but not all of a corpus."""
-    total = sum(counts)
-    for count, stop in zip(counts, np.cumsum(counts).tolist(), strict=True):
-        last = dispositions[stop - min(count - 1, -(-goal * count // total)) : stop]
-        last[last == Disposition.TRAIN] = Disposition.VALID
-
-
 def split_long_lines(file: Path, copy: Path) -> None:
     """Copy a text with its long lines divided at spaces, where tokens never cross; every line gets a mark."""
     with (
@@ -114,13 +107,6 @@ def split_long_lines(file: Path, copy: Path) -> None:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def corpus_ranges(store: TokenStore) -> list[tuple[int, int]]:
-    """Return the start and end of each corpus in the stream of a store."""
-    sizes = np.bincount(store.corpus, store.lengths("tgt"), len(store.weights)).astype(np.int64)
-    ends = np.cumsum(sizes).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 class BlockBatches(UpdateStream):
     """Running text cut into blocks of equal length; every epoch cuts it at other places and shuffles the blocks."""
 
@@ -128,7 +114,9 @@ class BlockBatches(UpdateStream):
         super().__init__(store, **options)
         self.length = length
         self.plan_key = (*self.plan_key, length)
-        self.ranges = corpus_ranges(store)
+        sizes = np.bincount(store.corpus, store.lengths("tgt"), len(store.weights)).astype(np.int64)
+        ends = np.cumsum(sizes).tolist()
+        self.ranges = list(zip([0, *ends[:-1]], ends, strict=True))  # start and end of each corpus in the stream
         for first, stop in self.ranges:
             if stop - first <= length:
                 raise UsageError(
@@ -164,11 +152,11 @@ def _groups(starts: Indices, size: int) -> list[Indices]:
     return [starts[first : first + max(1, size)] for first in range(0, len(starts), max(1, size))]
 
 
-def block_batch(rows: NDArray[Any], pad_id: int = 0) -> Batch:
+def block_batch(rows: NDArray[Any]) -> Batch:
     """Return rows of one token more than the block as a batch: each position must predict the next token."""
     ids = torch.from_numpy(rows.astype(np.int64))
     labels = ids[:, 1:].contiguous()
-    return Batch((ids[:, :-1].contiguous(),), labels, int((labels != pad_id).sum()))
+    return Batch((ids[:, :-1].contiguous(),), labels, int((labels != PAD).sum()))
 
 
 def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray[Any]:

@@ -256,11 +256,6 @@ class BpeDropout:
             ids[place : place + 2] = [merged]
 
 
-def row_seeds(rows: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
-    """Return a seed for each row that does not depend on the other rows."""
-    return _mix(rows.astype(np.uint64) + np.uint64(seed))
-
-
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Map consecutive numbers to random-looking ones (the finaliser of SplitMix64; Steele et al., 2014)."""
     mixed = numbers * np.uint64(0x9E3779B97F4A7C15)
@@ -276,9 +271,9 @@ def pair_dropout(tokenizers: TokenizerPair, probability: float, max_length: int 
 
     def cut(rows: list[Rows], indices: NDArray[np.int64], seed: tuple[int, ...]) -> list[Rows]:
         # Each sentence has its own seed, so batches and ranks do not change its segmentation.
-        numbers = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64).tolist()
+        numbers = np.random.SeedSequence((*seed, 3)).generate_state(2, np.uint64)
         return [
-            Rows(*dropout.segment(*side, row_seeds(indices, number)))
+            Rows(*dropout.segment(*side, _mix(indices.astype(np.uint64) + number)))
             for dropout, side, number in zip(both, rows, numbers, strict=True)
         ]
 

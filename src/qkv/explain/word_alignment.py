@@ -45,7 +45,7 @@ class Alignment(frozenset[Link]):
         try:
             return cls(alignments.parse_pharaoh(text))
         except ValueError as error:
-            raise UsageError(f'"{error}" is not a link: write an alignment as source-target, e.g. 0-0 1-2') from None
+            raise UsageError(str(error)) from None
 
     def __str__(self) -> str:
         return alignments.to_pharaoh(self)

@@ -1,7 +1,7 @@
 """RNN: a recurrent encoder-decoder with attention (Bahdanau et al., Luong et al., both 2015), GRU or LSTM.
 
 Two implementations compute the same recurrence from the same weights. `gru` and `lstm` are the equations as printed;
-`fused_gru` and `fused_lstm` call the kernels of PyTorch, and run unless `Layer.written_out` is set.
+`fused` calls the kernels of PyTorch, and runs unless `Layer.written_out` is set.
 """
 
 from __future__ import annotations
@@ -42,29 +42,18 @@ def lstm(x: Tensor, state: Cell, W_ih: Tensor, W_hh: Tensor, b_ih: Tensor, b_hh:
     return o.sigmoid() * c.tanh(), c
 
 
-def fused_gru(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
-    """GRU over x (rows, n, inputs) by the kernels of PyTorch: outputs (rows, n, width) and the last state."""
-    (h,) = state
+def fused(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
+    """GRU or LSTM over x (rows, n, inputs) by the kernels of PyTorch: outputs (rows, n, width) and the last state."""
+    is_lstm = len(state) == 2
     if x.shape[1] == 1:
-        h = torch.gru_cell(x[:, 0], h, *weights)
-        return h[:, None], (h,)
-    output, h = torch.gru(x, h[None], weights, *_options())
-    return output, (h[0],)
-
-
-def fused_lstm(x: Tensor, state: Cell, weights: tuple[Tensor, ...]) -> tuple[Tensor, Cell]:
-    """LSTM over x (rows, n, inputs) by the kernels of PyTorch: outputs (rows, n, width) and the last state."""
-    if x.shape[1] == 1:
-        h, c = torch.lstm_cell(x[:, 0], state, *weights)
-        return h[:, None], (h, c)
-    output, h, c = torch.lstm(x, [part[None] for part in state], weights, *_options())
-    return output, (h[0], c[0])
-
-
-def _options() -> tuple[bool, int, float, bool, bool, bool]:
-    """Return the options of torch.gru and torch.lstm; with `train`, cuDNN saves values for the backward pass."""
-    biases, layers, dropout, train, bidirectional, rows_first = True, 1, 0.0, torch.is_grad_enabled(), False, True
-    return biases, layers, dropout, train, bidirectional, rows_first
+        state = torch.lstm_cell(x[:, 0], state, *weights) if is_lstm else (torch.gru_cell(x[:, 0], *state, *weights),)
+        return state[0][:, None], state
+    biases, layers, dropout, bidirectional, rows_first = True, 1, 0.0, False, True
+    train = torch.is_grad_enabled()  # cuDNN then saves values for the backward pass
+    options = (biases, layers, dropout, train, bidirectional, rows_first)
+    first = [part[None] for part in state]
+    output, *last = torch.lstm(x, first, weights, *options) if is_lstm else torch.gru(x, first[0], weights, *options)
+    return output, tuple(part[0] for part in last)
 
 
 class Layer(nn.Module):
@@ -91,7 +80,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, state: Cell) -> tuple[Tensor, Cell]:
         weights = tuple(self.cell.all_weights[0])
         if not self.written_out:
-            return (fused_lstm if self.is_lstm else fused_gru)(x, state, weights)
+            return fused(x, state, weights)
         outputs = []
         for now in x.unbind(1):
             state = (lstm if self.is_lstm else gru)(now, state, *weights)

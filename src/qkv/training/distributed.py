@@ -230,7 +230,8 @@ class ShardedTrainStep(PlainTrainStep):
 
     def sum_over_ranks(self, sums: Tensor) -> tuple[list[Tensor], Tensor]:
         """Sum `sums`; return this rank's parts of the gradients, and the norm of all of them."""
-        gradients = [_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
         square = torch.as_tensor(torch.nn.utils.get_total_norm(gradients)).square()
         self.world.sum([sums])
         self.world.sum([square])
@@ -269,7 +270,3 @@ def shard(model: nn.Module, device: torch.device, world: World) -> None:
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "full_tensor")  # isinstance would need an import that takes over a second
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor
