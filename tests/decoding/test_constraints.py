@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from qkv.assembly import build_model
 from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
-from qkv.core.search import Hypothesis, search, start_search
+from qkv.core.search import Hypothesis, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.tokenizer import to_printable as printable
 from qkv.data.subwords import readable_tokens
-from qkv.decoding.beam_variants import DecodingOptions, start_variant
-from qkv.decoding.constraints import Avoid, ConstrainedBeamSearch, MustInclude, check_conflict, constrained, find, spell
+from qkv.decoding.beam_variants import ConstrainedBeamSearch, DecodingOptions
+from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, find, spell
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.search_request import token_logprobs
 from qkv.options import ConvS2SConfig, RnnConfig, TransformerConfig
@@ -55,14 +55,13 @@ def searched(
     beam: int = 4,
     n_best: int = 1,
     sentences: int = 2,
-    processors: tuple[Avoid, ...] = (),
-    sampling: Sampling | None = None,
-    **more: Any,
+    prefix: torch.Tensor | None = None,
+    **rules: Any,
 ) -> Any:
     model = TableModel(lambda sentence, prefix: probabilities(seed, sentence, prefix))
     numbers, ones = torch.arange(sentences)[:, None], torch.ones(sentences, dtype=torch.long)
-    options = DecodingOptions(beam=beam, n_best=n_best, max_length=longest, processors=processors, sampling=sampling)
-    return search(model, numbers, ones, options, SPECIAL, **more)
+    options = DecodingOptions(beam=beam, n_best=n_best, max_length=longest, **rules)
+    return search(model, numbers, ones, options, SPECIAL, prefix=prefix)
 
 
 def text_of(hypothesis: Hypothesis) -> str:
@@ -134,7 +133,7 @@ def test_a_forbidden_phrase_is_never_written(
     seed: int, longest: int, phrases: list[str], beam: int, draws: bool
 ) -> None:
     avoid = Avoid(phrases, WORDS)
-    more: dict[str, Any] = {"sampling": Sampling(seed=seed), "start": start_variant} if draws else {}
+    more: dict[str, Any] = {"sampling": Sampling(seed=seed)} if draws else {}
     found = searched(seed, longest, beam=beam, n_best=beam, processors=(avoid,), **more)
     for sentence, hypotheses in enumerate(found):
         for hypothesis in hypotheses:
@@ -181,7 +180,7 @@ def test_required_phrases_are_always_met(
     """Also with the smallest possible length limit."""
     required = MustInclude.of(phrases, WORDS, ordered=ordered, whole_words=whole)
     longest = required.need([]) + spare
-    found = searched(seed, longest, beam=beam, n_best=2, start=constrained([required] * 2))
+    found = searched(seed, longest, beam=beam, n_best=2, required={0: required, 1: required})
     for sentence, hypotheses in enumerate(found):
         assert hypotheses
         for hypothesis in hypotheses:
@@ -220,7 +219,7 @@ def test_allowed_tokens_leave_room_for_missing_phrases(
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
     model: Any = None
     sizes: dict[str, Any] = {"lengths": torch.tensor([1]), "capacity": 20}
-    search_ = ConstrainedBeamSearch(model, DecodingOptions(), SPECIAL, required=[required], **sizes)
+    search_ = ConstrainedBeamSearch(model, DecodingOptions(required={0: required}), SPECIAL, **sizes)
     left = required.need(tokens) + spare
     merit = torch.zeros(WORDS.size)
     search_._forbid(merit, required, tokens, left)
@@ -236,16 +235,16 @@ def test_phrases_without_room_are_refused(phrases: list[str], ordered: bool) -> 
     required = MustInclude.of(phrases, WORDS, ordered=ordered)
     need = required.need([])
     with pytest.raises(UsageError, match=f"takes {need} tokens, but the output may have {need - 1} more"):
-        searched(1, need - 1, start=constrained([required] * 2))
+        searched(1, need - 1, required={0: required, 1: required})
 
 
 def test_a_phrase_behind_a_prefix() -> None:
     required = MustInclude.of(["the cat"], WORDS)
     begun = torch.tensor([WORDS.encode("dog the")] * 2)  # half of the phrase is in the prefix
-    for hypotheses in searched(3, begun.shape[1] + 1, prefix=begun, start=constrained([required] * 2)):
+    for hypotheses in searched(3, begun.shape[1] + 1, prefix=begun, required={0: required, 1: required}):
         assert text_of(hypotheses[0]) == "dog the cat"
     with pytest.raises(UsageError, match="takes 1 tokens, but the output may have 0 more"):
-        searched(3, begun.shape[1], prefix=begun, start=constrained([required] * 2))
+        searched(3, begun.shape[1], prefix=begun, required={0: required, 1: required})
 
 
 @settings(max_examples=30)
@@ -255,8 +254,7 @@ def test_required_and_forbidden_together(seed: int, spare: int) -> None:
     required = MustInclude.of(["dog.", "category"], WORDS)
     avoid = Avoid(["cat", "é"], WORDS, exempt=required.spelt)
     longest = required.need([]) + spare
-    start = constrained([required] * 2)
-    for hypotheses in searched(seed, longest, start=start, processors=(avoid,)):
+    for hypotheses in searched(seed, longest, required={0: required, 1: required}, processors=(avoid,)):
         assert required.missing(text_of(hypotheses[0])) == []
         assert avoid.occurs(text_of(hypotheses[0])) is None
 
@@ -271,18 +269,18 @@ def test_phrases_both_required_and_forbidden_are_refused() -> None:
     required = MustInclude.of(["the", "cat"], WORDS, ordered=True)
     avoid = Avoid(["the cat"], WORDS)
     with pytest.raises(UsageError, match="cannot be met together"):
-        searched(1, 2, start=constrained([required] * 2), processors=(avoid,))
-    ((best,), _) = searched(1, 3, start=constrained([required] * 2), processors=(avoid,))
+        searched(1, 2, required={0: required, 1: required}, processors=(avoid,))
+    ((best,), _) = searched(1, 3, required={0: required, 1: required}, processors=(avoid,))
     assert required.missing(text_of(best)) == []
 
 
 def test_a_sentence_alone_and_among_others() -> None:
     asked = [MustInclude.of(p, WORDS) for p in (["cat"], ["dog."], ["the cat", "é"], ["t"])]
-    together = searched(5, 9, sentences=4, start=constrained(asked))
+    together = searched(5, 9, sentences=4, required=dict(enumerate(asked)))
     for number, required in enumerate(asked):
         model = TableModel(lambda _, prefix, n=number: probabilities(5, n, prefix))
-        one, options = torch.tensor([[0]]), DecodingOptions(max_length=9)
-        (alone,) = search(model, one, torch.tensor([1]), options, SPECIAL, start=constrained([required]))
+        one, options = torch.tensor([[0]]), DecodingOptions(max_length=9, required={0: required})
+        (alone,) = search(model, one, torch.tensor([1]), options, SPECIAL)
         assert alone == together[number]
 
 
@@ -306,10 +304,10 @@ def test_every_kind_of_model_keeps_to_them(spec: Any) -> None:
     required, avoid = MustInclude.of(["the cat", "dog."], WORDS), Avoid(["cats", "é"], WORDS)
     rows = [np.array(WORDS.encode(text), np.int64) for text in ("cat.", "the dog (cat)", "s")]
     lengths = torch.tensor([len(row) + 1 for row in rows])
-    for start in (constrained([required] * 3), start_search):
-        bound = start is not start_search
-        options = DecodingOptions(extra_length=6, n_best=3, processors=(avoid,) if bound else ())
-        found = search(model, pad(rows, 0, last=2), lengths, options, SPECIAL, start=start)
+    for bound in (True, False):
+        rules: dict[str, Any] = {"processors": (avoid,), "required": dict.fromkeys(range(3), required)} if bound else {}
+        options = DecodingOptions(extra_length=6, n_best=3, **rules)
+        found = search(model, pad(rows, 0, last=2), lengths, options, SPECIAL)
         for row, hypotheses in zip(rows, found, strict=True):
             targets = [np.array(h.tokens, np.int64) for h in hypotheses]
             batch = collate([row] * len(targets), targets, TokenizerPair(WORDS, WORDS))

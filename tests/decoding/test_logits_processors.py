@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, SearchState, search
 from qkv.core.tokenizer import Tokenizer
-from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.beam_variants import DecodingOptions
 from qkv.decoding.ensemble import Ensemble
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampling
 from qkv.evaluation.diagnosis import LONGEST, TIMES, TOKENS, Loop, breaking, find_loop, repetitions
@@ -80,7 +80,6 @@ def found_by(
         torch.tensor([longest + 1]),
         dataclasses.replace(options, beam=beam, n_best=n_best, extra_length=0),
         Tokenizer("char", []),
-        start=start_variant,
         **more,
     )
     return found
@@ -170,7 +169,7 @@ def test_coverage_counts_the_attention_of_all_steps(groups: int) -> None:
     """The score again by forced decoding: β Σ log min(1, attention that a source token has had over all steps)."""
     source, lengths = sources(6)
     options = DecodingOptions(beam=4, n_best=2, extra_length=4, coverage=0.7, groups=groups, length_penalty="none")
-    every = search(transformer(), source, lengths, options, SPECIAL, start=start_variant)
+    every = search(transformer(), source, lengths, options, SPECIAL)
     for row, length, hypotheses in zip(source, lengths.tolist(), every, strict=True):
         for hypothesis in hypotheses:
             fed = torch.tensor([[BOS, *hypothesis.tokens]])
@@ -191,7 +190,7 @@ def test_coverage_of_an_ensemble_is_the_mean_of_its_members() -> None:
     options = DecodingOptions(beam=3, extra_length=4, coverage=0.7, length_penalty="none")
 
     def gains(*members: Any) -> list[float]:
-        found = search(Ensemble(members), source, lengths, options, SPECIAL, start=start_variant)
+        found = search(Ensemble(members), source, lengths, options, SPECIAL)
         return [each[0].score - each[0].logprob for each in found]
 
     twice, once = gains(transformer(), transformer()), gains(transformer())

@@ -16,7 +16,7 @@ from qkv.core.errors import UsageError
 from qkv.core.search import SearchOptions, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import search_all
-from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.beam_variants import DecodingOptions
 from qkv.decoding.logits_processors import Sampling, draw, uniform_numbers
 from random_models import model_of, some_text
 from search_tables import EOS, SPECIAL, TableModel, random_table
@@ -107,7 +107,6 @@ def test_samples_of_a_search_follow_the_models_probabilities() -> None:
         torch.ones(count, dtype=torch.long),
         DecodingOptions(sampling=Sampling(seed=1), max_length=1),
         SPECIAL,
-        start=start_variant,
     )
     drawn = Counter(tuple(hypotheses[0].tokens) for hypotheses in found)
     # <pad> and <s> have some probability in a table, but are never drawn; after one word only </s> may follow.
@@ -127,7 +126,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
         lengths = torch.tensor([4 + number % 4 for number in numbers])
         sampling = Sampling(seed=seed, temperature=1.5)
         options = DecodingOptions(beam=5, n_best=rows, extra_length=0, sampling=sampling)
-        return search(TableModel(table), source, lengths, options, SPECIAL, numbers=numbers, start=start_variant)
+        return search(TableModel(table), source, lengths, options, SPECIAL, numbers=numbers)
 
     together = drawn(order)
     for number, hypotheses in zip(order, together, strict=True):
@@ -138,7 +137,7 @@ def test_a_sentence_is_drawn_the_same_alone_and_in_any_order(seed: int, order: l
 def test_a_real_model_draws_the_same_in_any_batch() -> None:
     texts = some_text(12)
     either = TokenizerPair(Tokenizer("char", []), Tokenizer("char", []))
-    more: dict[str, Any] = {"device": CPU, "start": start_variant}
+    more: dict[str, Any] = {"device": CPU}
 
     def drawn(places: list[int], tokens: int) -> dict[int, list[int]]:
         sources = [texts[i] for i in places]

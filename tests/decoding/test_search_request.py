@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import qkv
 from conftest import Call, sentences
@@ -26,6 +27,7 @@ from qkv.data.subwords import readable_tokens
 from qkv.decoding.constraints import find
 from qkv.decoding.search_request import SearchRequest, token_logprobs
 from qkv.decoding.shortlist import Shortlist, Shortlisted, translation_table
+from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
 from qkv.segmentation.sentences import split
 from search_tables import PAD, label_logprobs, sources, transformer
 
@@ -404,3 +406,21 @@ def test_log_probabilities_of_the_labels_are_those_of_the_model() -> None:
     found = token_logprobs(transformer(), batch, PAD)
     for ours, theirs in zip(found, label_logprobs(transformer(), batch), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_rows_without_a_hypothesis_are_not_computed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for required phrases begins with one hypothesis in eight rows, the coverage with one in four."""
+    translator = qkv.Translator(tiny, device="cpu", dtype="fp32")
+    if not isinstance(translator.engines[0], NativeTransformer):
+        pytest.skip(translator.engine)
+    living: list[int] = []
+    step = NativeTransformer.step
+
+    def counting(self: NativeTransformer, tokens: Tensor, state: NativeState) -> tuple[Tensor, NativeState]:
+        living.append(len(tokens) if state.alive is None else int(state.alive.sum()))
+        return step(self, tokens, state)
+
+    monkeypatch.setattr(NativeTransformer, "step", counting)
+    assert "cane" in translator.translate("The cat.", must_include=["cane"]).text
+    assert living[0] == 1
+    assert max(living) > 1

@@ -16,7 +16,7 @@ from qkv.core.search import Hypothesis, SearchOptions
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
-from qkv.decoding.beam_variants import DecodingOptions, start_variant
+from qkv.decoding.beam_variants import DecodingOptions
 from qkv.decoding.constraints import Avoid
 from qkv.decoding.logits_processors import Sampling
 from qkv.engines.cuda_decoding.continuous_batching import Sentence, SlotDecoding, SlotScheduler
@@ -121,7 +121,7 @@ def test_rules_hold_in_slots() -> None:
         DecodingOptions(beam=3, extra_length=12, no_repeat_ngram=2, min_length=4),
         DecodingOptions(beam=4, extra_length=12, groups=2, repetition_penalty=1.5),
     ):
-        expected = search_all(made, lines, options, BYTES, device=CPU, start=start_variant)
+        expected = search_all(made, lines, options, BYTES, device=CPU)
         assert_alike(SlotDecoding(made, BYTES).search_all(lines, options), expected)
 
 
@@ -152,7 +152,7 @@ def test_a_prefix_that_writes_nothing_is_refused() -> None:
 def test_options_that_one_beam_cannot_serve_are_refused() -> None:
     for options in (DecodingOptions(beam=1, groups=2), DecodingOptions(beam=1, coverage=0.5)):
         with pytest.raises(UsageError, match="beam"):
-            search_all(model(), [[7]], options, BYTES, device=CPU, start=start_variant)
+            search_all(model(), [[7]], options, BYTES, device=CPU)
 
 
 def test_a_pool_makes_a_search_once_and_forgets_old_ones() -> None:

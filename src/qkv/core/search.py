@@ -73,6 +73,10 @@ class SearchOptions(DecodeConfig):
         """Return all processors in order; options of a ring add their own."""
         return self.processors
 
+    def search_class(self) -> Callable[..., Search]:
+        """Return the class of the search: greedy for one hypothesis, a beam for several; rings have others."""
+        return GreedySearch if self.rows == 1 else BeamSearch
+
 
 def length_penalty(length: Tensor | float, decode: DecodeConfig) -> Any:
     """Return the divisor of a log-probability; length counts </s>. `gnmt` is the paper's ((5 + length) / 6)^alpha."""
@@ -340,8 +344,8 @@ StartSearch = Callable[..., Search]  # arguments as of `Search`; returns a searc
 
 
 def start_search(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
-    """Return a greedy search for one hypothesis, a beam search for several."""
-    return (GreedySearch if options.rows == 1 else BeamSearch)(model, options, tgt, **sizes)
+    """Return the search for these options."""
+    return options.search_class()(model, options, tgt, **sizes)
 
 
 @torch.inference_mode()

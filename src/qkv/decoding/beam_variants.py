@@ -1,4 +1,4 @@
-"""Diverse beams and the coverage penalty: subclasses of the beam search, and the options that choose among all.
+"""Coverage, diverse beams and required phrases: subclasses of the beam search, and the options that choose among all.
 
 Groups of beams are ranked one after another; each group is kept away from the tokens that earlier groups have just
 taken (Vijayakumar et al., 2018). The coverage penalty lowers the score of a hypothesis for each source token that got
@@ -8,6 +8,8 @@ little attention (Wu et al., 2016).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +17,14 @@ import torch
 from torch import Tensor
 
 from qkv.core.errors import UsageError
-from qkv.core.search import (
-    BeamSearch,
-    LogitsProcessor,
-    Search,
-    SearchOptions,
-    StartSearch,
-    start_search,
-    top_k,
-)
+from qkv.core.search import BeamSearch, LogitsProcessor, Search, SearchOptions, top_k
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
+from qkv.decoding.constraints import LETTER, MustInclude, joining
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling
 from qkv.models.variants import record_attention
+
+BEAM = 8  # rows that a search for required phrases has at least: some for those that have met more, some for less
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,7 @@ class DecodingOptions(SearchOptions):
     groups: int = 1
     diversity: float = 0.5  # subtracted for each hypothesis of an earlier group that has just taken the token
     sampling: Sampling | None = None
+    required: Mapping[int, MustInclude] | None = None  # by the number of the sentence in the whole input
 
     def __post_init__(self) -> None:
         least = {"min_length": 0, "coverage": 0, "no_repeat_ngram": 0, "groups": 1, "diversity": 0, "max_length": 0}
@@ -61,6 +59,21 @@ class DecodingOptions(SearchOptions):
         every += self.processors
         every += [RepetitionPenalty(self.repetition_penalty)] if self.repetition_penalty != 1 else []
         return tuple(every)
+
+    def search_class(self) -> Callable[..., Search]:
+        if self.rows % self.groups:
+            raise UsageError(
+                f"{self.rows} beams in {self.groups} groups: the beams must divide into groups of one width"
+            )
+        if self.required is not None:
+            return ConstrainedBeamSearch
+        if self.rows == 1 and self.coverage:
+            raise UsageError("coverage compares hypotheses, and a beam of 1 has one: give a larger beam")
+        if self.sampling is not None:
+            return Sampler
+        if self.groups > 1:
+            return DiverseBeamSearch
+        return CoverageBeamSearch if self.coverage else super().search_class()
 
 
 class CoverageBeamSearch(BeamSearch):
@@ -137,21 +150,99 @@ class DiverseBeamSearch(CoverageBeamSearch):
         return (chosen // self.width * self.rows + group + chosen % self.width).flatten(1)
 
 
-def start_variant(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
-    """Return a search for these options, as `start_search` does for plain ones."""
-    if not isinstance(options, DecodingOptions):
-        return start_search(model, options, tgt, **sizes)
-    if options.rows % options.groups:
-        raise UsageError(
-            f"{options.rows} beams in {options.groups} groups: the beams must divide into groups of one width"
+# ---- required phrases -----------------------------------------------------------------------------------------------
+
+
+class ConstrainedBeamSearch(CoverageBeamSearch):
+    """Beam search for translations with required phrases (Post and Vilar, 2018).
+
+    Those that go on are taken in turn from banks, one for each number of phrase tokens still needed, so that a
+    hypothesis that pays for a phrase does not lose its place to those that have not. As soon as no more room is left
+    than the missing phrases need, only tokens that write them may follow. Progress is a function of the tokens alone.
+    """
+
+    def __init__(self, model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> None:
+        super().__init__(model, options, tgt, rows=max(options.rows, BEAM), **sizes)
+        self.required = self.options.required or {}
+        self.joining = joining(self.required[self.numbers[0]].tokenizer).to(self.lengths.device)
+
+    def place(self, slots: Tensor, longest: Tensor, forced: Tensor) -> None:
+        for slot, most, begun in zip(slots.tolist(), longest.tolist(), forced.tolist(), strict=True):
+            required = self.required[self.numbers[slot]]
+            prefix = [token for token in begun if token >= 0]
+            room = max(0, most - len(prefix))
+            if (need := required.need(prefix)) > room:
+                raise UsageError(
+                    f"must_include: {required} takes {need} tokens, but the output may have {room} more: "
+                    f"raise max_length, or ask for less"
+                )
+        super().place(slots, longest, forced)
+
+    def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return up to `beam` continuations that end and as many from the banks, best first; -inf behind them."""
+        scores, vocab, written = scores.clone(), scores.shape[2], self._written()
+        for slot, rows in written.items():
+            for row, tokens in rows.items():
+                left = int(self.state.longest[slot]) - len(tokens)
+                self._forbid(scores[slot, row], self.required[self.numbers[slot]], tokens, left)
+        best, flat = super().rank(scores)
+        for slot, rows in written.items():
+            required = self.required[self.numbers[slot]]
+            candidates = {(place // vocab, place % vocab) for place in flat[slot].tolist()}
+            kept = self._banks(scores[slot], required, rows, candidates)
+            if not kept and float(self.state.finished_scores[slot, 0, 0]) == -math.inf:
+                raise UsageError(f"must_include: {required} cannot be met together with the other rules: ask for less")
+            best[slot], flat[slot] = -math.inf, self.tgt.pad
+            for place, (row, token) in enumerate(kept):
+                best[slot, place], flat[slot, place] = scores[slot, row, token], row * vocab + token
+        return best, flat
+
+    def _written(self) -> dict[int, dict[int, list[int]]]:
+        """Return the tokens of each living row, by slot and row; slots with a forced next token are left out."""
+        state, found = self.state, {}
+        forced = state.forced.gather(1, state.length[:, None]).squeeze(1).tolist()
+        rows = zip(
+            state.tokens.tolist(), state.length.tolist(), state.logprob.tolist(), state.done.tolist(), strict=True
         )
-    if options.rows == 1 and options.coverage:
-        raise UsageError("coverage compares hypotheses, and a beam of 1 has one: give a larger beam")
-    start: StartSearch = start_search
-    if options.sampling is not None:
-        start = Sampler
-    elif options.groups > 1:
-        start = DiverseBeamSearch
-    elif options.coverage:
-        start = CoverageBeamSearch
-    return start(model, options, tgt, **sizes)
+        for slot, (sentence, length, logprobs, done) in enumerate(rows):
+            if not done and forced[slot] < 0:
+                living = (row for row, logprob in enumerate(logprobs) if logprob > -math.inf)
+                found[slot] = {row: sentence[row][1 : 1 + length] for row in living}
+        return found
+
+    def _forbid(self, scores: Tensor, required: MustInclude, tokens: list[int], left: int) -> None:
+        """Forbid, in one row (vocab,), </s> while phrases are missing, and tokens after which they would not fit."""
+        text = required.text(tokens)
+        lost = required.room(required.missing(text))  # tokens needed after one that writes no phrase …
+        broken = required.room(required.missing(text + LETTER))  # … or that lengthens the last word
+        end = -math.inf if lost else scores[self.tgt.eos].item()
+        if broken >= left:
+            advancing = {token: scores[token].item() for token in required.advancing(tokens)}
+            scores.masked_fill_(self.joining, -math.inf)
+            if lost >= left:
+                scores.masked_fill_(~self.joining, -math.inf)
+            for token, value in advancing.items():
+                scores[token] = value if required.need([*tokens, token]) < left else -math.inf
+        scores[self.tgt.eos] = end
+
+    def _banks(
+        self, scores: Tensor, required: MustInclude, rows: dict[int, list[int]], candidates: set[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Return the continuations (row, token), best first: up to `beam` that end and as many that do not.
+
+        Of scores (rows, vocab), the `candidates` are looked at, the best of each row, and those that advance a phrase.
+        """
+        eos, beam = self.tgt.eos, self.rows
+        for row, tokens in rows.items():
+            candidates |= {(row, token) for token in (eos, int(scores[row].argmax()), *required.advancing(tokens))}
+        value = {pair: scores[pair].item() for pair in candidates if pair[0] in rows}
+        ranked = sorted((pair for pair in value if value[pair] > -math.inf), key=lambda pair: (-value[pair], pair))
+        ending = [pair for pair in ranked if pair[1] == eos][:beam]
+        banks: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, token in ranked:
+            if token != eos:
+                banks[required.need([*rows[row], token])].append((row, token))
+        going_on: list[tuple[int, int]] = []
+        for turn in range(beam):
+            going_on += [banks[need][turn] for need in sorted(banks) if turn < len(banks[need])]
+        return sorted(ending + going_on[:beam], key=lambda pair: (-value[pair], pair))

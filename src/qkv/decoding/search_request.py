@@ -15,12 +15,12 @@ from torch import Tensor
 from qkv.core.attention import wrappers
 from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty
+from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length, search_all
-from qkv.decoding.beam_variants import DecodingOptions, start_variant
-from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean, constrained
+from qkv.decoding.beam_variants import DecodingOptions
+from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, clean
 from qkv.decoding.logits_processors import Sampling
 from qkv.decoding.mbr import UTILITIES, rerank
 from qkv.decoding.shortlist import Shortlist, search_short
@@ -269,7 +269,7 @@ class SearchRunner:
     tgt_lang: str = ""
     narrow: Callable[[Tensor], StepModel] | None = None  # the model with these output tokens alone …
     shortlist: Shortlist | None = None  # … which are chosen here
-    start: StartSearch = start_variant  # an engine's is faster
+    start: StartSearch = start_search  # an engine's is faster
     engines: Sequence[DecodingEngine] = ()  # the first that supports the options does the search
 
     def run(
@@ -295,9 +295,9 @@ class SearchRunner:
 
     def _search(self, work: SearchInput, request: SearchRequest, progress: Progress) -> list[list[Hypothesis]]:
         """Search for sentences: all of them have required phrases, or none has."""
-        options = request.options
-        each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         required = {n: own for n, own in zip(work.numbers, work.required, strict=True) if own is not None}
+        options = dataclasses.replace(request.options, required=required or None)
+        each: dict[str, Any] = {"numbers": work.numbers, "progress": progress}
         # Attention is recorded, and heads are muted, in the plain model alone.
         watched = bool(options.coverage) or bool(wrappers.get())
         if request.shortlist and self.narrow is not None and self.shortlist is not None:
@@ -308,7 +308,7 @@ class SearchRunner:
             for engine in self.engines:
                 if engine.supports(options) is None:
                     return engine.search_all(work.sources, options, **each)
-        each |= {"device": self.device, "start": constrained(required) if required else self.start}
+        each |= {"device": self.device, "start": self.start}
         model = self.plain if watched else self.model
         return search_all(model, work.sources, options, self.tokenizers, **each)
 

@@ -65,7 +65,7 @@ LAYERS: dict[str, Allowed] = {  # options of a stack of attention layers that ev
     "bias": FLAG,
 }
 
-# Search options of the plain steps in C and in Triton: sampling, groups and coverage have steps of their own
+# Search options of the plain steps in C and in Triton: sampling, groups, coverage and phrases have steps of their own
 # (`decoding.beam_variants`). A search with processors leaves the plain steps by itself.
 SEARCH_STEP: dict[str, Allowed] = {
     **dict.fromkeys(("beam", "n_best", "alpha", "extra_length", "batch_tokens", "min_length"), number),
@@ -76,4 +76,5 @@ SEARCH_STEP: dict[str, Allowed] = {
     "groups": (1,),
     "coverage": (0.0,),
     "sampling": (None,),
+    "required": (None,),
 }

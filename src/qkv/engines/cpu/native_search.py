@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions
+from qkv.core.search import BeamSearch, GreedySearch, Hypothesis, Ids, Search, SearchOptions, start_search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
-from qkv.decoding.beam_variants import start_variant
 from qkv.decoding.constraints import Avoid
 from qkv.engines import SEARCH_STEP, AllowList
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
@@ -97,7 +96,7 @@ def start_native(model: StepModel, options: SearchOptions, tgt: Tokenizer, **siz
     """Return a search for these options, with plain steps in C (`qkv.core.search.start_search`)."""
     reason = SEARCH.refusal(options)
     plain_step = NativeGreedySearch if options.rows == 1 else NativeBeamSearch
-    search = (start_variant if reason else plain_step)(model, options, tgt, **sizes)
+    search = (start_search if reason else plain_step)(model, options, tgt, **sizes)
     if isinstance(model, NativeTransformer) and (reason or refused(search)):
         masked: Any = UnfinishedRows(model, search)
         search.model = masked

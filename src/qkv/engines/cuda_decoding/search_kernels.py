@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, log_sum_exp
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, log_sum_exp, start_search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
-from qkv.decoding.beam_variants import start_variant
 from qkv.engines import SEARCH_STEP, AllowList
 from qkv.engines.cuda_decoding.inference_kernels import CHUNK, scan_kernel, tl, triton
 
@@ -60,7 +59,7 @@ class TritonBeamSearch(BeamSearch):
 def start_triton(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
     """Return a search for these options, with kernels for plain steps (`qkv.core.search.start_search`)."""
     plain_step = TritonGreedySearch if options.rows == 1 else TritonBeamSearch
-    return (start_variant if SEARCH.refusal(options) else plain_step)(model, options, tgt, **sizes)
+    return (start_search if SEARCH.refusal(options) else plain_step)(model, options, tgt, **sizes)
 
 
 def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
