@@ -20,7 +20,7 @@ from qkv.core.errors import UsageError
 from qkv.core.search import BeamSearch, LogitsProcessor, Search, SearchOptions, top_k
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
-from qkv.decoding.constraints import LETTER, MustInclude, joining
+from qkv.decoding.constraints import LETTER, MustInclude, joining, living_rows
 from qkv.decoding.logits_processors import NoRepeatNgram, RepetitionPenalty, Sampler, Sampling
 from qkv.models.variants import record_attention
 
@@ -199,16 +199,12 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
 
     def _written(self) -> dict[int, dict[int, list[int]]]:
         """Return the tokens of each living row, by slot and row; slots with a forced next token are left out."""
-        state, found = self.state, {}
-        forced = state.forced.gather(1, state.length[:, None]).squeeze(1).tolist()
-        rows = zip(
-            state.tokens.tolist(), state.length.tolist(), state.logprob.tolist(), state.done.tolist(), strict=True
-        )
-        for slot, (sentence, length, logprobs, done) in enumerate(rows):
-            if not done and forced[slot] < 0:
-                living = (row for row, logprob in enumerate(logprobs) if logprob > -math.inf)
-                found[slot] = {row: sentence[row][1 : 1 + length] for row in living}
-        return found
+        forced = self.state.forced.gather(1, self.state.length[:, None]).squeeze(1).tolist()
+        written: dict[int, dict[int, list[int]]] = defaultdict(dict)
+        for slot, row, tokens in living_rows(self.state):
+            if forced[slot] < 0:
+                written[slot][row] = tokens
+        return written
 
     def _forbid(self, scores: Tensor, required: MustInclude, tokens: list[int], left: int) -> None:
         """Forbid, in one row (vocab,), </s> while phrases are missing, and tokens after which they would not fit."""

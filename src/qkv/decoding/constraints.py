@@ -11,7 +11,7 @@ import bisect
 import codecs
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -52,6 +52,15 @@ def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_" or unicodedata.category(character).startswith("M")
 
 
+def living_rows(state: SearchState) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield slot, row and the tokens written so far of each hypothesis that is still searched."""
+    parts = zip(*(part.tolist() for part in (state.tokens, state.length, state.logprob)), strict=True)
+    for slot, (sentence, length, logprobs) in enumerate(parts):
+        for row, (tokens, logprob) in enumerate(zip(sentence, logprobs, strict=True)):
+            if logprob > -math.inf:
+                yield slot, row, tokens[1 : 1 + length]
+
+
 def _first(piece: bytes) -> str:
     """Return the first character of a token's bytes; U+FFFD if it is not whole."""
     return piece[:4].decode("utf-8", "replace")[:1]
@@ -79,23 +88,20 @@ class Avoid:
         exempt: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.phrases, self.whole_words = clean(phrases, "avoid"), whole_words
-        self.bytes = _written(tokenizer)
+        # A newline becomes a space in a translation.
+        self.bytes = [tokenizer.bytes_of(token).replace(b"\n", b" ") for token in range(tokenizer.size)]
         vocabulary = sorted((piece, token) for token, piece in enumerate(self.bytes) if piece)
         forms = {unicodedata.normalize(form, phrase) for phrase in self.phrases for form in ("NFC", "NFD")}
         self.patterns = [_Pattern(form.encode(), vocabulary, whole_words) for form in sorted(forms)]
-        self.apart = {
-            token for token, piece in enumerate(self.bytes) if not _joins(piece)
-        }  # what ends a word, and </s>
+        self.apart = {token for token, piece in enumerate(self.bytes) if not _joins(piece)}  # end a word; </s> does too
         self.exempt = {spelt[:n] for spelt in exempt for n in range(1, len(spelt))}
 
     def __call__(self, log_probs: Tensor, state: SearchState) -> None:
         places: list[tuple[int, int, int]] = []
-        parts = (state.tokens, state.length, state.longest, state.logprob)
-        for s, (sentence, length, longest, logprobs) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
-            for r, (tokens, logprob) in enumerate(zip(sentence, logprobs, strict=True)):
-                if logprob > -math.inf:
-                    found = self.forbidden(tokens[1 : 1 + length], left=longest - length)
-                    places += [(s, r, token) for token in found]
+        longest = state.longest.tolist()
+        for slot, row, tokens in living_rows(state):
+            found = self.forbidden(tokens, left=longest[slot] - len(tokens))
+            places += [(slot, row, token) for token in found]
         if places:
             log_probs[tuple(torch.tensor(places, device=log_probs.device).T)] = -math.inf
 
@@ -170,11 +176,6 @@ class _Pattern:
 
 def _last(text: bytes) -> str:
     return text[-4:].decode("utf-8", "replace")[-1]
-
-
-def _written(tokenizer: Tokenizer) -> list[bytes]:
-    """What each token writes; a newline becomes a space in a translation."""
-    return [tokenizer.bytes_of(token).replace(b"\n", b" ") for token in range(tokenizer.size)]
 
 
 # ---- required --------------------------------------------------------------------------------------------------------

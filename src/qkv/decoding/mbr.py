@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.core.errors import UsageError
+from qkv.evaluation.metrics import chrf
 
 UTILITIES = ("chrf", "bleu")
 
@@ -57,9 +58,9 @@ def utilities(texts: Sequence[str], utility: str, tokenizer: str = "13a") -> NDA
     metric = _metric(utility, tokenizer)
     segments = [metric._preprocess_segment(text) for text in texts]
     if utility == "chrf":
-        counted = [_character_ngrams("".join(segment.split()), metric.char_order) for segment in segments]
+        counted = [_ngrams("".join(segment.split()), metric.char_order) for segment in segments]
     else:
-        counted = [_word_ngrams(segment.split(), metric.max_ngram_order) for segment in segments]
+        counted = [_ngrams(tuple(segment.split()), metric.max_ngram_order) for segment in segments]
     shared, totals = _shared(counted)  # (orders, texts, texts), (orders, texts)
     lengths = [len(segment.split()) for segment in segments]
 
@@ -77,20 +78,14 @@ def utilities(texts: Sequence[str], utility: str, tokenizer: str = "13a") -> NDA
 @cache
 def _metric(utility: str, tokenizer: str) -> Any:
     if utility == "chrf":
-        from sacrebleu.metrics.chrf import CHRF
-
-        return CHRF()
+        return chrf()
     from sacrebleu.metrics.bleu import BLEU
 
     return BLEU(tokenize=tokenizer, effective_order=True)
 
 
-def _character_ngrams(text: str, orders: int) -> list[Counter[Any]]:
-    return [Counter(text[i : i + n] for i in range(len(text) - n + 1)) for n in range(1, orders + 1)]
-
-
-def _word_ngrams(words: list[str], orders: int) -> list[Counter[Any]]:
-    return [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for n in range(1, orders + 1)]
+def _ngrams(units: str | tuple[str, ...], orders: int) -> list[Counter[Any]]:
+    return [Counter(units[i : i + n] for i in range(len(units) - n + 1)) for n in range(1, orders + 1)]
 
 
 def _shared(counted: list[list[Counter[Any]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -107,11 +107,6 @@ class SearchRequest:
         length_penalty: str | None = None,
         alpha: float | None = None,
         sample: bool = False,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
         must_include: Sequence[str] = (),
         ordered: bool = False,
         avoid: Sequence[str] = (),
@@ -120,20 +115,17 @@ class SearchRequest:
         candidates: int | None = None,
         **rules: Any,
     ) -> SearchRequest:
-        """Check the options of a call; `must_include` are the phrases of all texts, `rules` go to `DecodingOptions`."""
+        """Check the options of a call; `must_include` are the phrases of all texts.
+
+        `rules` are the fields of `Sampling` and of `DecodingOptions`.
+        """
         if n_best < 1:
             raise UsageError(f"n_best = {n_best}: must be at least 1")
         if sample and beam is not None:
             raise UsageError("sample and beam exclude each other: samples are drawn one by one")
         searched = {"beam": beam, "length_penalty": length_penalty, "alpha": alpha}
         given = {name: value for name, value in searched.items() if value is not None}
-        drawn: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-        }
+        drawn = {each.name: rules.pop(each.name, None) for each in dataclasses.fields(Sampling)}
         how = {name: value for name, value in drawn.items() if value is not None}
         if how and not sample:
             raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
