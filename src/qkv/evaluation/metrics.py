@@ -155,10 +155,9 @@ def score(
     the time: `ter=False` skips it, `bootstrap=0` skips the intervals.
     """
     references, hypotheses = _checked(references, hypotheses=hypotheses)
-    resamples = _Resamples(len(references), bootstrap, seed)
 
     def interval(name: str, metric: Metric) -> Score:
-        return _score_and_samples(name, metric, hypotheses, references, resamples)[0]
+        return _score_and_samples(name, metric, hypotheses, references, bootstrap, seed)[0]
 
     return Scores(
         len(references),
@@ -182,11 +181,10 @@ def compare(
     if bootstrap < 1:
         raise QkvError(f"bootstrap = {bootstrap}: a comparison needs resamples, e.g. 1000")
     references, hypotheses_a, hypotheses_b = _checked(references, hypotheses_a=hypotheses_a, hypotheses_b=hypotheses_b)
-    resamples = _Resamples(len(references), bootstrap, seed)
 
     def difference(name: str, metric: Metric) -> Difference:
-        a, samples_a = _score_and_samples(name, metric, hypotheses_a, references, resamples)
-        b, samples_b = _score_and_samples(name, metric, hypotheses_b, references, resamples)
+        a, samples_a = _score_and_samples(name, metric, hypotheses_a, references, bootstrap, seed)
+        b, samples_b = _score_and_samples(name, metric, hypotheses_b, references, bootstrap, seed)
         # Two-sided: the share of resampled differences at least as far from their mean as the measured difference is
         # from 0. "At least", so that a system compared with itself has p = 1; the tolerance is for rounding.
         differences = samples_b - samples_a
@@ -238,19 +236,6 @@ def _ter(tgt_lang: str) -> Metric:
     return TER(normalized=spaceless, asian_support=spaceless)
 
 
-class _Resamples:
-    """Resampled test sets: how often each contains each sentence. The same for every metric and system."""
-
-    def __init__(self, lines: int, bootstrap: int, seed: int) -> None:
-        self.lines, self.bootstrap, self.seed = lines, bootstrap, seed
-
-    def totals(self, statistics: Floats) -> Floats:
-        """Return the summed statistics of every resampled test set: (bootstrap, statistics)."""
-        random = np.random.default_rng(self.seed)
-        picks = (random.choice(self.lines, size=self.lines) for _ in range(self.bootstrap))
-        return np.stack([np.bincount(pick, minlength=self.lines) @ statistics for pick in picks])
-
-
 def sentence_statistics(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
     """Return the metric's counts for each sentence, (lines, statistics): their sum gives the score of any test set."""
     counts = metric._extract_corpus_statistics(hypotheses, [references]) if hypotheses else []
@@ -263,16 +248,19 @@ def value_of(metric: Metric, total: Floats) -> float:
 
 
 def _score_and_samples(
-    name: str, metric: Metric, hypotheses: Sequence[str], references: Sequence[str], resamples: _Resamples
+    name: str, metric: Metric, hypotheses: Sequence[str], references: Sequence[str], bootstrap: int, seed: int
 ) -> tuple[Score, Floats]:
-    """Return the score, and its value on every resampled test set."""
+    """Return the score, and its value on every resampled test set; these are the same for every metric and system."""
     statistics = sentence_statistics(metric, hypotheses, references)
     actual = value_of(metric, statistics.sum(0))
-    if not resamples.bootstrap:
+    if not bootstrap:
         return Score(name, actual, str(metric.get_signature())), np.empty(0)
-    samples = np.array([value_of(metric, total) for total in resamples.totals(statistics)])
-    metric.n_bootstrap, metric.seed = resamples.bootstrap, str(resamples.seed)  # so that the signature names them
-    tail = resamples.bootstrap // 40
+    random, lines = np.random.default_rng(seed), len(references)
+    picks = (random.choice(lines, size=lines) for _ in range(bootstrap))
+    totals = (np.bincount(pick, minlength=lines) @ statistics for pick in picks)
+    samples = np.array([value_of(metric, total) for total in totals])
+    metric.n_bootstrap, metric.seed = bootstrap, str(seed)  # so that the signature names them
+    tail = bootstrap // 40
     ordered = np.sort(samples)
     return Score(name, actual, str(metric.get_signature()), float(ordered[tail]), float(ordered[-1 - tail])), samples
 
