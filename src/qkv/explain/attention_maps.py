@@ -281,14 +281,13 @@ def alignment(weights: NDArray[Any]) -> tuple[float, float]:
 def rare_tokens(ids: list[int], first_learned: int) -> NDArray[np.bool_]:
     """Mark the rarest tokens: those with the greatest ids; ids below `first_learned` are bytes and never rare."""
     numbers = np.asarray(ids)
-    learned: NDArray[np.bool_] = numbers >= first_learned
+    learned = numbers >= first_learned
     if not learned.any():
         return learned
     count = max(1, round(RARE_SHARE * len(ids)))
     # Each id counts once, so that a repeated token does not displace another one.
     bound = np.sort(np.unique(numbers[learned]))[::-1][:count].min()
-    rare: NDArray[np.bool_] = learned & (numbers >= bound)
-    return rare
+    return learned & (numbers >= bound)
 
 
 def _roles(head: HeadMeasures, share: float) -> list[str]:

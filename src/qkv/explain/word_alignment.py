@@ -128,14 +128,12 @@ class AlignmentHead:
             raise UsageError(f'the model has no attention "{self.layer}": choose one of {", ".join(weights)}')
         layer = weights[self.layer] if self.layer else np.concatenate(list(weights.values()))
         if self.number is None:
-            mean: Weights = layer.mean(0)
-            return mean
+            return layer.mean(0)
         if not self.layer or not 0 <= self.number < len(layer):
             raise UsageError(
                 f"no head {self.number} of {self.layer or 'all layers'}: name a layer and a head, 0 to {len(layer) - 1}"
             )
-        chosen: Weights = layer[self.number]
-        return chosen
+        return layer[self.number]
 
 
 def word_weights(weights: Weights, source: Groups, target: Groups, reading: str = "written") -> Weights:
@@ -151,8 +149,7 @@ def word_weights(weights: Weights, source: Groups, target: Groups, reading: str 
         columns[tokens, word] = 1.0
     for word, tokens in enumerate(target):
         rows[word, [token + shift for token in tokens]] = 1.0 / len(tokens)
-    of_words: Weights = (rows @ weights @ columns).astype(np.float32)
-    return of_words
+    return (rows @ weights @ columns).astype(np.float32)
 
 
 def choose_links(weights: Weights, threshold: float = 0.0) -> NDArray[np.bool_]:
@@ -165,14 +162,6 @@ def choose_links(weights: Weights, threshold: float = 0.0) -> NDArray[np.bool_]:
         of_source = weights / np.maximum(weights.sum(-2, keepdims=True), tiny)
         chosen |= np.minimum(of_target, of_source) >= threshold
     return chosen
-
-
-def align(weights: Mapping[str, Weights], source: Groups, target: Groups, head: AlignmentHead) -> Alignment:
-    """Align one sentence pair by its cross-attention weights, by name (heads, target, source)."""
-    if not source or not target:
-        return Alignment()
-    chosen = choose_links(word_weights(head.choose(weights), source, target, head.reading), head.threshold)
-    return Alignment((int(i), int(j)) for j, i in np.argwhere(chosen))
 
 
 # ---- a model's alignments --------------------------------------------------------------------------------------------
@@ -217,7 +206,7 @@ def align_pairs(
     sources: Sequence[str],
     targets: Sequence[str],
     device: torch.device,
-    head: AlignmentHead | None = None,
+    head: AlignmentHead,
     *,
     rule: str = "marks",
     tag: str = "",
@@ -225,12 +214,14 @@ def align_pairs(
 ) -> list[Alignment]:
     """Align each source with its target, by the weights of teacher forcing.
 
-    `head` is a result of `rank_heads`; without it the mean of all heads is used, which aligns less well. `rule` defines
+    `head` is a result of `rank_heads`, or the mean of all heads, which aligns less well. `rule` defines
     words: "marks" (separated by spaces, punctuation marks are words) or "spaces" (separated by spaces only).
     """
     alignments = [Alignment() for _ in sources]
     for number, weights, source, target in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):
-        alignments[number] = align(weights, source, target, head or AlignmentHead())
+        of_words = word_weights(head.choose(weights), source, target, head.reading)
+        links = np.argwhere(choose_links(of_words, head.threshold)).tolist()
+        alignments[number] = Alignment((i, j) for j, i in links)
         progress(1)
     return alignments
 

@@ -168,5 +168,4 @@ def _fold_score(part: Tensor, attention: MultiHeadAttention) -> Tensor:
     heads = part.unflatten(0, (attention.heads, attention.d_k)) * math.sqrt(attention.d_k)  # (heads, d_k, …)
     if (score_weight := score_of(attention)[1]) is not None:
         heads = torch.einsum("hij,hi...->hj...", score_weight.detach(), heads)
-    rows: Tensor = heads.flatten(0, 1)
-    return rows
+    return heads.flatten(0, 1)
