@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, SearchState, log_sum_exp, start_search
+from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, log_sum_exp, start_search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
 from qkv.engines import SEARCH_STEP, AllowList
@@ -42,8 +42,12 @@ class TritonGreedySearch(GreedySearch):
     def extend(self, logits: Tensor) -> None:
         if refused(self, logits.shape[1]):
             return super().extend(logits)
-        total, largest = _scan_allowed(self, logits)
-        return extend_greedy(self.state, logits, total, largest, self.penalties, self.tgt.eos)
+        largest, arguments = _scan_allowed(self, logits)
+        block = triton.next_power_of_2(largest.shape[2])
+        _extend_greedy[(len(largest),)](
+            *arguments, block=block, chunk=CHUNK, part=PART, num_warps=_warps(block), num_stages=1
+        )
+        return None
 
 
 class TritonBeamSearch(BeamSearch):
@@ -52,8 +56,24 @@ class TritonBeamSearch(BeamSearch):
     def extend(self, logits: Tensor) -> Tensor:
         if refused(self, logits.shape[1]):
             return super().extend(logits)
-        total, largest = _scan_allowed(self, logits)
-        return extend_beams(self.state, logits, total, largest, self.penalties, self.tgt.eos)
+        parents = self.state.length.new_empty(len(logits))
+        largest, arguments = _scan_allowed(self, logits, parents)
+        (sentences, rows, chunks), n = largest.shape, self.state.finished_scores.shape[1]
+        tall, across = triton.next_power_of_2(rows), triton.next_power_of_2(chunks)
+        _extend_beams[(sentences,)](
+            *arguments,
+            rows=rows,
+            n=n,
+            top_k=min(2 * rows, rows * chunks),
+            wide=2 * tall,
+            merged=triton.next_power_of_2(n + rows),
+            across=across,
+            chunk=CHUNK,
+            part=PART,
+            num_warps=_warps(tall * across),
+            num_stages=1,
+        )
+        return parents
 
 
 def start_triton(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
@@ -62,13 +82,19 @@ def start_triton(model: StepModel, options: SearchOptions, tgt: Tokenizer, **siz
     return (start_search if SEARCH.refusal(options) else plain_step)(model, options, tgt, **sizes)
 
 
-def _scan_allowed(search: Search, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log Σ exp of each row (sentences, rows), and the largest allowed logit of each chunk of it."""
-    early = None
+def _scan_allowed(search: Search, logits: Tensor, *parents: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """Scan the logits; return the maxima of the chunks (sentences, rows, chunks), and the arguments of the step."""
+    state, early = search.state, None
     if least := search.options.min_length:
-        early = (search.state.length < search.state.longest.clamp(max=least)).repeat_interleave(search.rows)
+        early = (state.length < state.longest.clamp(max=least)).repeat_interleave(search.rows)
     total, largest = scan(logits, search.never, early, search.tgt.eos)
-    return total.unflatten(0, (-1, search.rows)), largest.unflatten(0, (-1, search.rows))
+    largest = largest.unflatten(0, (-1, search.rows))
+    return largest, (
+        *(logits, total, largest, search.penalties, *parents),
+        *(state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced, state.done),
+        *(state.finished_tokens, state.finished_scores),
+        *(logits.stride(0), logits.shape[1], largest.shape[2], state.tokens.shape[2], search.tgt.eos),
+    )
 
 
 def scan(logits: Tensor, never: Tensor, early: Tensor | None, eos: int) -> tuple[Tensor, Tensor]:
@@ -96,51 +122,6 @@ def _chunk_maxima(logits: Tensor) -> Tensor:
     if logits.shape[1] % CHUNK:
         maxima.append(logits[:, full_chunks * CHUNK :].amax(-1, keepdim=True))
     return torch.cat(maxima, dim=1).float()
-
-
-def extend_beams(
-    state: SearchState, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int
-) -> Tensor:
-    """Run the step of `BeamSearch` after the scan; return the parent of each row (sentences × rows,)."""
-    (sentences, rows, chunks), n = largest.shape, state.finished_scores.shape[1]
-    parents = state.length.new_empty(sentences * rows)
-    tall, across = triton.next_power_of_2(rows), triton.next_power_of_2(chunks)
-    _extend_beams[(sentences,)](
-        *(logits, total, largest, penalties, parents),
-        *(state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced, state.done),
-        *(state.finished_tokens, state.finished_scores),
-        *(logits.stride(0), logits.shape[1], chunks, state.tokens.shape[2], eos),
-        rows=rows,
-        n=n,
-        top_k=min(2 * rows, rows * chunks),
-        wide=2 * tall,
-        merged=triton.next_power_of_2(n + rows),
-        across=across,
-        chunk=CHUNK,
-        part=PART,
-        num_warps=_warps(tall * across),
-        num_stages=1,
-    )
-    return parents
-
-
-def extend_greedy(
-    state: SearchState, logits: Tensor, total: Tensor, largest: Tensor, penalties: Tensor, eos: int
-) -> None:
-    """Run the step of `GreedySearch`, with one row per sentence, after the scan."""
-    chunks = largest.shape[2]
-    block = triton.next_power_of_2(chunks)
-    _extend_greedy[(len(state.done),)](
-        *(logits, total, largest, penalties),
-        *(state.tokens, state.newest, state.length, state.logprob, state.longest, state.forced, state.done),
-        *(state.finished_tokens, state.finished_scores),
-        *(logits.stride(0), logits.shape[1], chunks, state.tokens.shape[2], eos),
-        block=block,
-        chunk=CHUNK,
-        part=PART,
-        num_warps=_warps(block),
-        num_stages=1,
-    )
 
 
 def _warps(block: int) -> int:

@@ -134,13 +134,7 @@ class CudaTrainStep(MemoryLimitedStep):
         self.world.sum([graphs.weights.grads, graphs.totals])
         ema_weight = 0.0 if self.average is None else 1 - self.average.decay_at(number)
         graphs.update(rate=rate, ema_weight=ema_weight)
-        read = graphs.read()
-
-        def outcome() -> Outcome:
-            loss, nll, norm, tokens = read()
-            return Outcome(loss, nll, norm, int(tokens))
-
-        return outcome
+        return graphs.read()
 
     def _add_packed(self, update: Update, seed: int) -> bool:
         """Add the gradients of the packed batches; return False if they do not fit into memory."""
@@ -294,18 +288,19 @@ class CudaGraphs:
         self.weights.grads.zero_()
         self.totals.zero_()
 
-    def read(self) -> Callable[[], list[float]]:
+    def read(self) -> Callable[[], Outcome]:
         """Return a function that waits for the outcome of the last update and returns it."""
-        if self.pool is None:
-            numbers: list[float] = self.outcome.tolist()
-            return lambda: numbers
-        host = torch.empty(4, pin_memory=True).copy_(self.outcome, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        on_device = self.pool is not None
+        host = torch.empty(4, pin_memory=on_device).copy_(self.outcome, non_blocking=True)
+        copied = torch.cuda.Event() if on_device else None
+        if copied is not None:
+            copied.record()
 
-        def wait() -> list[float]:
-            copied.synchronize()
-            return host.tolist()
+        def wait() -> Outcome:
+            if copied is not None:
+                copied.synchronize()
+            loss, nll, norm, tokens = host.tolist()
+            return Outcome(loss, nll, norm, int(tokens))
 
         return wait
 

@@ -7,6 +7,7 @@ smallest tile that fits both of their sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,26 +58,28 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         return replace(self, tensor=move(self.tensor, device))
 
+    def _parts(self) -> Sequence[Tensor]:
+        """Return ids, positions and starts of both sides, the labels, and the first rows."""
+        (n, m), starts = self.sizes, _max_rows(self.sizes) + 1
+        return self.tensor.split([n, n, starts, m, m, starts, m, len(TILES) + 1])
+
     @property
     def source(self) -> Side:
-        (n, _), rows = self.sizes, _max_rows(self.sizes)
-        return Side(*self.tensor[: 2 * n + rows + 1].split([n, n, rows + 1]))
+        return Side(*self._parts()[:3])
 
     @property
     def target(self) -> Side:
-        (n, m), rows = self.sizes, _max_rows(self.sizes)
-        return Side(*self.tensor[2 * n + rows + 1 :][: 2 * m + rows + 1].split([m, m, rows + 1]))
+        return Side(*self._parts()[3:6])
 
     @property
     def labels(self) -> Tensor:
         """Labels of the target tokens: (target tokens,) int32."""
-        (n, m), rows = self.sizes, _max_rows(self.sizes)
-        return self.tensor[2 * (n + m + rows + 1) :][:m]
+        return self._parts()[6]
 
     @property
     def first(self) -> Tensor:
         """First row of each tile: (tiles + 1,)."""
-        return self.tensor[-len(TILES) - 1 :]
+        return self._parts()[7]
 
 
 def _max_rows(sizes: tuple[int, int]) -> int:
@@ -86,16 +89,17 @@ def _max_rows(sizes: tuple[int, int]) -> int:
 
 def pack(source: Rows, target: Rows, *, bos: int, eos: int, pad: int, step: int = 1) -> PackedBatch:
     """Pack pairs without <s> and </s>, with the tokens of each side padded to a multiple of `step`."""
-    lengths = np.stack([source.lengths, target.lengths]) + 1
-    order = np.argsort(np.searchsorted(TILES, lengths.max(0)), kind="stable")
+    lengths = np.stack([source.lengths, target.lengths])
+    order = np.argsort(np.searchsorted(TILES, lengths.max(0) + 1), kind="stable")
     lengths = lengths[:, order]
+    ends = np.cumsum(lengths, axis=1)
     source_ids, target_ids = _reorder(source, order), _reorder(target, order)
     ids = [
-        _insert(source_ids, lengths[0], last=eos),
-        _insert(target_ids, lengths[1], first=bos),
-        _insert(target_ids, lengths[1], last=eos),
+        np.insert(source_ids, ends[0], eos),
+        np.insert(target_ids, ends[1] - lengths[1], bos),
+        np.insert(target_ids, ends[1], eos),
     ]
-    return _assemble(ids, lengths, pad, step)
+    return _assemble(ids, lengths + 1, pad, step)
 
 
 def _reorder(rows: Rows, order: NDArray[np.intp]) -> NDArray[Any]:
@@ -105,18 +109,7 @@ def _reorder(rows: Rows, order: NDArray[np.intp]) -> NDArray[Any]:
     return rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
 
 
-def _insert(ids: NDArray[Any], lengths: NDArray[np.int64], *, first: int = -1, last: int = -1) -> NDArray[np.int32]:
-    """Insert one token before or after each row; `lengths` already count it."""
-    longer = np.empty(len(ids) + len(lengths), np.int32)
-    ends = np.cumsum(lengths)
-    extra = ends - lengths if first >= 0 else ends - 1
-    is_old = np.ones(len(longer), bool)
-    is_old[extra] = False
-    longer[is_old], longer[extra] = ids, first if first >= 0 else last
-    return longer
-
-
-def _assemble(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64], pad: int, step: int) -> PackedBatch:
+def _assemble(ids: list[NDArray[Any]], lengths: NDArray[np.int64], pad: int, step: int) -> PackedBatch:
     """Concatenate the rows, sorted by tile, and rows of padding to one tensor."""
     rows, real = lengths.shape[1], len(ids[1])
     fill = [-len(side) % step for side in ids[:2]]
