@@ -205,12 +205,10 @@ def read_any_file(path: Path) -> Iterator[bytes]:
             opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
             with cast(IO[bytes], opener(path, "rb")) as file:
                 yield from iter(lambda: file.read(READ_BYTES), b"")
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise it without a number
+            raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
         raise QkvError(f"{path}: broken {path.suffix} file ({error}): copy or compress it again") from None
-    except OSError as error:
-        if path.suffix == ".bz2" and error.errno is None:  # bz2's error for data of another kind
-            raise QkvError(f"{path}: broken .bz2 file ({error}): copy or compress it again") from None
-        raise QkvError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _decompress_zstd(path: Path) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,18 +120,13 @@ class SharedStores(StoreFolder):
 def remove_dead_drafts(parent: Path) -> None:
     """Remove the drafts of killed processes; drafts of other machines are kept."""
     for draft in parent.glob(f"{DRAFT}-*"):
-        match = re.fullmatch(rf"{re.escape(DRAFT)}-(\d+)-[0-9a-f]+", draft.name)
-        if match and not _is_alive(int(match[1])):
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    with suppress(PermissionError):  # a process of another user
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
+        if match := re.fullmatch(rf"{re.escape(DRAFT)}-(\d+)-[0-9a-f]+", draft.name):
+            try:
+                os.kill(int(match[1]), 0)
+            except PermissionError:  # a process of another user
+                pass
+            except ProcessLookupError:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def filter_table(report: Sequence[dict[str, Any]]) -> str:

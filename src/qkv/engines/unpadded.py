@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
 from qkv.engines import LAYERS, AllowList, number
+from qkv.models.variants import reach_positions
 from qkv.options import ModelConfig, TransformerConfig
 
 MODEL = AllowList(
@@ -59,13 +60,8 @@ class UnpaddedTransformer(Transformer):
         source, lengths, target = inputs
         mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
         read, written = Unpadded(mask[:, 0, 0]), Unpadded(real)
-        for unpadded, embedding in ((read, self.source), (written, self.target)):
-            if embedding.positions is not None:  # a table that is too short grows, or refuses
-                embedding.positions.reach(unpadded.length)
-        for layers, unpadded in ((self.encoder, read), (self.decoder, written)):
-            for layer in layers:
-                if (rotary := getattr(layer.attention, "rotary", None)) is not None:
-                    rotary.reach(unpadded.length)
+        reach_positions(self.source, self.encoder, read.length)
+        reach_positions(self.target, self.decoder, written.length)
         reading = UnpaddedContext(read, mask)
         values = run_stack(self.source, self.encoder, self.encoder_norm, read.pack_ids(source), reading)
         encoded = EncoderOutput(values, mask)
@@ -79,9 +75,8 @@ class Unpadded:
         self.batch, self.length = real.shape
         flat = real.flatten()
         self.places = flat.nonzero().squeeze(1)  # (tokens,): the place of each in (batch · length)
-        self.tokens = (flat.cumsum(0) - 1).clamp(
-            min=0
-        )  # (batch · length,): the token at each place, or the last before
+        # (batch · length,): the token at each place, or the last before
+        self.tokens = (flat.cumsum(0) - 1).clamp(min=0)
         self.positions = (self.places % self.length)[None]  # (1, tokens): the position of each in its row
 
     def pack_ids(self, ids: Tensor) -> Tensor:

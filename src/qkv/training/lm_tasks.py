@@ -37,12 +37,10 @@ class TextValidation(Validation):
         return values if self.text is None or values["loss"] is None else values | self.text.to_dict()
 
     def __str__(self) -> str:
+        shown = super().__str__()
         if self.text is None:
-            return super().__str__()
-        return (
-            f"{super().__str__()}  nats per character {self.text.per_character:.4f}  "
-            f"bits per byte {self.text.bits_per_byte:.4f}"
-        )
+            return shown
+        return f"{shown}  nats per character {self.text.per_character:.4f}  bits per byte {self.text.bits_per_byte:.4f}"
 
 
 class LanguageModelTask:

@@ -220,9 +220,5 @@ def _replace_normed(matrix: WeightNorm, kernel: type[Product]) -> None:
     """Compute the weight of a WeightNorm once, and pack it."""
     weight = matrix.weight()
     product = kernel(weight, matrix.bias)
-
-    def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return product(x)
-
-    matrix.forward = forward  # type: ignore[method-assign]
+    matrix.forward = lambda x, weight=None: product(x)  # type: ignore[method-assign]
     matrix.weight = lambda: weight  # type: ignore[method-assign]

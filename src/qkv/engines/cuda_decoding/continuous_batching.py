@@ -28,7 +28,7 @@ from qkv.core.transformer import Transformer
 from qkv.engines import LAYERS, SEARCH_STEP, AllowList, number
 from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
-from qkv.models.variants import rotary_of, score_of
+from qkv.models.variants import reach_positions, score_of
 from qkv.options import TransformerConfig
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -315,11 +315,7 @@ class SlotCache:
         self.origin = row[:, None].repeat(1, capacity)  # row that stores each position; the newest is in the row itself
         self.sentence = (row // beam)[:, None].expand(-1, source)
         self.source_length = torch.ones(rows, dtype=torch.long, device=device)
-        if model.target.positions is not None:  # raises if fewer positions were learned
-            model.target.positions.reach(capacity)
-        for layer in model.decoder:
-            if (rotary := rotary_of(layer.attention)) is not None:
-                rotary.reach(capacity)
+        reach_positions(model.target, model.decoder, capacity)
 
     def admit(self, slots: Tensor, encoded: EncoderOutput) -> None:
         """Reset these slots and store the projected encoder outputs of new sentences in them."""
