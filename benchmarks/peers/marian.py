@@ -14,24 +14,23 @@ from qkv.core.tokenizer import EOS, PAD
 from qkv.interop.huggingface import to_huggingface
 from qkv.lab.contenders import (
     FLOATS,
-    Contender,
     DecodeFunction,
     DecodingSetup,
     DecodingTask,
     Outputs,
     Setting,
     Sources,
-    StandardLoop,
     TrainingSetup,
-    batches_of,
+    eager_and_compiled,
+    in_batches,
 )
 
 PACKAGE = "transformers"
 
 
-def training() -> list[Contender]:
+def training() -> list[Setting]:
     """Return the loop without and with torch's compiler."""
-    return [StandardLoop("transformers MarianMT", Marian, compiled=compiled) for compiled in (False, True)]
+    return eager_and_compiled("transformers MarianMT", Marian)
 
 
 class Marian(nn.Module):
@@ -65,12 +64,7 @@ def _open(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
     model = to_huggingface(subject.model).to(subject.device, dtype)
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
-        outputs: Outputs = [[] for _ in sources]
-        for batch in batches_of(sources, task.batch):
-            generated = generate([sources[i] for i in batch], task)
-            for i, hypotheses in zip(batch, generated, strict=True):
-                outputs[i] = hypotheses
-        return outputs
+        return in_batches(sources, task.batch, lambda batch: generate(batch, task))
 
     def generate(sources: Sources, task: DecodingTask) -> Outputs:
         source = pad([np.asarray(row) for row in sources], PAD, last=EOS).to(subject.device)

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 
 from qkv.core.transformer import Transformer
 from qkv.lab.contenders import (
-    Contender,
     DecodeFunction,
     DecodingSetup,
     Setting,
-    StandardLoop,
     TrainingSetup,
+    eager_and_compiled,
     search_with,
 )
 
 ENGINE = "torch.nn.Transformer"
 
 
-def training() -> list[Contender]:
+def training() -> list[Setting]:
     """Return the loop without and with torch's compiler."""
-    return [StandardLoop(ENGINE, _with_dropouts, compiled=compiled) for compiled in (False, True)]
+    return eager_and_compiled(ENGINE, _with_dropouts)
 
 
 def _with_dropouts(subject: TrainingSetup) -> nn.Module:

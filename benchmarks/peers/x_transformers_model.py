@@ -9,25 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.lab.contenders import Contender, StandardLoop, TrainingSetup
+from qkv.lab.contenders import Setting, StandardLoop, TrainingSetup
 
 PACKAGE = "x-transformers"
 
 
-class OtherArchitecture(StandardLoop):
-    """A different architecture of the same sizes; its logits are not comparable."""
-
-    exact = False
-
-
-def training() -> list[Contender]:
-    """Return the usual training loop."""
-    return [OtherArchitecture(PACKAGE, _open)]
+def training() -> list[Setting]:
+    """Return the usual training loop; another architecture of the same sizes has other logits."""
+    return [Setting(PACKAGE, "eager", _open)]
 
 
-def _open(subject: TrainingSetup) -> nn.Module:
+def _open(setup: TrainingSetup) -> StandardLoop:
     try:
-        return XTransformer(subject, importlib.import_module("x_transformers"))
+        return StandardLoop(setup, XTransformer(setup, importlib.import_module("x_transformers")))
     except ImportError:
         raise UsageError("x-transformers is not installed: pip install x-transformers") from None
 

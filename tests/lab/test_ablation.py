@@ -51,7 +51,7 @@ def test_the_time_of_an_update_is_measured_once(tmp_path: Path, monkeypatch: pyt
         return 3.0 if made.train.r_drop else 1.0
 
     monkeypatch.setattr(ablation.auto_recipe, "seconds_a_pass", seconds)
-    monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
+    monkeypatch.setattr(trials, "_measure", lambda run, test: figures(run.config.train))
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu"}
     for _ in range(2):
         result = ablation.measure(recipe(tmp_path), [DROP], **options)
@@ -68,7 +68,7 @@ def test_updates_follow_from_the_unchanged_recipe(
 ) -> None:
     smaller = "train.tokens_per_step=512 train.warmup=20 train.validate_every=50"
     monkeypatch.setattr(ablation, "seconds_per_update", lambda made, text: made.train.tokens_per_step)
-    monkeypatch.setattr(trials, "_measure", lambda name, key, run, test: fake(name, run.config.train, key, 1.0))
+    monkeypatch.setattr(trials, "_measure", lambda run, test: figures(run.config.train))
     schedule = {"steps": 1000, "epochs": 2.5, "patience": 1, "tokens_per_step": 1280, "warmup": 4, "validate_every": 5}
     made = recipe(tmp_path).replace(train=schedule)
     options: dict[str, Any] = {"out": tmp_path / "work", "seeds": 1, "jobs": 1, "device": "cpu", "equal": equal}
@@ -84,15 +84,15 @@ def test_updates_follow_from_the_unchanged_recipe(
     assert [each["steps"] for each in shorter] == [3]
 
 
-def fake(name: str, spec: TrainConfig, key: str, bleu: float) -> Result:
+def figures(spec: TrainConfig) -> dict[str, Any]:
     assert not spec.epochs
     assert not spec.patience
-    return Result(name, spec.seed, key, steps=spec.steps, bleu=bleu, curve=(Point(spec.steps, 1, 1.0, 2.0),))
+    return {"steps": spec.steps, "bleu": 1.0, "curve": (Point(spec.steps, 1, 1.0, 2.0),)}
 
 
 def test_a_gain_beyond_the_noise_is_significant() -> None:
     def three(name: str, *values: float) -> list[Result]:
-        return [fake(name, TrainConfig(seed=seed), "", bleu) for seed, bleu in enumerate(values)]
+        return [Result(name, seed, "", **figures(TrainConfig()) | {"bleu": bleu}) for seed, bleu in enumerate(values)]
 
     found = {
         ablation.BASELINE: three(ablation.BASELINE, 30.0, 30.2, 29.8),
@@ -100,12 +100,12 @@ def test_a_gain_beyond_the_noise_is_significant() -> None:
         "same": three("same", 30.1, 30.0, 30.2),
         "broken": [Result("broken", 1, "", error="it broke")],
     }
-    rows = {row[0]: row for row in ablation._result_table("", found).rows}
+    rows = {row[0]: row for row in ablation._table("", found).rows}
     assert rows["good"][1] == "32.00 ± 0.10"
     assert rows["good"][3].endswith(": significant")
     assert rows["same"][3].endswith(": within the noise")
-    assert rows["broken"][4] == "failed"
-    alone = ablation._result_table("", {name: results[:1] for name, results in found.items()})
+    assert rows["broken (1 of 1 failed)"][4] == "failed"
+    alone = ablation._table("", {name: results[:1] for name, results in found.items()})
     assert [row[3] for row in alone.rows][1] == "+1.9, noise unknown"
     assert rows[ablation.BASELINE][3] == ""
 

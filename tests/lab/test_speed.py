@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -37,11 +38,11 @@ def peer(name: str) -> ModuleType:
     return next(module for module in contenders._load_modules(FOLDER) if Path(str(module.__file__)).stem == name)
 
 
-def every_contender(device: str) -> list[contenders.Contender]:
-    return contenders.training_contenders(torch.device(device), contenders.find_peers(FOLDER, "training"))
+def training(device: str) -> list[contenders.Setting]:
+    return contenders.training_settings(torch.device(device), contenders.find_peers(FOLDER, "training"))
 
 
-def every_setting(device: str, threads: int = 0) -> list[contenders.Setting]:
+def decoding(device: str, threads: int = 0) -> list[contenders.Setting]:
     return contenders.decoding_settings(torch.device(device), contenders.find_peers(FOLDER, "decoding"), threads)
 
 
@@ -73,7 +74,7 @@ def test_training_speed_table(little: None, tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "speed.json").read_text(encoding="utf-8")) == result
     assert {"machine", "torch", "qkv", "command", "model", "batch", "pad_share", "peak_flops"} <= result.keys()
     rows = {row["contender"]: row for row in result["rows"]}
-    known = {each.name for each in every_contender("cpu") if "compiled" not in each.name}
+    known = {each.name for each in training("cpu") if "compiled" not in each.name}
     assert rows.keys() | result["missing"].keys() == known
     assert {"qkv plain", "transformers MarianMT eager", "torch.nn.Transformer eager"} <= rows.keys()
     for row in rows.values():
@@ -127,14 +128,13 @@ def test_contenders_with_equal_weights_learn_equal_logits() -> None:
     before = [p.clone() for p in subject.model.parameters()]
     start = subject.model(*batch.inputs)[real].detach()
     found = {}
-    for contender in every_contender("cuda"):  # all: a CPU can run their steps too
-        if contender.exact and "compiled" not in contender.name:
-            contender.prepare(subject)
-            collated = contender.collate(batch)
+    for setting in training("cuda"):  # all: a CPU can run their steps too
+        if setting.exact and "compiled" not in setting.name:
+            loop = setting.open(subject)
+            collated = loop.collate(batch)
             for _ in range(20):
-                assert contender.step(collated) == batch.tokens
-            found[contender.name] = contender.logits(batch)[real]
-            contender.close()
+                assert loop.step(collated) == batch.tokens
+            found[setting.name] = loop.logits(batch)[real]
     assert len(found) == 4
     moved = float((found["qkv plain"] - start).abs().max())
     for name, logits in found.items():
@@ -145,12 +145,15 @@ def test_contenders_with_equal_weights_learn_equal_logits() -> None:
 def test_dropout_is_on_while_training_is_timed() -> None:
     subject = subject_of(TransformerConfig(d_model=16, d_ff=24, heads=2, dropout=0.5), 50)
     batch = training_speed.random_batches(50, 100, count=1)[0]
-    for contender in every_contender("cuda"):  # all: a CPU can run their steps too
-        if isinstance(contender, contenders.StandardLoop) and contender.exact and not contender.compiled:
-            contender.prepare(subject)
-            assert torch.equal(contender.logits(batch), contender.logits(batch))
-            losses = {contender.loss(batch.inputs, batch.labels).item() for _ in range(3)}
-            assert len(losses) == 3, contender.name
+    for setting in training("cuda"):  # all: a CPU can run their steps too
+        if (
+            setting.exact
+            and "compiled" not in setting.name
+            and isinstance(loop := setting.open(subject), contenders.StandardLoop)
+        ):
+            assert torch.equal(loop.logits(batch), loop.logits(batch))
+            losses = {loop.loss(batch.inputs, batch.labels).item() for _ in range(3)}
+            assert len(losses) == 3, setting.name
 
 
 def test_random_batches_have_one_shape_and_true_lengths() -> None:
@@ -187,27 +190,21 @@ def test_training_operations_equal_counted_flops() -> None:
 def test_contenders_out_of_memory_run_in_a_separate_group(little: None) -> None:
     """Two contenders that exceed the memory together run in separate groups; one that never fits is reported."""
     subject = subject_of(*training_speed.SIZES["small"])
-    open_now: list[str] = []
+    open_now: WeakSet[contenders.PlainQkv] = WeakSet()
 
-    class Greedy(contenders.PlainQkv):
-        def __init__(self, how: str, most: int) -> None:
-            super().__init__()
-            self.how, self.most = how, most
-
-        def prepare(self, subject: contenders.TrainingSetup) -> None:
-            super().prepare(subject)
-            if len(open_now) >= self.most:
+    def greedy(how: str, most: int) -> contenders.Setting:
+        def open_loop(setup: contenders.TrainingSetup) -> contenders.PlainQkv:
+            loop = contenders.PlainQkv(setup)
+            if len(open_now) >= most:
                 raise torch.OutOfMemoryError
-            open_now.append(self.how)
+            open_now.add(loop)
+            return loop
 
-        def close(self) -> None:
-            super().close()
-            if self.how in open_now:
-                open_now.remove(self.how)
+        return contenders.Setting(contenders.OURS, how, open_loop, exact=True)
 
-    entered = [Greedy("first", 1), Greedy("second", 1), Greedy("never", 0)]
+    entered = [greedy("first", 1), greedy("second", 1), greedy("never", 0)]
     rows, missing = training_speed._measure_all(entered, subject, training_speed.random_batches(300, 64, count=1), 0.0)
-    assert [row.contender.how for row in rows] == ["first", "second"]
+    assert [row.setting.how for row in rows] == ["first", "second"]
     assert missing == {"qkv never": "out of memory: lower --tokens"}
     assert not open_now
 
@@ -216,8 +213,9 @@ def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypat
     def broken(subject: contenders.TrainingSetup) -> torch.nn.Module:
         raise RuntimeError("no compiler\nis here")
 
-    entered = [contenders.StandardLoop("other", broken), contenders.PlainQkv()]
-    monkeypatch.setattr(contenders, "training_contenders", lambda device, modules: entered)
+    plain = contenders.Setting(contenders.OURS, "plain", contenders.PlainQkv, exact=True)
+    entered = [contenders.eager_and_compiled("other", broken)[0], plain]
+    monkeypatch.setattr(contenders, "training_settings", lambda device, modules: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}
     assert [row["contender"] for row in result["rows"]] == ["qkv plain"]
@@ -258,18 +256,18 @@ def test_wrong_speed_calls_are_refused(what: str, wrong: dict[str, Any], message
 @pytest.fixture
 def tiny_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TransformerConfig(d_model=32, d_ff=64, heads=2, encoder_layers=1, decoder_layers=2)
-    monkeypatch.setattr(decoding_speed, "SIZES", {"small": (model, 400)})
+    monkeypatch.setattr(training_speed, "SIZES", {"small": (model, 400)})
     monkeypatch.setattr(decoding_speed, "DRAWN", {"cpu": (12, 7)})
 
 
 def test_every_engine_decodes_the_same_tokens(tiny_sizes: None, tmp_path: Path) -> None:
     """All contenders in fp32, with several threads or processes, write the same tokens, and as many as required."""
-    run = decoding_speed.make_random_run("small", tmp_path / "run")
+    run = decoding_speed.make_random_run(*training_speed.SIZES["small"], tmp_path / "run")
     subject = contenders.DecodingSetup(run, torch.device("cpu"), tmp_path)
     sources = decoding_speed.random_sentences(run, 12, 7)
-    exact = [setting for setting in every_setting("cpu", threads=2) if setting.exact]
+    exact = [setting for setting in decoding("cpu", threads=2) if setting.exact]
     # The steps captured on a GPU also run one by one on a CPU.
-    exact += [each for each in every_setting("cuda") if each.name == "qkv fp32, captured"]
+    exact += [each for each in decoding("cuda") if each.name == "qkv fp32, captured"]
     assert len({setting.name for setting in exact}) == 8
     assert {setting.engine for setting in exact} == {
         contenders.OURS,
@@ -302,7 +300,7 @@ def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.C
     assert set(result["versions"]) == {"transformers", "ctranslate2"}
 
     rows = {(row["setting"], row["beam"], row["batch"]): row for row in result["rows"]}
-    names = {setting.name for setting in every_setting("cpu")} - result["missing"].keys()
+    names = {setting.name for setting in decoding("cpu")} - result["missing"].keys()
     assert rows.keys() == {(name, beam, batch) for name in names for beam in (1, 4) for batch in (1, 4)}
     for row in result["rows"]:
         assert row["rounds"] >= 3
@@ -326,7 +324,8 @@ def test_decoding_speed_table(tiny_sizes: None, tmp_path: Path, capsys: pytest.C
 def test_ratios_are_of_the_fastest_settings_round_by_round() -> None:
     def row(engine: str, how: str, batch: int, *speeds: float) -> decoding_speed.Measurement:
         setting = contenders.Setting(engine, how, lambda subject: nothing, exact=how == "fp32")
-        return decoding_speed.Measurement(setting, contenders.DecodingTask(1, batch, 0), [], nothing, speeds=[*speeds])
+        task, cpu = contenders.DecodingTask(1, batch, 0), torch.device("cpu")
+        return decoding_speed.Measurement(setting, task, [], nothing, cpu, speeds=[*speeds])
 
     def nothing(sources: contenders.Sources, task: contenders.DecodingTask) -> contenders.Outputs:
         return []

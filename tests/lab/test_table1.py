@@ -206,7 +206,7 @@ def test_measure_fills_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     output = tmp_path / "table1.json"
-    result = table1.measure(device="cpu", seconds=0.0, output=str(output))
+    result = table1.measure(device="cpu", seconds=0.0, output=[str(output)])
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
     assert "threads: 1" in result["machine"]

@@ -82,7 +82,7 @@ def test_no_such_preset() -> None:
 def test_scaled_rows_keep_the_papers_proportions(name: str) -> None:
     full, text = presets.PRESETS[name](), presets.demo()
     scale = table3.Scale(width=1 / 4, depth=1 / 2, steps=100, tokens=1024)
-    small = table3.scaled_config(name, scale, text, device="cpu", seed=7)
+    small = table3.scaled_config(name, scale, text, "cpu")
     assert isinstance(full.model, TransformerConfig)
     assert isinstance(small.model, TransformerConfig)
     for what in ("d_model", "d_ff", "key_width", "value_width"):
@@ -93,13 +93,13 @@ def test_scaled_rows_keep_the_papers_proportions(name: str) -> None:
         assert getattr(small.model, what) == getattr(full.model, what)
     assert small.train.label_smoothing == full.train.label_smoothing
     assert small.train.steps == full.train.steps // 1000
-    assert (small.train.seed, small.data) == (7, text.data)
+    assert small.data == text.data
 
 
 def test_an_odd_scale_is_refused() -> None:
     scale = table3.Scale(width=1 / 512, depth=1, steps=1, tokens=1024)
     with pytest.raises(UsageError, match="heads = 8 does not divide"):
-        table3.scaled_config("paper_base", scale, presets.demo(), device="cpu", seed=1)
+        table3.scaled_config("paper_base", scale, presets.demo(), "cpu")
 
 
 # ---- a text for trials -----------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ EVEN = [f"{a} {b} {c}" for a in ("the", "a") for b in ("cat", "dog", "cow") for 
 
 
 def small_config(src: str, tgt: str, **train: Any) -> Config:
-    recipe = trials.recipe(steps=3, tokens=256, rate=1e-3, device="cpu", seed=1)
+    recipe = trials.recipe(steps=3, tokens=256, rate=1e-3, device="cpu")
     model = {"d_model": 16, "d_ff": 24, "norm": "post"}
     made = tiny_config(src, tgt).replace(model=model, train=recipe | train)
     return made.replace(data={"max_length": 16}, decode={"extra_length": 2})
@@ -220,11 +220,12 @@ def test_finished_trials_are_not_repeated_and_failed_ones_are(
     called: list[tuple[str, int]] = []
     broken = True
 
-    def fake(name: str, key: str, run: qkv.Run, test: object) -> Result:
+    def fake(run: qkv.Run, test: object) -> dict[str, Any]:
+        name = run.path.name.partition("-")[0]
         called.append((name, run.config.train.seed))
         if name == "bad" and broken:
             raise RuntimeError("out of luck")
-        return Result(name, run.config.train.seed, key, loss=1.5, curve=(Point(3, 9, 0.5, 1.5),))
+        return {"loss": 1.5, "curve": (Point(3, 9, 0.5, 1.5),)}
 
     monkeypatch.setattr(trials, "_measure", fake)
     folder, wanted = tmp_path / "work", named(text, prepared, "good", "bad", seeds=(1, 2))
@@ -239,29 +240,35 @@ def test_finished_trials_are_not_repeated_and_failed_ones_are(
     called.clear()
     assert trials.run_all(wanted, folder) == second
     assert not called
-    # Another recipe is another trial; a line that was cut off is measured again.
+    # Another recipe is another trial; a damaged result is measured again.
     longer = [dataclasses.replace(trial, config=trial.config.replace(train={"steps": 4})) for trial in wanted[:1]]
     trials.run_all(longer, folder)
-    results = folder / trials.RESULTS
-    results.write_text(results.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+    assert called == [("good", 1)]
+    stored = sorted((folder / "runs").glob(f"*/{trials.RESULT}"))
+    assert len(stored) == 5
+    damaged = stored[0].read_text(encoding="utf-8")
+    stored[0].write_text(damaged[:-20], encoding="utf-8")
+    called.clear()
+    assert trials.run_all(wanted, folder) == second
     trials.run_all(longer, folder)
-    assert called == [("good", 1), ("good", 1)]
-    assert len(trials.read_results(folder)) == 5
+    assert len(called) == 1
+    assert stored[0].read_text(encoding="utf-8") == damaged
 
 
 def test_an_interrupted_table_keeps_what_is_done(
     text: tuple[str, str], prepared: PreparedText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fake(name: str, key: str, run: qkv.Run, test: object) -> Result:
-        if name == "second":
+    def fake(run: qkv.Run, test: object) -> dict[str, Any]:
+        if run.path.name.startswith("second"):
             raise Interrupted(signal.SIGTERM, "stopped at step 2")
-        return Result(name, 1, key, curve=(Point(3, 9, 0.5, 1.5),))
+        return {"curve": (Point(3, 9, 0.5, 1.5),)}
 
     monkeypatch.setattr(trials, "_measure", fake)
     with pytest.raises(Interrupted, match="same command") as stopped:
         trials.run_all(named(text, prepared, "first", "second", "third"), tmp_path / "work")
     assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert [result.name for result in trials.read_results(tmp_path / "work").values()] == ["first"]
+    (stored,) = (tmp_path / "work" / "runs").glob(f"*/{trials.RESULT}")
+    assert stored.parent.name.startswith("first-1-")
 
 
 def test_a_trial_records_training_and_scores(text: tuple[str, str], prepared: PreparedText, tmp_path: Path) -> None:
@@ -299,8 +306,7 @@ def test_parallel_trials(text: tuple[str, str], prepared: PreparedText, tmp_path
     assert "finite" in results[0].error
     alone = trials.run_all(named(text, prepared, "small"), tmp_path / "alone")
     assert (results[1].loss, results[1].bleu) == (alone[0].loss, alone[0].bleu)
-    name, key, run = trials._open(killed, "key", tmp_path / "work")
-    assert "code -9" in trials._outcome(name, key, run, -9).error
+    assert "code -9" in trials._attempt(killed, tmp_path / "work", None).outcome(-9).error
 
 
 # ---- verdicts --------------------------------------------------------------------------------------------------------
@@ -409,6 +415,7 @@ def test_table_3_from_text_to_page(
     options |= {"width": 1 / 32, "depth": 1 / 6, "steps": 3, "tokens": 256, "jobs": 1, "device": "cpu"}
     result = table3.measure(out=tmp_path / "work", **options, output=outputs, command="qkv lab table3")
     assert [trial["error"] for trial in result["trials"]] == [""] * 4
+    assert [trial["seed"] for trial in result["trials"]] == [1, 2, 1, 2]
     assert json.loads(Path(outputs[0]).read_text(encoding="utf-8")) == json.loads(json.dumps(result))
     page = Path(outputs[1]).read_text(encoding="utf-8")
     assert "| a_1_head |" in page
@@ -447,20 +454,23 @@ def test_costs_are_equal(
     models = {"RNN": RnnConfig(d_model=16), "ConvS2S": ConvS2SConfig(d_model=24), table2.OURS: SMALL}
     pace = {"rnn": 4.0, "conv": 0.5, "transformer": 1.0}
     monkeypatch.setattr(table2.auto_recipe, "seconds_a_pass", lambda spec, prepared: pace[spec.model.kind])
-    table = table2.EqualCostTraining(base, prepared, tmp_path, models, tokens=256, device="auto")
-    table.set_updates(equal, 1000)
+    recipe = trials.recipe(steps=1000, tokens=256, rate=1e-3, device="auto")
+    configs = {name: dataclasses.replace(base, model=model).replace(train=recipe) for name, model in models.items()}
+
+    def steps() -> dict[str, int]:
+        found = table2.with_equal_cost(configs, prepared, tmp_path, equal)
+        return {name: config.train.steps for name, config in found.items()}
+
     if equal == "steps":
-        assert set(table.steps.values()) == {1000}
+        assert set(steps().values()) == {1000}
     elif equal == "time":
-        assert table.steps == {"RNN": 250, "ConvS2S": 2000, table2.OURS: 1000}
+        assert steps() == {"RNN": 250, "ConvS2S": 2000, table2.OURS: 1000}
         pace["rnn"] = 8.0  # a resumed table keeps the first measurement
-        table.set_updates(equal, 1000)
-        assert table.steps["RNN"] == 250
+        assert steps()["RNN"] == 250
         monkeypatch.setattr(trials, "describe_device", lambda device: "another machine")
-        table.set_updates(equal, 1000)
-        assert table.steps["RNN"] == 125
+        assert steps()["RNN"] == 125
     else:
-        costs = [table.steps[name] * trials.flops_per_token(table.config(name), prepared) for name in models]
+        costs = [count * trials.flops_per_token(configs[name], prepared) for name, count in steps().items()]
         assert costs == pytest.approx([costs[-1]] * 3, rel=5e-3)
 
 

@@ -31,9 +31,7 @@ def doctor() -> None:
 def speed(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help="train, decode or all.")] = "all",
-    model: Annotated[
-        str, option("Model size with random weights: small, base; train: also tiny, big; decode: also demo.")
-    ] = "",
+    model: Annotated[str, option("Model size with random weights: tiny, small, base, big or demo.")] = "",
     tokens: Annotated[
         int, option("Tokens per side of a training batch; default: 25,000 on a GPU, else 2,048.", show_default=False)
     ] = 0,
@@ -61,9 +59,10 @@ def speed(
 
 
 def table1(
+    context: typer.Context,
     seconds: Annotated[float, option("Approximate duration in seconds.")] = 60.0,
     device: Device = "auto",
-    output: Annotated[str | None, option("Also write the results as JSON.", "--output", "-o")] = None,
+    output: Output = None,
     plot: Annotated[str | None, option("Also draw .png or .svg.")] = None,
 ) -> None:
     """Measure the paper's Table 1: complexity of layer types.
@@ -72,7 +71,7 @@ def table1(
     """
     from qkv.lab.table1 import measure
 
-    measure(device=device, seconds=seconds, output=output, plot=plot)
+    measure(**given(context.params), command=command_line())
 
 
 def table2(
@@ -129,6 +128,7 @@ def table3(
 
 
 def ablate(
+    context: typer.Context,
     what: Annotated[str, typer.Argument(metavar="CONFIG", help="Recipe: a preset, a TOML file or a run folder.")],
     changes: Annotated[
         list[str],
@@ -157,15 +157,6 @@ def ablate(
     config = with_pairs(find_config(what), sources, targets, valid_src or None, valid_tgt or None)
     from qkv.lab.ablation import measure
 
-    measure(
-        config.assign(settings or []),
-        changes,
-        out=out,
-        steps=steps,
-        equal=equal,
-        seeds=seeds,
-        jobs=jobs,
-        device=device,
-        output=output or [],
-        command=command_line(),
-    )
+    own = {"what", "changes", "settings", "src", "tgt", "valid_src", "valid_tgt"}
+    shared = {name: value for name, value in given(context.params).items() if name not in own}
+    measure(config.assign(settings or []), changes, **shared, command=command_line())

@@ -16,7 +16,16 @@ from qkv.api import auto_recipe
 from qkv.assembly import trainer_for
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.lab import result_tables, trials
+from qkv.lab import trials
+from qkv.lab.result_tables import (
+    Experiment,
+    ResultTable,
+    difference,
+    mean_and_deviation,
+    pooled_deviation,
+    result_table,
+    successful,
+)
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, TranslationConfig, option_path
 
@@ -42,60 +51,35 @@ NOT_COMPARABLE = {
 }
 
 
-def measure(
-    config: Config,
-    changes: Sequence[str],
-    *,
-    out: str | Path,
-    steps: int = 0,
-    equal: str = "time",
-    seeds: int = 3,
-    jobs: int = 0,
-    device: str = "auto",
-    output: Sequence[str] = (),
-    command: str = "",
-) -> dict[str, Any]:
-    """Train the recipe and each changed recipe, print the table and write it to `output`.
+def measure(config: Config, changes: Sequence[str], *, equal: str = "time", **shared: Any) -> dict[str, Any]:
+    """Train the recipe and each changed recipe, print the table and write it to the outputs.
 
     With `equal="time"` a change with slower updates gets fewer of them, from the time per update measured beforehand,
-    and its schedule is scaled. `out` is the working directory: the same directory resumes an interrupted table.
+    and its schedule is scaled. `shared` has the options of an `Experiment`; its steps are of the unchanged recipe.
     """
-    result_tables.check_outputs(output)
+    experiment = Experiment(**shared)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if not isinstance(config.model, TranslationConfig):
         raise UsageError(
             f'lab ablate compares BLEU, which model.kind = "{config.model.kind}" has not: use a translation model'
         )
-    folder = Path(out)
     # No early stopping: all trainings run to their planned end.
-    base = config.replace(train={"device": device, "tensorboard": False, "patience": 0})
-    if steps:
-        base = base.replace(train={"steps": steps, "epochs": 0.0})
+    base = config.replace(train={"device": experiment.device, "tensorboard": False, "patience": 0})
+    if experiment.steps:
+        base = base.replace(train={"steps": experiment.steps, "epochs": 0.0})
     variants = {BASELINE: base} | {change: _apply_change(base, change) for change in changes}
-    texts = {name: trials.prepare_text(variant, folder) for name, variant in variants.items()}
+    texts = {name: trials.prepare_text(variant, experiment.folder) for name, variant in variants.items()}
     _check_same_validation(texts)
     # A recipe in epochs needs a trainer to count its updates.
     count = trainer_for(base, texts[BASELINE]).plan().last_step if base.train.epochs else base.train.steps
     variants = {name: each.replace(train={"steps": count, "epochs": 0.0}) for name, each in variants.items()}
     if equal == "time":
-        variants = _equalise_time(variants, texts, folder)
-    planned = [
-        Trial(name, variant.replace(train={"seed": seed}), texts[name])
-        for seed in range(1, seeds + 1)
-        for name, variant in variants.items()
-    ]
-    finished = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
-    results = {name: [each for each in finished if each.name == name] for name in variants}
-    result = {
-        **result_tables.provenance(device, command),
-        "equal": equal,
-        "text": trials.describe_text(base, texts[BASELINE]),
-        "trials": [each.to_dict() for row in results.values() for each in row],
-    }
-    title = f"Changes of a recipe at equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_result_table(title, results)], [], output)
-    return result
+        variants = _equalise_time(variants, texts, experiment.folder)
+    by_name = experiment.run(variants, texts)
+    text = trials.describe_text(base, texts[BASELINE])
+    title = f"Changes of a recipe at equal {equal}, {experiment.seeds} seeds; {text}"
+    return experiment.publish({"equal": equal, "text": text}, by_name, [_table(title, by_name)], [])
 
 
 def _apply_change(base: Config, change: str) -> Config:
@@ -123,35 +107,39 @@ def _equalise_time(variants: dict[str, Config], texts: dict[str, PreparedText], 
         name: trials.cached_seconds(Trial(name, variant, texts[name]), folder, seconds_per_update)
         for name, variant in variants.items()
     }
-    fitted = {}
-    for name, variant in variants.items():
-        now = {what: getattr(variant.train, what) for what in ("steps", "warmup", "validate_every")}
-        share = seconds[BASELINE] / seconds[name]
-        fitted[name] = variant.replace(
-            train={what: max(1, round(value * share)) if value else 0 for what, value in now.items()}
+
+    def fit(name: str, steps: int) -> int:
+        return max(1, round(steps * seconds[BASELINE] / seconds[name])) if steps else 0
+
+    return {
+        name: variant.replace(
+            train={what: fit(name, getattr(variant.train, what)) for what in ("steps", "warmup", "validate_every")}
         )
-    return fitted
+        for name, variant in variants.items()
+    }
 
 
 def seconds_per_update(config: Config, prepared: PreparedText) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
-def _result_table(title: str, by_name: dict[str, list[Result]]) -> result_tables.ResultTable:
-    good = {name: [each for each in results if not each.error] for name, results in by_name.items()}
-    bleus = {name: [result.bleu for result in results] for name, results in good.items()}
-    losses = {name: [result.loss for result in results] for name, results in good.items()}
-    spread = result_tables.pooled_deviation(bleus.values())
-    rows = []
-    for name, results in good.items():
+def _table(title: str, by_name: dict[str, list[Result]]) -> ResultTable:
+    bleus = {name: [result.bleu for result in good] for name, good in successful(by_name).items()}
+    spread = pooled_deviation(bleus.values())
+
+    def cells(name: str, good: list[Result]) -> Sequence[str]:
         gained = ""
-        if name != BASELINE and bleus[name] and bleus[BASELINE]:
-            gain = result_tables.difference(bleus[name], bleus[BASELINE], spread)
+        if name != BASELINE and good and bleus[BASELINE]:
+            gain = difference(bleus[name], bleus[BASELINE], spread)
             verdict = "significant" if gain.significant else "within the noise"
             gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
-        steps = f"{results[0].steps:,}" if results else "failed"
-        mean = [result_tables.mean_and_deviation(values[name], digits) for values, digits in ((bleus, 2), (losses, 3))]
-        seconds = result_tables.mean_and_deviation([result.seconds for result in results], 0)
-        rows.append((name, *mean, gained, steps, seconds))
+        return (
+            mean_and_deviation(bleus[name]),
+            mean_and_deviation([result.loss for result in good], 3),
+            gained,
+            f"{good[0].steps:,}" if good else "failed",
+            mean_and_deviation([result.seconds for result in good], 0),
+        )
+
     columns = ("change", "BLEU", "loss at the end", "BLEU gained", "updates", "seconds of training")
-    return result_tables.ResultTable(title, columns, tuple(rows))
+    return result_table(title, columns, by_name, cells)

@@ -1,24 +1,25 @@
 """Ways to train and to decode the same model: qkv's own, and what the ways of other software have in common with them.
 
-A contender in training has three methods: `prepare` on the shared weights, `logits`, and `step`. All use torch's fused
-Adam; on a GPU bf16 with fp32 weights, on a CPU fp32. A setting in decoding has a function that opens a run as a decode
-function, from sentences to tokens. `prepare` and `open` raise `UsageError` if a package is not installed or does not
-support the model.
+A `Setting` opens a setup: for training as a `TrainingLoop`, for decoding as a function from sentences to tokens. It
+raises `UsageError` if a package is not installed or does not support the model. All loops use torch's fused Adam; on a
+GPU bf16 with fp32 weights, on a CPU fp32.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.metadata
+import os
+import statistics
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,51 +40,54 @@ from qkv.engines.cpu.native_search import ProcessDecoding
 from qkv.engines.cuda_decoding.continuous_batching import MOST, SlotDecoding
 from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
+from qkv.lab.result_tables import ResultTable
 from qkv.options import TrainConfig
 from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import ProcessWorkers
 
 OURS = "qkv"
 PEERS = Path("benchmarks/peers")  # in a checkout: other software, one module each
+AT_LEAST = 3  # rounds
 STEP = 256  # packed batches are padded to a multiple of this many tokens, to limit the number of shapes
 RATE = 1e-4  # constant learning rate; only speed matters
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An engine with its options."""
+
+    engine: str
+    how: str
+    open: Callable[[Any], Any]  # from a TrainingSetup to a TrainingLoop, or from a DecodingSetup to a DecodeFunction
+    exact: bool = False  # its logits in training, its tokens in decoding must equal the reference
+    most: int = 0  # maximum sentences per round of a slow engine; 0: no limit
+    one_batch: bool = False  # where all batches are equal, one per round is enough
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.how}"
+
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Weights, device and options that all contenders share."""
+    """Weights, device and options that all loops share."""
 
-    model: Transformer  # on the CPU; contenders copy it
+    model: Transformer  # on the CPU; loops copy it
     device: torch.device
     width: int  # of a batch: the longest sentence
     spec: TrainConfig
 
-    @property
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
+class TrainingLoop:
+    """A model on its device with its optimizer: `logits` for the comparison and `step` for the timing."""
 
-class Contender(ABC):
-    """One way to train: `prepare`, then `logits` for the comparison and `step` for the timing."""
-
-    exact = True  # same architecture and weights, so the logits must be equal
     model: Any  # from (source, lengths, target) to logits
 
-    def __init__(self, engine: str, how: str) -> None:
-        self.engine, self.how = engine, how
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine} {self.how}"
-
-    @abstractmethod
-    def prepare(self, subject: TrainingSetup) -> None:
-        """Create model and optimizer on the device."""
-
     def collate(self, batch: Batch) -> Any:
-        """Convert a batch to the contender's format on the host; not timed, a loader thread would do it."""
+        """Convert a batch to the loop's format on the host; not timed, a loader thread would do it."""
         return batch
 
     def logits(self, batch: Batch) -> Tensor:
@@ -94,78 +98,70 @@ class Contender(ABC):
         self.model.train()
         return logits
 
-    @abstractmethod
     def step(self, batch: Any) -> int:
         """Update the weights once and return the number of target tokens; need not synchronise."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the memory."""
+        raise NotImplementedError
 
 
-class StandardLoop(Contender):
+class StandardLoop(TrainingLoop):
     """The usual training loop: loss under autocast, backward, fused Adam.
 
-    `make` returns a module from (source, lengths, target) to logits. With `compiled`, torch compiles model and loss for
-    the single batch shape.
+    `model` is called with (source, lengths, target) and returns logits. With `compiled`, torch compiles model and loss
+    for the single batch shape.
     """
 
-    def __init__(self, engine: str, make: Callable[[TrainingSetup], nn.Module], *, compiled: bool = False) -> None:
-        super().__init__(engine, "compiled" if compiled else "eager")
-        self.make, self.compiled = make, compiled
-
-    def prepare(self, subject: TrainingSetup) -> None:
-        self.subject = subject
-        self.model = self.make(subject).to(subject.device).train()
-        self.run = torch.compile(self.loss, dynamic=False) if self.compiled else self.loss
-        betas = (subject.spec.beta1, subject.spec.beta2)
+    def __init__(self, setup: TrainingSetup, model: nn.Module, *, compiled: bool = False) -> None:
+        self.device, self.smoothing = setup.device.type, setup.spec.label_smoothing
+        self.model = model.to(setup.device).train()
+        self.run = torch.compile(self.loss, dynamic=False) if compiled else self.loss
+        betas = (setup.spec.beta1, setup.spec.beta2)
         parameters = self.model.parameters()
-        self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=subject.spec.eps, fused=True)
+        self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=setup.spec.eps, fused=True)
 
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         """Return the mean loss over tokens without padding."""
-        smoothing = self.subject.spec.label_smoothing
         logits = self.model(*batch)  # (batch, target, vocab)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=smoothing)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.smoothing)
 
     def step(self, batch: Batch) -> int:
-        with self.subject.autocast:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             loss = self.run(batch.inputs, batch.labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return batch.tokens
 
-    def close(self) -> None:
-        self.model = self.run = self.optimizer = None  # type: ignore[assignment]
-        torch.compiler.reset()
+
+def eager_and_compiled(engine: str, make: Callable[[TrainingSetup], nn.Module]) -> list[Setting]:
+    """Return the usual loop over a model with the same weights, without and with torch's compiler."""
+
+    def open_loop(setup: TrainingSetup, compiled: bool) -> StandardLoop:
+        return StandardLoop(setup, make(setup), compiled=compiled)
+
+    ways = {"eager": False, "compiled": True}
+    return [Setting(engine, how, partial(open_loop, compiled=way), exact=True) for how, way in ways.items()]
 
 
 class PlainQkv(StandardLoop):
     """qkv's plain model and its loss in parts, which never holds all logits at once."""
 
-    def __init__(self) -> None:
-        super().__init__(OURS, lambda subject: copy.deepcopy(subject.model))
-        self.how = "plain"
+    def __init__(self, setup: TrainingSetup) -> None:
+        super().__init__(setup, copy.deepcopy(setup.model))
 
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         hidden = self.model.hidden_at(labels != PAD, *batch)
-        smoothing = self.subject.spec.label_smoothing
-        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=smoothing, pad=PAD)
+        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=self.smoothing, pad=PAD)
         return loss / (labels != PAD).sum()
 
 
-class FusedQkv(Contender):
+class FusedQkv(TrainingLoop):
     """qkv's fused pass over packed batches, replayed as CUDA graphs on a GPU."""
 
-    def __init__(self) -> None:
-        super().__init__(OURS, "captured")
-
-    def prepare(self, subject: TrainingSetup) -> None:
-        self.model = copy.deepcopy(subject.model).to(subject.device).train()
-        optimizer = optimizer_for(self.model, subject.spec)
-        dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
-        self.graphs = CudaGraphs(self.model, optimizer, None, subject.spec, pad=PAD, dtype=dtype)
+    def __init__(self, setup: TrainingSetup) -> None:
+        self.model = copy.deepcopy(setup.model).to(setup.device).train()
+        optimizer = optimizer_for(self.model, setup.spec)
+        dtype = torch.bfloat16 if setup.device.type == "cuda" else torch.float32
+        self.graphs = CudaGraphs(self.model, optimizer, None, setup.spec, pad=PAD, dtype=dtype)
         self.steps = 0
 
     def collate(self, batch: Batch) -> PackedBatch:
@@ -183,21 +179,19 @@ class FusedQkv(Contender):
         self.graphs.update(rate=RATE)
         return batch.tokens
 
-    def close(self) -> None:
-        self.model = self.graphs = None  # type: ignore[assignment]
 
-
-def training_contenders(device: torch.device, peers: Sequence[ModuleType] = ()) -> list[Contender]:
-    """Return all contenders; the first, qkv's plain model, is the reference for the logits."""
-    everyone: list[Contender] = [PlainQkv(), FusedQkv()] if device.type == "cuda" else [PlainQkv()]
-    return [*everyone, *(contender for peer in peers for contender in peer.training())]
+def training_settings(device: torch.device, peers: Sequence[ModuleType] = ()) -> list[Setting]:
+    """Return all settings; the first, qkv's plain model, is the reference for the logits."""
+    ours = [Setting(OURS, "plain", PlainQkv, exact=True)]
+    if device.type == "cuda":
+        ours.append(Setting(OURS, "captured", FusedQkv, exact=True))
+    return [*ours, *(setting for peer in peers for setting in peer.training())]
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 Sources = Sequence[Sequence[int]]
 Outputs = list[list[list[int]]]  # hypotheses per sentence, best first, with </s> if generated
-
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -232,22 +226,6 @@ class DecodingSetup:
         return model
 
 
-@dataclass(frozen=True)
-class Setting:
-    """An engine with its options."""
-
-    engine: str
-    how: str
-    open: Callable[[DecodingSetup], DecodeFunction]
-    exact: bool = False  # computes in fp32, so its tokens must equal the reference
-    most: int = 0  # maximum sentences per round of a slow engine; 0: no limit
-    one_batch: bool = False  # where all batches are equal, one per round is enough
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine} {self.how}"
-
-
 def decoding_settings(device: torch.device, peers: Sequence[ModuleType] = (), threads: int = 0) -> list[Setting]:
     """Return all settings for a device; the first is the reference for the outputs."""
     threads = threads or torch.get_num_threads()
@@ -259,10 +237,10 @@ def _on_cpu(threads: int) -> list[Setting]:
     one = f"{threads} thread{'s' * (threads > 1)}"
     available = [Setting(OURS, f"fp32, {one}", _plain, exact=True)]
     for dtype in ("fp32", "bf16", "int8"):
-        available.append(Setting(OURS, f"packed {dtype}, {one}", partial(_packed, dtype=dtype), exact=dtype == "fp32"))
+        ways = {one: partial(_packed, dtype=dtype)}
         if threads > 1:
-            several = partial(_in_processes, dtype=dtype, processes=threads)
-            available.append(Setting(OURS, f"packed {dtype}, {threads} processes", several, exact=dtype == "fp32"))
+            ways[f"{threads} processes"] = partial(_in_processes, dtype=dtype, processes=threads)
+        available += [Setting(OURS, f"packed {dtype}, {how}", way, exact=dtype == "fp32") for how, way in ways.items()]
     return available
 
 
@@ -292,12 +270,8 @@ def _captured(subject: DecodingSetup, dtype: torch.dtype) -> DecodeFunction:
 
     def decode(sources: Sources, task: DecodingTask) -> Outputs:
         options = _options(sources, task)
-        outputs: Outputs = [[] for _ in sources]
-        for batch in batches_of(sources, task.batch if task.batch < MOST else len(sources)):
-            rows = [sources[i] for i in batch]
-            for i, hypotheses in zip(batch, _outputs(slots.search_all(rows, options)), strict=True):
-                outputs[i] = hypotheses
-        return outputs
+        size = task.batch if task.batch < MOST else len(sources)
+        return in_batches(sources, size, lambda batch: _outputs(slots.search_all(batch, options)))
 
     return decode
 
@@ -332,10 +306,15 @@ def _options(sources: Sources, task: DecodingTask) -> SearchOptions:
     )
 
 
-def batches_of(sources: Sources, size: int) -> Iterator[list[int]]:
-    """Return indices of batches of `size` sentences, longest first."""
+def in_batches(sources: Sources, size: int, decode: Callable[[Sources], Outputs]) -> Outputs:
+    """Decode batches of `size` sentences, longest first; return the outputs in the order of the sentences."""
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
-    return (order[start : start + size] for start in range(0, len(order), size))
+    outputs: Outputs = [[] for _ in sources]
+    for start in range(0, len(order), size):
+        batch = order[start : start + size]
+        for i, hypotheses in zip(batch, decode([sources[i] for i in batch]), strict=True):
+            outputs[i] = hypotheses
+    return outputs
 
 
 def _outputs(results: list[list[Hypothesis]]) -> Outputs:
@@ -343,8 +322,6 @@ def _outputs(results: list[list[Hypothesis]]) -> Outputs:
 
 
 # ---- other software --------------------------------------------------------------------------------------------------
-
-C = TypeVar("C", Contender, Setting)
 
 
 def find_peers(folder: Path, what: str) -> list[ModuleType]:
@@ -369,21 +346,97 @@ def _load_modules(folder: Path) -> list[ModuleType]:
     return modules
 
 
-def package_versions(peers: Sequence[ModuleType]) -> dict[str, str]:
-    """Return the installed version of each peer's package."""
-    versions = {}
-    for package in [module.PACKAGE for module in peers if hasattr(module, "PACKAGE")]:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
-def select(available: Sequence[C], only: Sequence[str], what: str) -> list[C]:
+def select(available: Sequence[Setting], only: Sequence[str], what: str) -> list[Setting]:
     """Return those with one of the words of --only in their name; without words, all."""
     selected = [each for each in available if not only or any(word in each.name for word in only)]
     if not selected:
         names = "; ".join(each.name for each in available)
         raise UsageError(f"--only {' '.join(only)}: no {what} has such a name; choose among {names}")
     return selected
+
+
+# ---- timing and comparing --------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@dataclass
+class Timed:
+    """A setting with its speed in tokens per second in each round."""
+
+    setting: Setting
+    speeds: list[float] = field(default_factory=list, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        return self.setting.name
+
+    def run(self) -> None:
+        """Run and time one round."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "engine": self.setting.engine,
+            "tokens_per_second": statistics.median(self.speeds),
+            "low": min(self.speeds),
+            "high": max(self.speeds),
+            "rounds": len(self.speeds),
+        }
+
+
+def run_in_turns(rows: Sequence[Timed], seconds: float, about: str = "") -> None:
+    """Run all rows in turn, round after round, for `seconds` per row and at least three rounds."""
+    started = time.perf_counter()
+    while rows and (time.perf_counter() < started + seconds * len(rows) or len(rows[0].speeds) < AT_LEAST):
+        for row in rows:
+            row.run()
+        say(f"{about}{len(rows[0].speeds)} rounds in {time.perf_counter() - started:.0f} s")
+
+
+def ratios(rows: Sequence[Timed]) -> list[dict[str, Any]]:
+    """Compare qkv's row of highest median speed with that of each other engine, round by round."""
+    fastest = {row.setting.engine: row for row in sorted(rows, key=lambda row: statistics.median(row.speeds))}
+    if OURS not in fastest:
+        return []
+    ours = fastest.pop(OURS)
+    compared = []
+    for theirs in fastest.values():
+        each = [a / b for a, b in zip(ours.speeds, theirs.speeds, strict=False)]  # groups may differ in rounds
+        spread = {"ratio": statistics.median(each), "low": min(each), "high": max(each)}
+        compared.append({"peer": theirs.setting.engine, "ours": ours.name, "theirs": theirs.name} | spread)
+    return compared
+
+
+def ratio_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[ResultTable]:
+    return [ResultTable("fastest qkv against the fastest of each other engine", columns, rows)] if rows else []
+
+
+def median_and_range(row: dict[str, Any]) -> str:
+    """Format a speed or a ratio."""
+    if "ratio" in row:
+        return f"{row['ratio']:.2f} × ({row['low']:.2f} – {row['high']:.2f})"
+    return f"{row['tokens_per_second']:,.0f} ({row['low']:,.0f} – {row['high']:,.0f})"
+
+
+def surroundings(peers: Sequence[ModuleType]) -> dict[str, Any]:
+    """Return the versions of the peers' packages, and the cores and threads."""
+    versions = {}
+    for package in [module.PACKAGE for module in peers if hasattr(module, "PACKAGE")]:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"versions": versions, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def remarks_on(result: dict[str, Any]) -> list[str]:
+    """Return what every table of speeds says about its surroundings and about what was not measured."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"{result['cores']} cores, {result['threads']} threads; {versions}",
+        *(f"not measured: {name}: {reason}" for name, reason in result["missing"].items()),
+    ]

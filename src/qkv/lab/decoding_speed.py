@@ -6,19 +6,17 @@ round, so that disturbances by other programs affect all equally.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from qkv import presets
 from qkv.assembly import Run, parameter_count
 from qkv.console import say
 from qkv.core import files
@@ -27,10 +25,20 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.data.formats import LineReader
-from qkv.lab import contenders, result_tables, training_speed
-from qkv.lab.contenders import OURS, DecodeFunction, DecodingSetup, DecodingTask, Setting, Sources
-from qkv.lab.result_tables import ResultTable
-from qkv.options import Config, ModelConfig, TransformerConfig
+from qkv.lab import contenders, training_speed
+from qkv.lab.contenders import (
+    DecodeFunction,
+    DecodingSetup,
+    DecodingTask,
+    Setting,
+    Sources,
+    Timed,
+    median_and_range,
+    synchronize,
+)
+from qkv.lab.result_tables import ResultTable, check_outputs, publish
+from qkv.lab.training_speed import choose_size
+from qkv.options import Config, TransformerConfig
 
 BEAMS, BATCHES = (1, 4), (1, 64, 512)
 SAME = 0.99  # share of sentences that must have equal tokens in fp32; the others are ties decided by rounding
@@ -60,48 +68,40 @@ class Text:
 
 
 @dataclass
-class Measurement:
+class Measurement(Timed):
     """One setting with one beam and batch size: its outputs and its speed in each round."""
 
-    setting: Setting
     task: DecodingTask
     sources: Sources
     decode: DecodeFunction
+    device: torch.device
     same: float = 0.0
     tokens: int = 0
-    speeds: list[float] = field(default_factory=list)  # tokens per second of each round
 
     @property
-    def engine(self) -> str:
-        return self.setting.engine
+    def name(self) -> str:
+        return f"{self.setting.name}, batch {self.task.batch}"
 
     def run(self) -> None:
-        """Run and time one round."""
         time.sleep(PAUSE)
-        _wait()
+        synchronize(self.device)
         start = time.perf_counter()
         outputs = self.decode(self.sources, self.task)
-        _wait()
+        synchronize(self.device)
         seconds = time.perf_counter() - start
         # Some engines return </s>, some do not.
         self.tokens = sum(token != EOS for hypotheses in outputs for token in hypotheses[0])
         self.speeds.append(self.tokens / seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        median = statistics.median(self.speeds)
-        return {
+        return super().to_dict() | {
             "setting": self.setting.name,
-            "engine": self.engine,
             "fp32": self.setting.exact,
             "beam": self.task.beam,
             "batch": self.task.batch,
             "sentences": len(self.sources),
             "tokens": self.tokens,
-            "tokens_per_second": median,
-            "low": min(self.speeds),
-            "high": max(self.speeds),
-            "ms_per_token": 1000 / median if self.task.batch == 1 else None,
-            "rounds": len(self.speeds),
+            "ms_per_token": 1000 / statistics.median(self.speeds) if self.task.batch == 1 else None,
             "same": self.same,
         }
 
@@ -122,11 +122,11 @@ def measure_decoding(
 ) -> dict[str, Any]:
     """Measure decoding speed with random weights of a size or a trained run; print tables, write .json or .md files.
 
-    `only` selects settings by words in their names; `folder` has the  In the result, `rows` has every setting
-    with each beam and batch size; `ratios` has the fastest of qkv against the fastest of each other engine, by batch
-    size (None: any), in fp32 and in any precision; `missing` has the reasons for settings that did not run.
+    `only` selects settings by words in their names; `folder` has the other software. In the result, `rows` has every
+    setting with each beam and batch size; `ratios` has the fastest of qkv against the fastest of each other engine, by
+    batch size (None: any), in fp32 and in any precision; `missing` has the reasons for settings that did not run.
     """
-    result_tables.check_outputs(outputs)
+    check_outputs(outputs)
     beams, batches = beams or BEAMS, batches or BATCHES
     if bool(run) != bool(src) or (run and model):
         raise UsageError("give --run and --src together, or --model alone")
@@ -134,18 +134,19 @@ def measure_decoding(
         raise UsageError("--beam and --batch: give numbers of at least 1")
     chosen, modules = choose_device(device), contenders.find_peers(folder, "decoding")
     with tempfile.TemporaryDirectory(prefix="qkv-") as temporary:
-        size = model or ("small" if chosen.type == "cpu" else "base")
-        opened = Run.open(run) if run else make_random_run(size, Path(temporary) / "run")
+        size, spec, vocab = choose_size(model, chosen)
+        opened = Run.open(run) if run else make_random_run(spec, vocab, Path(temporary) / "run")
         subject = DecodingSetup(opened, chosen, Path(temporary))
         text = _read_text(opened, src) if src else _random_text(opened, chosen, max(batches))
         available = contenders.decoding_settings(chosen, modules)
         decoders, missing = _open(subject, contenders.select(available, only, "setting"))
         reference = available[0].open(subject)
-        rows = [row for beam in beams for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds)]
-        result = result_tables.provenance(device, command) | {
-            "versions": contenders.package_versions(modules),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
+        rows = [
+            row
+            for beam in beams
+            for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds, chosen)
+        ]
+        result = contenders.surroundings(modules) | {
             "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
             "text": text.name,
             "compared": FIXED if text.fixed else "the best hypothesis",
@@ -154,8 +155,12 @@ def measure_decoding(
             "missing": missing,
             "ratios": _ratios(rows),
         }
-    result_tables.publish(result, _result_tables(result), _remarks(result), outputs)
-    return result
+    remarks = [
+        f"{result['model']}; {result['text']}",
+        f"same tokens: {result['compared']}",
+        *contenders.remarks_on(result),
+    ]
+    return publish(result, _result_tables(result), remarks, device=device, command=command, outputs=outputs)
 
 
 def _read_text(run: Run, src: str) -> Text:
@@ -189,19 +194,8 @@ def _open(subject: DecodingSetup, selected: Sequence[Setting]) -> tuple[dict[Set
 # ---- random weights --------------------------------------------------------------------------------------------------
 
 
-SIZES: dict[str, tuple[ModelConfig, int]] = {  # the model, and its vocabulary
-    "small": (TransformerConfig(d_model=256, d_ff=1024, heads=4, encoder_layers=3, decoder_layers=3), 8000),
-    "base": (presets.paper_base().model, 37_000),
-    "demo": (presets.demo().model, 2000),
-}
-
-
-def make_random_run(size: str, folder: Path, *, seed: int = 0) -> Run:
-    """Create a run folder with random weights of a size: `small`, `base` or `demo`."""
-    if size not in SIZES:
-        raise UsageError(f"--model {size}: choose one of {', '.join(SIZES)}")
-    spec, vocab = SIZES[size]
-    assert isinstance(spec, TransformerConfig)
+def make_random_run(spec: TransformerConfig, vocab: int, folder: Path, *, seed: int = 0) -> Run:
+    """Create a run folder with random weights."""
     # With a random embedding tied to the output, each word would be followed by itself.
     settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
     assert isinstance(settings.model, TransformerConfig)
@@ -245,10 +239,11 @@ def _measure_in_turns(
     beam: int,
     batches: Sequence[int],
     seconds: float,
+    device: torch.device,
 ) -> list[Measurement]:
     """Compare the outputs of all settings and batch sizes at one beam size, then time them in turn."""
     rows = [
-        Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode)
+        Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode, device)
         for batch in batches
         for setting, decode in decoders.items()
         if not setting.most or batch <= setting.most
@@ -257,7 +252,7 @@ def _measure_in_turns(
         raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
     _compare(rows, reference, text.fixed)
     say(f"beam {beam}: outputs compared, timing {len(rows)} rows")
-    result_tables.run_in_turns(rows, seconds, f"beam {beam}: ")
+    contenders.run_in_turns(rows, seconds, f"beam {beam}: ")
     return rows
 
 
@@ -291,11 +286,6 @@ def _token_sets(hypotheses: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
     return {tuple(token for token in tokens if token != EOS) for tokens in hypotheses}
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -312,22 +302,8 @@ def _ratios(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
                     for row in same_beam
                     if (batch is None or row.task.batch == batch) and (row.setting.exact or not exact)
                 ]
-                ratios += [{"beam": beam, "batch": batch, "fp32": exact} | ratio for ratio in _against(chosen)]
+                ratios += [{"beam": beam, "batch": batch, "fp32": exact} | ratio for ratio in contenders.ratios(chosen)]
     return ratios
-
-
-def _against(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    ours, others = result_tables.fastest_of_each(rows, OURS)
-    if ours is None:
-        return []
-    return [
-        {"peer": row.engine, "ours": _label(ours), "theirs": _label(row)} | result_tables.speed_ratio(ours, row)
-        for row in others
-    ]
-
-
-def _label(row: Measurement) -> str:
-    return f"{row.setting.name}, batch {row.task.batch}"
 
 
 def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
@@ -347,32 +323,21 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
             f"beam {ratio['beam']}, {'any batch' if ratio['batch'] is None else 'batch ' + str(ratio['batch'])}",
             "fp32" if ratio["fp32"] else "any",
             ratio["peer"],
-            f"{ratio['ratio']:.2f} × ({ratio['low']:.2f} – {ratio['high']:.2f})",
+            median_and_range(ratio),
             ratio["ours"],
             ratio["theirs"],
         )
         for ratio in result["ratios"]
     ]
-    if not lines:
-        return sheets
     columns = ("", "precision", "peer", "ours / peer", "ours", "theirs")
-    return [*sheets, ResultTable("fastest qkv against the fastest of each other engine", columns, tuple(lines))]
+    return [*sheets, *contenders.ratio_table(columns, lines)]
 
 
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     latency = f", {row['ms_per_token']:.2f} ms per token" if row["ms_per_token"] and row["beam"] == 1 else ""
-    return f"{row['tokens_per_second']:,.0f} ({row['low']:,.0f} – {row['high']:,.0f}){latency}"
-
-
-def _remarks(result: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return [
-        f"{result['model']}; {result['text']}; {result['cores']} cores, {result['threads']} threads; {versions}",
-        f"same tokens: {result['compared']}",
-        *(f"not measured: {name}: {reason}" for name, reason in result["missing"].items()),
-    ]
+    return median_and_range(row) + latency
 
 
 # ---- qkv lab speed ---------------------------------------------------------------------------------------------------

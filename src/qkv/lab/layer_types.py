@@ -7,6 +7,7 @@ GRU and the convolutions are the gated ones of ConvS2S; constant factors do not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -73,17 +74,14 @@ class LayerType:
 def self_attention(shape: LayerShape) -> Operation:
     """Multi-head self-attention of x, restricted to `span` positions on each side if given."""
 
-    def fused(x: Tensor) -> Tensor:
+    def operation(x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (max(1, shape.d // WIDTH), -1)).transpose(1, 2)  # (batch, heads, n, width)
         restricted = ScoredAttention("scaled", None, "", window=shape.span)
-        mixed = restricted.attend(heads, heads, heads, None, shape.causal)
+        with sdpa_kernel(SDPBackend.MATH) if shape.written_out else nullcontext():
+            mixed = restricted.attend(heads, heads, heads, None, shape.causal)
         return mixed.transpose(1, 2).flatten(2)
 
-    def written_out(x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return fused(x)
-
-    return written_out if shape.written_out else fused
+    return operation
 
 
 def recurrence(shape: LayerShape) -> Operation:
@@ -149,58 +147,28 @@ DILATED = (
     PathLength("encoder", False, "more", None),
     PathLength("decoder", True, "⌈log_k n⌉", lambda n, k: _ceil_log(n, k)),
 )
-KND2 = "k·n·d²"
+DIRECT = _both_sides("1", lambda n, _: 1)
+WINDOWED = _both_sides("⌈(n−1)/r⌉", lambda n, r: _ceil_ratio(n - 1, r))
+STEPWISE = (PathLength("either", True, "n", lambda n, _: n),)
 
-LAYER_TYPES = {
-    kind.name: kind
-    for kind in (
-        LayerType(
-            "self-attention",
-            "",
-            "n²·d",
-            lambda n, d, _: n * n * d,
-            "1",
-            "1",
-            _both_sides("1", lambda n, _: 1),
-            self_attention,
-        ),
-        LayerType(
-            "restricted",
-            "r",
-            "r·n·d",
-            lambda n, d, r: r * n * d,
-            "1",
-            "n/r",
-            _both_sides("⌈(n−1)/r⌉", lambda n, r: _ceil_ratio(n - 1, r)),
-            self_attention,
-        ),
-        LayerType(
-            "recurrent",
-            "",
-            "n·d²",
-            lambda n, d, _: n * d**2,
-            "n",
-            "n",
-            (PathLength("either", True, "n", lambda n, _: n),),
-            recurrence,
-            recurrent=True,
-        ),
-        LayerType(
-            "convolution", "k", KND2, lambda n, d, k: k * n * d**2, "1", "n/k", CONTIGUOUS, convolution("contiguous")
-        ),
-        LayerType("dilated", "k", KND2, lambda n, d, k: k * n * d**2, "1", "log_k n", DILATED, convolution("dilated")),
-        LayerType(
-            "separable",
-            "k",
-            "k·n·d + n·d²",
-            lambda n, d, k: k * n * d + n * d**2,
-            "1",
-            "n/k",
-            CONTIGUOUS,
-            convolution("separable"),
-        ),
-    )
-}
+
+def _knd2(n: int, d: int, k: int) -> float:
+    return k * n * d**2
+
+
+def _knd_nd2(n: int, d: int, k: int) -> float:
+    return k * n * d + n * d**2
+
+
+ROWS = (
+    LayerType("self-attention", "", "n²·d", lambda n, d, _: n * n * d, "1", "1", DIRECT, self_attention),
+    LayerType("restricted", "r", "r·n·d", lambda n, d, r: r * n * d, "1", "n/r", WINDOWED, self_attention),
+    LayerType("recurrent", "", "n·d²", lambda n, d, _: n * d**2, "n", "n", STEPWISE, recurrence, recurrent=True),
+    LayerType("convolution", "k", "k·n·d²", _knd2, "1", "n/k", CONTIGUOUS, convolution("contiguous")),
+    LayerType("dilated", "k", "k·n·d²", _knd2, "1", "log_k n", DILATED, convolution("dilated")),
+    LayerType("separable", "k", "k·n·d + n·d²", _knd_nd2, "1", "n/k", CONTIGUOUS, convolution("separable")),
+)
+LAYER_TYPES = {kind.name: kind for kind in ROWS}
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------

@@ -8,25 +8,19 @@ On a CPU it is the process time of one core, so that neither parallel efficiency
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qkv.console import counter, describe_device
-from qkv.core import files
+from qkv.console import counter
 from qkv.core.device import choose_device
 from qkv.explain.pages import check_output, new_figure
 from qkv.lab.layer_types import (
@@ -39,6 +33,7 @@ from qkv.lab.layer_types import (
     path_length,
     sequential_operations,
 )
+from qkv.lab.result_tables import ResultTable, check_outputs, publish
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,26 +103,30 @@ class Point:
 
 
 def measure(
-    *, device: str = "auto", seconds: float = 60.0, output: str | None = None, plot: str | None = None
+    *,
+    device: str = "auto",
+    seconds: float = 60.0,
+    output: Sequence[str] = (),
+    plot: str | None = None,
+    command: str = "",
 ) -> dict[str, Any]:
-    """Measure for about `seconds`, print the table, and write JSON (`output`) and a plot (`plot`: .png, .svg)."""
+    """Measure for about `seconds`, print the tables, and write them (`output`) and a plot (`plot`: .png, .svg)."""
+    check_outputs(output)
     if plot:
         check_output(plot, "a picture")
-    chosen = choose_device(device)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         # Full fp32: with TF32 in cuDNN only the recurrence would become faster.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            result = _measure(chosen, seconds)
+            figures = _measure(choose_device(device), seconds)
+        tables, remark = _result_tables(figures), _remark()
+        result = publish(figures, tables, [remark], device=device, command=command, outputs=output)
     finally:
         torch.set_num_threads(threads)
-    if output:
-        files.write_text(Path(output), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if plot:
         draw(result, plot)
-    _print(result)
     return result
 
 
@@ -145,8 +144,6 @@ def _measure(device: torch.device, seconds: float) -> dict[str, Any]:
     }
     _time_points([point for group in (*points.values(), *window.values()) for point in group], seconds)
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {describe_device(device)}",
-        "torch": torch.__version__,
         "precision": str(base.dtype).removeprefix("torch."),
         "complexity": {name: _complexity(LAYER_TYPES[name], group) for name, group in points.items()},
         "restricted": {"r": WINDOW, "d": d} | {where: _window(group) for where, group in window.items()},
@@ -318,55 +315,50 @@ def _path(kind: LayerType) -> dict[str, Any]:
 # ---- printed tables --------------------------------------------------------------------------------------------------
 
 
-def _print(result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(f"{result['machine']}; {result['precision']}; torch {result['torch']}")
-    table = Table("layer", "paper", "exponent of", *map(_number, SOURCES), title="Complexity per layer")
-    for name, row in result["complexity"].items():
-        for i, symbol in enumerate(row["formula"]):
-            exponents = (f"{row[source][symbol]:.2f}" for source in SOURCES)
-            table.add_row(*((name, row["paper"]) if i == 0 else ("", "")), symbol, *exponents)
-        table.add_section()
-    console.print(table)
-    _print_window(console, result["restricted"])
-    lengths = [_number(f"n = {n}") for n in COUNTED_N]
-    table = Table("layer", "paper", "counted", *lengths, title="Sequential operations: the longest chain")
-    for name, row in result["sequential"].items():
-        table.add_row(name, f"O({row['paper']})", f"O({row['growth']})", *map(str, row["chain"]))
-    console.print(table)
-    table = Table(
-        "layer", "paper", "in the", "exactly", *map(_number, map(str, COUNTED_N)), title="Maximum path length"
-    )
-    for name, row in result["path"].items():
-        _add_paths(table, name, row)
-    console.print(table)
+def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
+    complexity = [
+        (name, row["paper"], symbol, *(f"{row[source][symbol]:.2f}" for source in SOURCES))
+        for name, row in result["complexity"].items()
+        for symbol in row["formula"]
+    ]
+    chains = [
+        (name, f"O({row['paper']})", f"O({row['growth']})", *map(str, row["chain"]))
+        for name, row in result["sequential"].items()
+    ]
+    paths = [
+        (name, row["paper"], where, path["formula"], *map(_compared, path["found"], path["expected"] or path["found"]))
+        for name, row in result["path"].items()
+        for where, path in row["lengths"].items()
+    ]
+    lengths = [f"n = {n}" for n in COUNTED_N]
+    window = result["restricted"]
+    return [
+        ResultTable(
+            f"Complexity per layer, {result['precision']}", ("layer", "paper", "exponent of", *SOURCES), complexity
+        ),
+        ResultTable(
+            f"Restricted self-attention, r = {window['r']}, d = {window['d']}",
+            ("in the", "n", "time", "memory", "bytes a position"),
+            [(where, *_window_cells(window[where])) for where in ("encoder", "decoder")],
+        ),
+        ResultTable("Sequential operations: the longest chain", ("layer", "paper", "counted", *lengths), chains),
+        ResultTable("Maximum path length", ("layer", "paper", "in the", "exactly", *lengths), paths),
+    ]
+
+
+def _window_cells(side: dict[str, Any]) -> tuple[str, ...]:
+    n, each = side["n"], [size / n for size, n in zip(side["bytes"], side["n"], strict=True)]
+    sizes = f"{each[0]:,.0f} – {each[-1]:,.0f}"
+    return f"{n[0]:,} – {n[-1]:,}", f"n^{side['time']:.2f}", f"n^{side['memory']:.2f}", sizes
+
+
+def _compared(found: int, expected: int) -> str:
+    return f"{found}" if found == expected else f"{found} ≠ {expected}"
+
+
+def _remark() -> str:
     spans = ", ".join(f"{symbol} = {span}" for symbol, span in COUNTED_SPAN.items() if symbol)
-    console.print(f"Chains and paths with {spans}; paths of {', '.join(map(str, COUNTED_N))} positions. {DILATED_NOTE}")
-
-
-def _number(header: str) -> Column:
-    return Column(header, justify="right")
-
-
-def _print_window(console: Console, row: dict[str, Any]) -> None:
-    title = f"Restricted self-attention, r = {row['r']}, d = {row['d']}"
-    table = Table("in the", "n", *map(_number, ("time", "memory", "bytes a position")), title=title)
-    for where in ("encoder", "decoder"):
-        side = row[where]
-        n, each = side["n"], [size / n for size, n in zip(side["bytes"], side["n"], strict=True)]
-        sizes = f"{each[0]:,.0f} – {each[-1]:,.0f}"
-        table.add_row(where, f"{n[0]:,} – {n[-1]:,}", f"n^{side['time']:.2f}", f"n^{side['memory']:.2f}", sizes)
-    console.print(table)
-
-
-def _add_paths(table: Table, name: str, row: dict[str, Any]) -> None:
-    label = name, row["paper"]
-    for where, path in row["lengths"].items():
-        expected = path["expected"] or path["found"]
-        numbers = (f"{a}" if a == b else f"{a} ≠ {b}" for a, b in zip(path["found"], expected, strict=True))
-        table.add_row(*label, where, path["formula"], *numbers)
-        label = "", ""
-    table.add_section()
+    return f"Chains and paths with {spans}; paths of {', '.join(map(str, COUNTED_N))} positions. {DILATED_NOTE}"
 
 
 # ---- plot ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,16 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.lab import result_tables, trials
+from qkv.lab import trials
+from qkv.lab.result_tables import (
+    Experiment,
+    ResultTable,
+    difference,
+    mean_and_deviation,
+    pooled_deviation,
+    result_table,
+    successful,
+)
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.presets import demo
@@ -31,73 +40,78 @@ EQUAL = ("flops", "time", "steps")
 MAX_LENGTH = 128  # tokens per sentence
 STEPS, TOKENS = (1200, 2000), (1024, 8192)  # on a CPU, on an accelerator
 
-# The paper's own, English to German on newstest2014: BLEU and training cost in floating-point operations.
-PAPER: dict[str, tuple[float, float | None]] = {
-    "ByteNet": (23.75, None),
-    "GNMT + RL": (24.6, 2.3e19),
-    "ConvS2S": (25.16, 9.6e18),
-    "MoE": (26.03, 2.0e19),
-    "Transformer (base model)": (27.3, 3.3e18),
-    "Transformer (big)": (28.4, 2.3e19),
-}
+PAPER_TITLE, PAPER_COLUMNS = "The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs")
+PAPER = (  # newstest2014
+    ("ByteNet", "23.75", "–"),
+    ("GNMT + RL", "24.6", "2.3e+19"),
+    ("ConvS2S", "25.16", "9.6e+18"),
+    ("MoE", "26.03", "2.0e+19"),
+    ("Transformer (base model)", "27.3", "3.3e+18"),
+    ("Transformer (big)", "28.4", "2.3e+19"),
+)
 
 
 def measure(
     *,
-    out: str | Path,
-    src: str = "",
-    tgt: str = "",
-    valid_src: str = "",
-    valid_tgt: str = "",
     test_src: str = "",
     test_tgt: str = "",
     equal: str = "flops",
-    steps: int = 0,
-    tokens: int = 0,
-    seeds: int = 3,
     rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
     norm: str = "post",
-    jobs: int = 0,
-    device: str = "auto",
-    output: Sequence[str] = (),
-    command: str = "",
+    **shared: Any,
 ) -> dict[str, Any]:
-    """Train the three models with all seeds, print the table and the verdict, and write them to `output`.
+    """Train the three models with all seeds, print the table and the verdict, and write them to the outputs.
 
-    `steps` is the Transformer's number of updates; the other models get the number with the same cost. `rates` are
-    factors on the standard learning rate; `norm` (post, as in the paper, or pre) is the Transformer's. The device sets
-    options that are 0; without files the text is the demo corpus. `out` is the working directory: the same directory
-    resumes an interrupted table, or prints a finished one again.
+    The steps are the Transformer's number of updates; the other models get the number with the same cost. `rates` are
+    factors on the standard learning rate; `norm` (post, as in the paper, or pre) is the Transformer's. `shared` has the
+    options of an `Experiment`.
     """
-    result_tables.check_outputs(output)
+    experiment = Experiment(**shared)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if norm not in ("post", "pre"):
         raise UsageError(f"--norm {norm}: choose post or pre")
     if bool(test_src) != bool(test_tgt):
         raise UsageError(f"{test_src or test_tgt}: a test set needs two files: give --test-src and --test-tgt")
+    device, folder = experiment.device, experiment.folder
     fast = choose_device(device).type != "cpu"
-    folder, steps, tokens = Path(out), steps or STEPS[fast], tokens or TOKENS[fast]
-    base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
+    base = experiment.text_config(max_length=MAX_LENGTH)
     prepared = trials.prepare_text(base, folder)
-    models = matched_models(base, prepared, norm)
-    table = EqualCostTraining(base, prepared, folder, models, tokens=tokens, device=device)
-    table.set_updates(equal, steps)
-    jobs = 1 if equal == "time" else jobs or trials.default_jobs(device)  # parallel trainings disturb each other's time
-    results = table.run(seeds, rates, jobs, (test_src, test_tgt) if test_src else None)
-    remarks = [*table.remarks(rates, jobs), *verdict(results)]
-    result = {
-        **result_tables.provenance(device, command),
-        "text": trials.describe_text(base, prepared),
-        "equal": equal,
-        "norm": norm,
-        "learning_rates": table.rates,
-        "remarks": remarks,
-        "trials": [each.to_dict() for each in table.results.values()],
+    recipe = trials.recipe(
+        steps=experiment.steps or STEPS[fast], tokens=experiment.tokens or TOKENS[fast], rate=1e-3, device=device
+    )
+    configs = {
+        name: dataclasses.replace(base, model=model).replace(train={**recipe, "name": name})
+        for name, model in matched_models(base, prepared, norm).items()
     }
-    title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {seeds} seeds; {result['text']}"
-    result_tables.publish(result, [_result_table(title, results), _paper()], remarks, output)
-    return result
+    configs = with_equal_cost(configs, prepared, folder, equal)
+    remarks = [
+        f"{name}: {shape(config.model)}, {parameters(config.model, prepared.tokenizers):,} parameters, "
+        f"{config.train.steps:,} updates"
+        for name, config in configs.items()
+    ]
+    say("\n".join(remarks))
+    # Parallel trainings disturb each other's time.
+    jobs = 1 if equal == "time" else experiment.jobs or trials.default_jobs(device)
+
+    # The rate of lowest loss on the first seed.
+    tried = [(name, rate) for name in configs for rate in rates]
+    planned = [Trial(name, with_rate(configs[name], rate), prepared) for name, rate in tried]
+    first = trials.run_all(planned, folder, jobs=jobs)
+    losses: dict[str, dict[float, float]] = {name: {} for name in configs}
+    for (name, rate), result in zip(tried, first, strict=True):
+        losses[name][rate] = math.inf if result.error else result.loss
+    chosen = {name: min(of_rates, key=of_rates.__getitem__) for name, of_rates in losses.items()}
+
+    configs = {name: with_rate(config, chosen[name]) for name, config in configs.items()}
+    test = (test_src, test_tgt) if test_src else None
+    by_name = experiment.run(configs, dict.fromkeys(configs, prepared), jobs=jobs, test=test)
+    remarks += [_rates_remark(chosen, rates, jobs), *verdict(by_name)]
+    text = trials.describe_text(base, prepared)
+    figures = {"text": text, "equal": equal, "norm": norm, "learning_rates": chosen, "remarks": remarks}
+    title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {experiment.seeds} seeds; {text}"
+    tables = [result_table(title, COLUMNS, by_name, _cells), ResultTable(PAPER_TITLE, PAPER_COLUMNS, PAPER)]
+    return experiment.publish(figures, {"tried": first} | by_name, tables, remarks)
 
 
 # ---- equal parameters ------------------------------------------------------------------------------------------------
@@ -114,17 +128,13 @@ def matched_models(base: Config, prepared: PreparedText, norm: str = "post") -> 
     assert isinstance(ours, TransformerConfig)
     ours = dataclasses.replace(ours, norm=norm)
     longest = base.data.max_length + base.decode.extra_length + 2
-    layers = (
-        2 * ours.encoder_layers
-    )  # two convolution layers have about the parameters of one Transformer layer of equal width
+    # Two convolution layers have about the parameters of one Transformer layer of equal width.
+    layers = 2 * ours.encoder_layers
     conv = ConvS2SConfig(encoder_layers=layers, decoder_layers=layers, max_positions=longest, dropout=ours.dropout)
-    rnn = RnnConfig(dropout=ours.dropout)
     target = parameters(ours, prepared.tokenizers)
-    return {
-        "RNN": match_parameters(rnn, target, prepared.tokenizers),
-        "ConvS2S": match_parameters(conv, target, prepared.tokenizers),
-        OURS: ours,
-    }
+    rivals: dict[str, TranslationConfig] = {"RNN": RnnConfig(dropout=ours.dropout), "ConvS2S": conv}
+    matched = {name: match_parameters(model, target, prepared.tokenizers) for name, model in rivals.items()}
+    return {**matched, OURS: ours}
 
 
 def match_parameters(model: TranslationConfig, target: int, tokenizers: TokenizerPair) -> TranslationConfig:
@@ -145,80 +155,38 @@ def match_parameters(model: TranslationConfig, target: int, tokenizers: Tokenize
 # ---- equal cost ------------------------------------------------------------------------------------------------------
 
 
-class EqualCostTraining:
-    """Models trained on one text at equal cost: updates, learning rate and results of each."""
+def with_equal_cost(
+    configs: Mapping[str, Config], prepared: PreparedText, folder: Path, equal: str
+) -> dict[str, Config]:
+    """Return the configs, all of the Transformer's updates, with as many updates as cost as much as these."""
 
-    def __init__(
-        self,
-        base: Config,
-        prepared: PreparedText,
-        folder: Path,
-        models: Mapping[str, ModelConfig],
-        *,
-        tokens: int,
-        device: str,
-    ) -> None:
-        self.base, self.prepared, self.folder, self.models = base, prepared, folder, models
-        self.tokens, self.device = tokens, device
-        self.steps = dict.fromkeys(models, 1)
-        self.rates = dict.fromkeys(models, 1.0)
-        self.shapes: list[str] = []
-        self.results: dict[str, Result] = {}  # all trials, including other learning rates
-
-    def config(self, name: str, rate: float = 1.0, seed: int = 1) -> Config:
-        model = self.models[name]
-        peak = round(rate * 1e-3 * math.sqrt(512 / model.d_model), 6)
-        train = trials.recipe(steps=self.steps[name], tokens=self.tokens, rate=peak, device=self.device, seed=seed)
-        return dataclasses.replace(self.base, model=model).replace(train={**train, "name": name})
-
-    def set_updates(self, equal: str, steps: int) -> None:
-        """Set the updates of each model so that the cost equals the Transformer's with `steps` updates."""
-        self.steps = dict.fromkeys(self.models, steps)  # costs are stored by config, so measure all with the same steps
-        costs = {name: self._cost(name, equal) for name in self.models}
-        self.steps = {name: max(1, round(steps * costs[OURS] / cost)) for name, cost in costs.items()}
-        for name, model in self.models.items():
-            size = parameters(model, self.prepared.tokenizers)
-            self.shapes.append(f"{name}: {shape(model)}, {size:,} parameters, {self.steps[name]:,} updates")
-            say(self.shapes[-1])
-
-    def _cost(self, name: str, equal: str) -> float:
+    def cost(name: str, config: Config) -> float:
         """Return the cost of one update in FLOPs, seconds or updates."""
         if equal == "flops":
-            return trials.flops_per_token(self.config(name), self.prepared)
+            return trials.flops_per_token(config, prepared)
         if equal == "time":
-            trial = Trial(name, self.config(name), self.prepared)
-            return trials.cached_seconds(trial, self.folder, auto_recipe.seconds_a_pass)
+            return trials.cached_seconds(Trial(name, config, prepared), folder, auto_recipe.seconds_a_pass)
         return 1.0
 
-    def run(
-        self, seeds: int, rates: Sequence[float], jobs: int, test: trials.FilePair | None
-    ) -> dict[str, list[Result]]:
-        """Return the results of all seeds, each model with the rate of lowest loss on the first seed."""
-        tried = [(name, rate) for name in self.models for rate in rates]
-        first = self._run([Trial(name, self.config(name, rate), self.prepared) for name, rate in tried], jobs)
-        losses = {pair: math.inf if result.error else result.loss for pair, result in zip(tried, first, strict=True)}
-        self.rates = {name: min(rates, key=lambda rate: losses[name, rate]) for name in self.models}
-        chosen = [
-            Trial(name, self.config(name, self.rates[name], seed), self.prepared)
-            for seed in range(1, seeds + 1)
-            for name in self.models
-        ]
-        results = self._run(chosen, jobs, test)
-        return {name: [result for result in results if result.name == name] for name in self.models}
+    costs = {name: cost(name, with_rate(config, 1.0)) for name, config in configs.items()}
+    return {
+        name: config.replace(train=trials.length(max(1, round(config.train.steps * costs[OURS] / costs[name]))))
+        for name, config in configs.items()
+    }
 
-    def _run(self, planned: list[Trial], jobs: int, test: trials.FilePair | None = None) -> list[Result]:
-        results = trials.run_all(planned, self.folder, jobs=jobs, test=test)
-        self.results |= {result.key: result for result in results}
-        return results
 
-    def remarks(self, rates: Sequence[float], jobs: int) -> list[str]:
-        edges = {min(rates), max(rates)} if len(rates) > 1 else set()
-        chosen = ", ".join(
-            f"{name} × {rate:g}{' (at the edge of the search)' if rate in edges else ''}"
-            for name, rate in self.rates.items()
-        )
-        together = f"; seconds with {jobs} trainings in parallel" if jobs > 1 else ""
-        return [*self.shapes, f"best learning rates: {chosen} of 1e-3 · √(512 / d_model){together}"]
+def with_rate(config: Config, rate: float) -> Config:
+    """Return the config with `rate` times the standard peak learning rate for its width."""
+    return config.replace(train={"learning_rate": round(rate * 1e-3 * math.sqrt(512 / config.model.d_model), 6)})
+
+
+def _rates_remark(chosen: Mapping[str, float], rates: Sequence[float], jobs: int) -> str:
+    edges = {min(rates), max(rates)} if len(rates) > 1 else set()
+    named = ", ".join(
+        f"{name} × {rate:g}{' (at the edge of the search)' if rate in edges else ''}" for name, rate in chosen.items()
+    )
+    together = f"; seconds with {jobs} trainings in parallel" if jobs > 1 else ""
+    return f"best learning rates: {named} of 1e-3 · √(512 / d_model){together}"
 
 
 # ---- the claim -------------------------------------------------------------------------------------------------------
@@ -237,15 +205,15 @@ def cost_to_reach(result: Result, loss: float) -> tuple[float, float]:
 
 def verdict(by_name: Mapping[str, Sequence[Result]]) -> list[str]:
     """Judge "better BLEU at a fraction of the training cost" against each competitor and overall, with figures."""
-    good = {name: [result for result in results if not result.error] for name, results in by_name.items()}
+    good = successful(by_name)
     if missing := [name for name, results in good.items() if not results]:
         return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
-    spread = result_tables.pooled_deviation([[result.bleu for result in results] for results in good.values()])
+    spread = pooled_deviation([[result.bleu for result in results] for results in good.values()])
     lines, signs = [], []
     for name in good:
         if name == OURS:
             continue
-        gap = result_tables.difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
+        gap = difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
         cost = _cost_of_reaching(good[OURS], good[name])
         back = _cost_of_reaching(good[name], good[OURS])
         lines.append(
@@ -276,34 +244,20 @@ def _share(cost: tuple[float, float], whose: str) -> str:
     return f"after {operations:.0%} of {whose}'s operations ({seconds:.0%} of its time)"
 
 
-def _result_table(title: str, by_name: Mapping[str, Sequence[Result]]) -> result_tables.ResultTable:
-    columns = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
-    rows = []
-    for name, results in by_name.items():
-        good = [result for result in results if not result.error]
-        label = name + (f" ({len(results) - len(good)} of {len(results)} failed)" if len(good) < len(results) else "")
-        if not good:
-            rows.append((label, *["–"] * (len(columns) - 1)))
-            continue
-        seconds = statistics.fmean(result.seconds for result in good)
-        rows.append(
-            (
-                label,
-                result_tables.mean_and_deviation([result.bleu for result in good]),
-                result_tables.mean_and_deviation([result.test_bleu for result in good if result.test_bleu is not None]),
-                result_tables.mean_and_deviation([result.loss for result in good], 4),
-                f"{good[0].parameters / 1e6:.2f} M",
-                f"{statistics.fmean(result.flops for result in good):.2e}",
-                f"{seconds:,.0f}",
-                f"{statistics.fmean(result.tokens for result in good) / seconds:,.0f}",
-                f"{good[0].steps:,}",
-            )
-        )
-    return result_tables.ResultTable(title, columns, tuple(rows))
+COLUMNS = ("model", "BLEU", "test BLEU", "loss", "params", "FLOPs", "seconds", "tokens/s", "updates")
 
 
-def _paper() -> result_tables.ResultTable:
-    rows = [(name, f"{bleu:g}", f"{cost:.1e}" if cost else "–") for name, (bleu, cost) in PAPER.items()]
-    return result_tables.ResultTable(
-        "The paper's Table 2, English to German", ("model", "BLEU", "training FLOPs"), tuple(rows)
+def _cells(name: str, good: list[Result]) -> Sequence[str]:
+    if not good:
+        return ["–"] * (len(COLUMNS) - 1)
+    seconds = statistics.fmean(result.seconds for result in good)
+    return (
+        mean_and_deviation([result.bleu for result in good]),
+        mean_and_deviation([result.test_bleu for result in good if result.test_bleu is not None]),
+        mean_and_deviation([result.loss for result in good], 4),
+        f"{good[0].parameters / 1e6:.2f} M",
+        f"{statistics.fmean(result.flops for result in good):.2e}",
+        f"{seconds:,.0f}",
+        f"{statistics.fmean(result.tokens for result in good) / seconds:,.0f}",
+        f"{good[0].steps:,}",
     )

@@ -12,13 +12,20 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
-from qkv.lab import result_tables, trials
-from qkv.lab.trials import Result, Trial
+from qkv.lab import trials
+from qkv.lab.result_tables import (
+    Experiment,
+    difference,
+    mean_and_deviation,
+    pooled_deviation,
+    result_table,
+    successful,
+)
+from qkv.lab.trials import Result
 from qkv.options import Config, TransformerConfig
 from qkv.presets import PRESETS, TABLE_3
 
@@ -66,62 +73,39 @@ CPU = Scale(width=1 / 8, depth=1 / 2, steps=2400, tokens=256)  # a little over a
 GPU = Scale(width=1 / 4, depth=1 / 2, steps=1000, tokens=8192)
 
 
-def measure(
-    *,
-    out: str | Path,
-    src: str = "",
-    tgt: str = "",
-    valid_src: str = "",
-    valid_tgt: str = "",
-    rows: Sequence[str] = (),
-    width: float = 0.0,
-    depth: float = 0.0,
-    steps: int = 0,
-    tokens: int = 0,
-    seeds: int = 3,
-    jobs: int = 0,
-    device: str = "auto",
-    output: Sequence[str] = (),
-    command: str = "",
-) -> dict[str, Any]:
-    """Train all rows, or the named ones, with all seeds; print table and conclusions and write them to `output`.
+def measure(*, rows: Sequence[str] = (), width: float = 0.0, depth: float = 0.0, **shared: Any) -> dict[str, Any]:
+    """Train all rows, or the named ones, with all seeds; print table and conclusions and write them to the outputs.
 
-    The device sets options that are 0; without files the text is the demo corpus. `out` is the working directory: the
-    same directory resumes an interrupted table, or prints a finished one again.
+    The device sets `width` and `depth` that are 0; `shared` has the options of an `Experiment`.
     """
-    result_tables.check_outputs(output)
+    experiment = Experiment(**shared)
     if unknown := set(rows) - set(ROWS):
         raise UsageError(f"--row {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
+    device = experiment.device
     usual = CPU if choose_device(device).type == "cpu" else GPU
-    scale = Scale(width or usual.width, depth or usual.depth, steps or usual.steps, tokens or usual.tokens)
-    base = trials.text_config(src, tgt, valid_src, valid_tgt, max_length=MAX_LENGTH)
-    names = [name for name in ROWS if name in (rows or ROWS)]
-    folder = Path(out)
-    prepared = trials.prepare_text(base, folder)
-    planned = [
-        Trial(name, scaled_config(name, scale, base, device=device, seed=seed), prepared)
-        for seed in range(1, seeds + 1)
-        for name in names
-    ]
-    results = trials.run_all(planned, folder, jobs=jobs or trials.default_jobs(device))
-    by_name = {name: [result for result in results if result.name == name] for name in names}
+    scale = Scale(
+        width or usual.width, depth or usual.depth, experiment.steps or usual.steps, experiment.tokens or usual.tokens
+    )
+    base = experiment.text_config(max_length=MAX_LENGTH)
+    configs = {name: scaled_config(name, scale, base, device) for name in ROWS if name in (rows or ROWS)}
+    prepared = trials.prepare_text(base, experiment.folder)
+    by_name = experiment.run(configs, dict.fromkeys(configs, prepared))
     conclusions = [judge(claim, by_name) for claim in CLAIMS]
-    result = {
-        **result_tables.provenance(device, command),
+    text = trials.describe_text(base, prepared)
+    figures = {
         "scale": dataclasses.asdict(scale),
-        "text": trials.describe_text(base, prepared),
+        "text": text,
         "conclusions": [dataclasses.asdict(conclusion) for conclusion in conclusions],
-        "trials": [each.to_dict() for each in results],
     }
     title = (
         f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
-        f"tokens, {seeds} seeds; {result['text']}"
+        f"tokens, {experiment.seeds} seeds; {text}"
     )
-    result_tables.publish(result, [_result_table(title, by_name)], [str(each) for each in conclusions], output)
-    return result
+    table = result_table(title, COLUMNS, by_name, _cells, label=_label)
+    return experiment.publish(figures, by_name, [table], [str(each) for each in conclusions])
 
 
-def scaled_config(name: str, scale: Scale, base: Config, *, device: str, seed: int) -> Config:
+def scaled_config(name: str, scale: Scale, base: Config, device: str) -> Config:
     """Return a row's config: the paper's model scaled down, one recipe for all; the big model trains longer."""
     preset = PRESETS[name]()
     assert isinstance(preset.model, TransformerConfig)
@@ -130,13 +114,8 @@ def scaled_config(name: str, scale: Scale, base: Config, *, device: str, seed: i
         longest = base.data.max_length + base.decode.extra_length + 2
         model = dataclasses.replace(model, max_positions=longest)
     longer = preset.train.steps / PRESETS[BASE]().train.steps
-    train = trials.recipe(
-        steps=round(scale.steps * longer),
-        tokens=scale.tokens,
-        rate=peak_rate(model.d_model),
-        device=device,
-        seed=seed,
-    )
+    rate = peak_rate(model.d_model)
+    train = trials.recipe(steps=round(scale.steps * longer), tokens=scale.tokens, rate=rate, device=device)
     train |= {"label_smoothing": preset.train.label_smoothing, "name": name}
     return dataclasses.replace(base, model=model).replace(train=train)
 
@@ -146,25 +125,21 @@ def peak_rate(d_model: int) -> float:
     return round(7e-4 * math.sqrt(512 / d_model), 6)
 
 
-def _result_table(title: str, by_name: Mapping[str, list[Result]]) -> result_tables.ResultTable:
-    columns = ("row", "perplexity", "BLEU", "params", "updates", "paper: perplexity, BLEU, params")
-    rows = []
-    for name, results in by_name.items():
-        good = [result for result in results if not result.error]
-        ppl, bleu, millions = PAPER[name]
-        failed = f" ({len(results) - len(good)} of {len(results)} failed)" if len(good) < len(results) else ""
-        size, steps = (f"{good[0].parameters / 1e6:.2f} M", f"{good[0].steps:,}") if good else ("–", "–")
-        rows.append(
-            (
-                name.removeprefix("table3_").removeprefix("paper_") + failed,
-                result_tables.mean_and_deviation([result.perplexity for result in good]),
-                result_tables.mean_and_deviation([result.bleu for result in good]),
-                size,
-                steps,
-                f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
-            )
-        )
-    return result_tables.ResultTable(title, columns, tuple(rows))
+COLUMNS = ("row", "perplexity", "BLEU", "params", "updates", "paper: perplexity, BLEU, params")
+
+
+def _label(name: str) -> str:
+    return name.removeprefix("table3_").removeprefix("paper_")
+
+
+def _cells(name: str, good: list[Result]) -> Sequence[str]:
+    ppl, bleu, millions = PAPER[name]
+    return (
+        mean_and_deviation([result.perplexity for result in good]),
+        mean_and_deviation([result.bleu for result in good]),
+        *((f"{good[0].parameters / 1e6:.2f} M", f"{good[0].steps:,}") if good else ("–", "–")),
+        f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
+    )
 
 
 # ---- conclusions -----------------------------------------------------------------------------------------------------
@@ -221,7 +196,7 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
     The noise is two standard errors, from the deviation between seeds pooled over all rows. With one seed the verdict
     is always "within the noise".
     """
-    good = {name: [result for result in results if not result.error] for name, results in by_name.items()}
+    good = successful(by_name)
     candidates = [name for name in claim.better if name != claim.worse and good.get(name)]
     if not candidates or not good.get(claim.worse):
         return Conclusion(claim.text, UNKNOWN, "rows are missing or failed")
@@ -232,9 +207,7 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
         # Perplexities are compared as losses, because the noise of a perplexity grows with its value.
         what = "loss" if measure == PERPLEXITY else "bleu"
         values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
-        gap = result_tables.difference(
-            values[best], values[claim.worse], result_tables.pooled_deviation(values.values())
-        )
+        gap = difference(values[best], values[claim.worse], pooled_deviation(values.values()))
         gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
         means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
         words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")

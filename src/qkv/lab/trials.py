@@ -1,7 +1,7 @@
 """Trials: many small trainings in parallel, all measured in the same way; Tables 2 and 3 and ablations use them.
 
-A trial is a named config. Its run folder is in a working directory, and its result is one line of `results.jsonl`
-there: an interrupted table resumes, and a finished trial is not repeated.
+A trial is a named config. Its run folder is in a working directory and keeps its result, `result.json`: an
+interrupted table resumes, and a finished trial is not repeated.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from qkv.core import files
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
-from qkv.core.errors import Interrupted, QkvError, UsageError
+from qkv.core.errors import Interrupted, QkvError
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
 from qkv.evaluation.metrics import quick_bleu
 from qkv.models.rnn import Layer
-from qkv.options import Config, CorpusConfig, DataConfig, TransformerConfig
-from qkv.presets import demo
+from qkv.options import Config, TransformerConfig
 from qkv.training.memory_limits import loss_in_parts
 from qkv.worker_pool import cpu_count, exit_with_parent
 
-RESULTS = "results.jsonl"
+RESULT = "result.json"
 TIMINGS = "seconds.json"
 VALIDATIONS = 20  # per training
 COUNTED_UPDATES = 4  # updates in which FLOPs are counted
@@ -124,17 +123,6 @@ class Result:
 # ---- a trial's config ------------------------------------------------------------------------------------------------
 
 
-def text_config(src: str, tgt: str, valid_src: str, valid_tgt: str, *, max_length: int) -> Config:
-    """Return a config with the given files, or the demo corpus; without validation files a part is held out."""
-    if not src:
-        if tgt or valid_src or valid_tgt:
-            raise UsageError(f"{tgt or valid_src or valid_tgt}: give --src too, or no file for the demo corpus")
-        return demo().replace(data={"max_length": max_length})
-    valid = (CorpusConfig(src=valid_src, tgt=valid_tgt),) if valid_src else ()
-    data = DataConfig(train=(CorpusConfig(src=src, tgt=tgt),), valid=valid, max_length=max_length)
-    return Config(data=data)
-
-
 def describe_text(config: Config, prepared: PreparedText) -> str:
     """Describe the text in a phrase: pairs, files, vocabulary."""
     names = Path(config.data.train[0].src).name, Path(config.data.train[0].tgt).name
@@ -151,27 +139,28 @@ def prepare_text(config: Config, folder: Path) -> PreparedText:
         return text_preparation.prepare_text(data, config.tokenizer, folder, progress=report)
 
 
-def recipe(*, steps: int, tokens: int, rate: float, device: str, seed: int) -> dict[str, Any]:
+def recipe(*, steps: int, tokens: int, rate: float, device: str) -> dict[str, Any]:
     """Return the training options shared by all rows of a table: a cosine schedule to zero, fp32, no averaging.
 
     The last weights are measured. Checkpoints are not averaged, as in the paper's Table 3; BLEU is computed only at the
     end; fp32 keeps rounding out of the comparison.
     """
-    return {
-        "steps": steps,
+    return length(steps) | {
         "tokens_per_step": tokens,
         "schedule": "cosine",
         "learning_rate": rate,
-        "warmup": max(1, steps // 10),
         "clip": 1.0,
         "average": 0,
         "metric": "loss",
-        "validate_every": max(1, steps // VALIDATIONS),
         "precision": "fp32",
         "tensorboard": False,
         "device": device,
-        "seed": seed,
     }
+
+
+def length(steps: int) -> dict[str, int]:
+    """Return the training options that follow from the number of updates."""
+    return {"steps": steps, "warmup": max(1, steps // 10), "validate_every": max(1, steps // VALIDATIONS)}
 
 
 def scaled(model: TransformerConfig, width: float, depth: float) -> TransformerConfig:
@@ -190,44 +179,24 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
     With `jobs` > 1 each trial runs in its own process, `jobs` at a time. A failed trial is reported, and repeated by
     the next call.
     """
-    results = read_results(folder)
-    keys = [key_of(trial) for trial in trials]
-    waiting = [
-        (trial, key)
-        for trial, key in zip(trials, keys, strict=True)
-        if key not in results or results[key].error or (test and results[key].test != list(test))
-    ]
+    attempts = [_attempt(trial, folder, test) for trial in trials]
+    results = {attempt.named.key: result for attempt in attempts if (result := attempt.stored())}
+
+    def is_done(attempt: Attempt) -> bool:
+        result = results.get(attempt.named.key)
+        return result is not None and not result.error and (test is None or result.test == list(test))
+
+    waiting = [(trial, attempt) for trial, attempt in zip(trials, attempts, strict=True) if not is_done(attempt)]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} already done")
-    runs = (_open(trial, key, folder) for trial, key in waiting)
+    opened = (_open(trial, attempt) for trial, attempt in waiting)
     started = time.monotonic()
-    with closing(_run_parallel(runs, jobs, test) if jobs > 1 else _run_sequential(runs, test)) as finished:
+    with closing(_run_parallel(opened, jobs) if jobs > 1 else _run_sequential(opened)) as finished:
         for number, result in enumerate(finished, 1):
             results[result.key] = result
-            _append(folder / RESULTS, result)
             seconds = (time.monotonic() - started) / number * (len(waiting) - number)
             left = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
             say(f"{number}/{len(waiting)}  {result}; about {left} left")
-    return [results[key] for key in keys]
-
-
-def _append(path: Path, result: Result) -> None:
-    with path.open("ab+") as file:
-        file.seek(max(0, file.tell() - 1))
-        truncated = file.read(1) not in (b"", b"\n")  # end an unfinished line before this one
-        file.write(f"{chr(10) if truncated else ''}{json.dumps(result.to_dict())}\n".encode())
-
-
-def read_results(folder: Path) -> dict[str, Result]:
-    """Return the results in this folder by key; the last result of a repeated trial wins."""
-    path = folder / RESULTS
-    results = {}
-    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
-        try:
-            result = Result.from_dict(json.loads(line))
-        except (ValueError, TypeError, KeyError):
-            continue  # truncated by a crash: the trial is measured again
-        results[result.key] = result
-    return results
+    return [results[attempt.named.key] for attempt in attempts]
 
 
 def key_of(trial: Trial) -> str:
@@ -254,42 +223,45 @@ def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepar
     return timings[key]
 
 
-OpenTrial = tuple[str, str, Run]  # name, key, run folder
-
-
-def _open(trial: Trial, key: str, folder: Path) -> OpenTrial:
+def _attempt(trial: Trial, folder: Path, test: FilePair | None) -> Attempt:
+    named = Result(trial.name, trial.config.train.seed, key_of(trial))
     slug = re.sub(r"[^\w.]+", "_", trial.name)
-    run = Run(folder / "runs" / f"{slug}-{trial.config.train.seed}-{key}")
-    if not run.exists():
-        store = stored_at(run.path, trial.text.folder)
-        Run.create(run.path, trial.config, trial.text.tokenizers, store=store)
-    return trial.name, key, run
+    return Attempt(named, folder / "runs" / f"{slug}-{named.seed}-{named.key}", test)
 
 
-def _run_sequential(runs: Iterator[OpenTrial], test: FilePair | None) -> Generator[Result, None, None]:
-    for name, key, run in runs:
+def _open(trial: Trial, attempt: Attempt) -> Attempt:
+    """Create the run folder."""
+    if not Run(attempt.folder).exists():
+        store = stored_at(attempt.folder, trial.text.folder)
+        Run.create(attempt.folder, trial.config, trial.text.tokenizers, store=store)
+    return attempt
+
+
+def _run_sequential(attempts: Iterator[Attempt]) -> Generator[Result, None, None]:
+    for attempt in attempts:
         try:
-            yield _attempt(name, key, run, test)
+            yield attempt.run()
         except Interrupted as stop:
-            raise Interrupted(stop.exit_code - 128, f"stopped in {name}: repeat the same command to resume") from None
+            reason = f"stopped in {attempt.named.name}: repeat the same command to resume"
+            raise Interrupted(stop.exit_code - 128, reason) from None
 
 
-def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -> Generator[Result, None, None]:
+def _run_parallel(attempts: Iterator[Attempt], jobs: int) -> Generator[Result, None, None]:
     context = multiprocessing.get_context("spawn")
     threads = max(1, cpu_count() // jobs)
-    running: dict[Any, tuple[Any, OpenTrial]] = {}
+    running: dict[Any, tuple[Any, Attempt]] = {}
     try:
         while True:
-            for name, key, run in islice(runs, jobs - len(running)):
-                process = context.Process(target=_run_in_process, args=(name, key, str(run.path), test, threads))
+            for attempt in islice(attempts, jobs - len(running)):
+                process = context.Process(target=attempt.run_in_process, args=(threads,))
                 process.start()
-                running[process.sentinel] = process, (name, key, run)
+                running[process.sentinel] = process, attempt
             if not running:
                 return
             for ended in connection.wait(list(running)):
-                process, named = running.pop(ended)
+                process, attempt = running.pop(ended)
                 process.join()
-                yield _outcome(*named, process.exitcode)
+                yield attempt.outcome(process.exitcode)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, "stopped: repeat the same command to resume") from None
     finally:
@@ -297,25 +269,6 @@ def _run_parallel(runs: Iterator[OpenTrial], jobs: int, test: FilePair | None) -
             process.terminate()  # training saves its state first
         for process, _ in running.values():
             process.join()
-
-
-def _run_in_process(name: str, key: str, folder: str, test: FilePair | None, threads: int) -> None:
-    """Run a trial in its own process; the result goes to a file in the run folder."""
-    os.setsid()  # Ctrl-C reaches only the parent, which then terminates each child once
-    exit_with_parent()
-    torch.set_num_threads(threads)
-    run = Run.open(folder)
-    path = run.path / "result.json"
-    path.unlink(missing_ok=True)  # of an earlier attempt
-    with suppress(Interrupted):
-        files.write_text(path, json.dumps(_attempt(name, key, run, test).to_dict()) + "\n")
-
-
-def _outcome(name: str, key: str, run: Run, code: int) -> Result:
-    path = run.path / "result.json"
-    if not code and path.exists():
-        return Result.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    return Result(name, run.config.train.seed, key, error=f"the process ended with code {code}: see {run.path}")
 
 
 def default_jobs(device: str) -> int:
@@ -326,20 +279,51 @@ def default_jobs(device: str) -> int:
 # ---- a single trial --------------------------------------------------------------------------------------------------
 
 
-def _attempt(name: str, key: str, run: Run, test: FilePair | None) -> Result:
-    """Train and measure; messages go to output.txt, and an exception becomes a result with `error`."""
-    with (run.path / "output.txt").open("a", encoding="utf-8") as output, redirect_stderr(output):
+@dataclass(frozen=True)
+class Attempt:
+    """A trial with its run folder, to be trained here or in another process."""
+
+    named: Result  # without figures
+    folder: Path
+    test: FilePair | None
+
+    def stored(self) -> Result | None:
+        """Return the result in the run folder, if there is a readable one."""
         try:
-            return _measure(name, key, run, test)
-        except Interrupted:
-            raise
-        except Exception as error:
-            traceback.print_exc(file=output)
-            reason = " ".join(str(error).split()) or type(error).__name__
-            return Result(name, run.config.train.seed, key, error=reason)
+            return Result.from_dict(json.loads((self.folder / RESULT).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return None
+
+    def run(self) -> Result:
+        """Train and measure; messages go to output.txt, and an exception becomes a result with `error`."""
+        (self.folder / RESULT).unlink(missing_ok=True)  # of an earlier attempt
+        with (self.folder / "output.txt").open("a", encoding="utf-8") as output, redirect_stderr(output):
+            try:
+                result = dataclasses.replace(self.named, **_measure(Run.open(self.folder), self.test))
+            except Interrupted:
+                raise
+            except Exception as error:
+                traceback.print_exc(file=output)
+                reason = " ".join(str(error).split()) or type(error).__name__
+                result = dataclasses.replace(self.named, error=reason)
+        files.write_text(self.folder / RESULT, json.dumps(result.to_dict()) + "\n")
+        return result
+
+    def run_in_process(self, threads: int) -> None:
+        os.setsid()  # Ctrl-C reaches only the parent, which then terminates each child once
+        exit_with_parent()
+        torch.set_num_threads(threads)
+        with suppress(Interrupted):
+            self.run()
+
+    def outcome(self, code: int) -> Result:
+        """Return the result of the process that ended with `code`."""
+        reason = f"the process ended with code {code}: see {self.folder}"
+        return (None if code else self.stored()) or dataclasses.replace(self.named, error=reason)
 
 
-def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
+def _measure(run: Run, test: FilePair | None) -> dict[str, Any]:
+    """Train, unless that is done, and return the figures of a `Result`."""
     spec, prepared = run.config.train, PreparedText.open(run.store)
     if run.scores.get("finished") != spec.steps:
         with run.lock():
@@ -354,19 +338,16 @@ def _measure(name: str, key: str, run: Run, test: FilePair | None) -> Result:
         return quick_bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
 
     valid = [path.read_text(encoding="utf-8").split("\n")[: len(prepared.valid)] for path in prepared.valid_text]
-    return Result(
-        name=name,
-        seed=spec.seed,
-        key=key,
-        steps=curve[-1].step,
-        parameters=parameters(run.config.model, prepared.tokenizers),
-        flops_per_token=flops_per_token(run.config, prepared),
-        loss=curve[-1].loss,
-        bleu=bleu(*valid),
-        test_bleu=bleu(*map(read_lines, test)) if test else None,
-        test=list(test) if test else None,
-        curve=curve,
-    )
+    return {
+        "steps": curve[-1].step,
+        "parameters": parameters(run.config.model, prepared.tokenizers),
+        "flops_per_token": flops_per_token(run.config, prepared),
+        "loss": curve[-1].loss,
+        "bleu": bleu(*valid),
+        "test_bleu": bleu(*map(read_lines, test)) if test else None,
+        "test": list(test) if test else None,
+        "curve": curve,
+    }
 
 
 def _validation_curve(log: Path) -> tuple[Point, ...]:
