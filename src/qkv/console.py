@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Report = Callable[[str, int, int | None], None]
+Advance = Callable[[int], None]  # called with the number of items that were finished
 
 
 def say(text: str) -> None:
@@ -77,7 +78,7 @@ def bars() -> Iterator[Report]:
 
 
 @contextmanager
-def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+def counter(stage: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
     """Yield `advance(count)`, which moves a progress bar."""
     done = 0
     with bars() if shown else nullcontext(lambda stage, done, total: None) as report:
@@ -146,8 +147,5 @@ class TrainingBar:
                 state = "loss {loss:.3f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tok/s".format(**values)
                 self.bar.update(self.task, state=state)
 
-    def __enter__(self) -> TrainingBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.bar.stop()

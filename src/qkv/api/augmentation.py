@@ -15,7 +15,7 @@ import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from qkv.api.file_translation import (
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
 from qkv.api.translator import CHUNK, Alternative, Translation, Translator
 from qkv.assembly import Run
+from qkv.console import Advance
 from qkv.core.errors import UsageError
 from qkv.core.preparation import is_even
 from qkv.data.formats import LineReader, layout_of
@@ -116,7 +117,7 @@ class Augmenter:
         references: Sequence[str] | None = None,
         *,
         first: int = 0,
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Advance = lambda done: None,
     ) -> list[Pair]:
         """Return a pair for each line, kept or not; `first` is the number of lines before these."""
         if references is not None and self.kind != "distillation":
@@ -265,7 +266,7 @@ def augment(
     return Augmented(output, {name: counts[name] for name in DISPOSITIONS if counts[name]}, counts["tabs"])
 
 
-def _chunk_work(augmenter: Augmenter, form: str, with_references: bool, progress: Callable[[int], None]) -> Work:
+def _chunk_work(augmenter: Augmenter, form: str, with_references: bool, progress: Advance) -> Work:
     """Return the function that makes the output of a chunk."""
 
     def work(chunk: Chunk) -> tuple[str, dict[str, int]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from qkv.api.loading import LoadedRun
+from qkv.console import Advance
 from qkv.core.errors import UsageError
 from qkv.core.transformer import TranslationModel
 from qkv.decoding.search_request import tag_before
@@ -57,23 +58,12 @@ class Explainer(LoadedRun[TranslationModel]):
         return what_if(self.model, self.tokenizers, spec, self.device, source, tag=self._prefix(tag), **changes)
 
     def importance(
-        self,
-        sources: Sequence[str],
-        targets: Sequence[str],
-        *,
-        tag: str = "",
-        progress: Callable[[int], None] = lambda done: None,
+        self, sources: Sequence[str], targets: Sequence[str], *, tag: str = "", progress: Advance = lambda done: None
     ) -> list[HeadImportance]:
         """Return the increase of the loss of these translations without each head, most important first."""
         rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
-        return head_importance(
-            self.model,
-            self.tokenizers,
-            rows,
-            [self.tokenizers.tgt.encode(line) for line in targets],
-            self.device,
-            progress,
-        )
+        written = [self.tokenizers.tgt.encode(line) for line in targets]
+        return head_importance(self.model, self.tokenizers, rows, written, self.device, progress)
 
     def align(
         self,
@@ -83,7 +73,7 @@ class Explainer(LoadedRun[TranslationModel]):
         head: AlignmentHead | None = None,
         rule: str = "marks",
         tag: str = "",
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Advance = lambda done: None,
     ) -> list[Alignment]:
         """Align the words of each translation with those of its source.
 

@@ -28,7 +28,7 @@ import torch
 
 from qkv.api.output_journal import End, Entry, Journal, PartialFile, journal_path, part_path
 from qkv.assembly import Run
-from qkv.console import say, writer
+from qkv.console import Advance, say, writer
 from qkv.core.corpus import is_stream
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import sync
@@ -176,7 +176,7 @@ def translate_file(
     task: Mapping[str, Any],
     about: Mapping[str, Any] | None = None,
     group: ProcessGroup = SINGLE,
-    progress: Callable[[int], None] = lambda count: None,
+    progress: Advance = lambda count: None,
 ) -> Counter[str]:
     """Translate lines to a file, which appears when it is complete; return the counts.
 
@@ -215,7 +215,7 @@ def translate_file(
 
 
 def _translate_chunks(
-    all_chunks: Iterable[Chunk], part: PartialFile, work: Work, group: ProcessGroup, progress: Callable[[int], None]
+    all_chunks: Iterable[Chunk], part: PartialFile, work: Work, group: ProcessGroup, progress: Advance
 ) -> End:
     """Translate this process's unfinished chunks; refuse the input if a finished chunk had other lines."""
 

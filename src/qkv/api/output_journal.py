@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from qkv.core.errors import QkvError, UsageError
@@ -83,7 +82,6 @@ def part_path(output: Path, rank: int = 0, world: int = 1) -> Path:
 
 
 def journal_path(part: Path) -> Path:
-    """Return the path of a part's journal."""
     return part.with_name(f"{part.name}.json")
 
 
@@ -188,7 +186,6 @@ class PartialFile:
 
     @property
     def lines(self) -> int:
-        """Return the number of finished lines of the input."""
         return sum(entry.lines for entry in self.entries)
 
     @property
@@ -199,9 +196,7 @@ class PartialFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the files; after a failure, finished chunks are kept, and without any the files are removed.
 
         With several processes the files stay: an unlocked journal is the sign that this process has ended.

@@ -92,7 +92,7 @@ def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
     with ExitStack() as held:
         sinks: list[LogSink] = [BadBatchFile(run.path / "bad-batch.json", trainer)]
         if world.first:
-            sinks.append(held.enter_context(TrainingBar()))
+            sinks.append(held.enter_context(closing(TrainingBar())))
             if run.config.train.tensorboard:
                 sinks.append(held.enter_context(closing(TensorBoardLog(run.path / "tensorboard"))))
         return trainer.fit(run, sinks)

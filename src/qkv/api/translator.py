@@ -18,7 +18,7 @@ from torch import Tensor
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
-from qkv.console import describe_device, say
+from qkv.console import Advance, describe_device, say
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
@@ -89,7 +89,6 @@ class Translation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -174,7 +173,6 @@ class Translator(Explainer):
 
     @cached_property
     def runner(self) -> SearchRunner:
-        """Return the object that runs the searches."""
         model, plain = self._combined(self.engines), self._combined([member.model for member in self.members])
         return SearchRunner(
             model,
@@ -204,8 +202,7 @@ class Translator(Explainer):
         texts.
         """
         if isinstance(text, str):
-            (translation,) = self._translate([text], **options)
-            return translation
+            return self._translate([text], **options)[0]
         return self._translate(list(text), **options)
 
     def stream(self, lines: Iterable[str], *, chunk: int = CHUNK, **options: Unpack[Options]) -> Iterator[Translation]:
@@ -227,7 +224,7 @@ class Translator(Explainer):
         tag: str = "",
         first: int = 0,
         split: bool = True,
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Advance = lambda done: None,
         **options: Any,
     ) -> list[Translation]:
         tgt = self.tokenizers.tgt
@@ -400,12 +397,12 @@ class Translator(Explainer):
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self, source: str, target: str, *, tag: str = "", progress: Callable[[int], None] = ...
+        self, source: str, target: str, *, tag: str = "", progress: Advance = ...
     ) -> Scored: ...
 
     @overload
     def score(
-        self, source: Sequence[str], target: Sequence[str], *, tag: str = "", progress: Callable[[int], None] = ...
+        self, source: Sequence[str], target: Sequence[str], *, tag: str = "", progress: Advance = ...
     ) -> list[Scored]: ...
 
     def score(
@@ -414,7 +411,7 @@ class Translator(Explainer):
         target: str | Sequence[str],
         *,
         tag: str = "",
-        progress: Callable[[int], None] = lambda done: None,
+        progress: Advance = lambda done: None,
     ) -> Scored | list[Scored]:
         """Return the log-probability of the given translation of each source, by teacher forcing.
 
@@ -422,8 +419,7 @@ class Translator(Explainer):
         refused.
         """
         if isinstance(source, str) and isinstance(target, str):
-            (scored,) = self.score([source], [target], tag=tag, progress=progress)
-            return scored
+            return self.score([source], [target], tag=tag, progress=progress)[0]
         if isinstance(source, str) or isinstance(target, str):
             raise UsageError("a text and a list of texts cannot correspond: give two texts, or two lists")
         if len(source) != len(target):

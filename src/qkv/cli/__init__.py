@@ -22,8 +22,6 @@ from qkv.cli.serving_verbs import export, serve
 from qkv.cli.text_verbs import complete, fill, translate
 from qkv.cli.training_verbs import augment, average, config, train
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="qkv",
     help="Train, run, explain and serve Transformer models from raw text files.",
@@ -110,24 +108,12 @@ def options(
 
 
 # The order of `qkv --help`: as one uses them.
-for verb in (
-    train,
-    translate,
-    augment,
-    complete,
-    fill,
-    score,
-    evaluate,
-    explain,
-    align,
-    heads,
-    report,
-    serve,
-    export,
-    average,
-    config,
-    doctor,
+for verbs in (
+    (train, translate, augment, complete, fill),
+    (score, evaluate, explain, align, heads, report),
+    (serve, export, average, config, doctor),
 ):
-    app.command()(verb)
+    for verb in verbs:
+        app.command()(verb)
 for measurement in (table1, table2, table3, ablate, speed):
     lab.command()(measurement)

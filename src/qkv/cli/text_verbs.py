@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, ProcessGroup, Work
     from qkv.api.translator import Translation, Translator
+    from qkv.console import Advance
     from qkv.data.formats import LineReader
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
@@ -139,7 +140,7 @@ def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGr
 
 
 @contextmanager
-def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Callable[[int], None]]:
+def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Advance]:
     """Show a progress bar in the first process, unless it would mix with output or typed input."""
     from qkv.api.file_translation import count_lines
     from qkv.console import counter
@@ -151,9 +152,7 @@ def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Callable[
         yield advance
 
 
-def _chunk_work(
-    translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Callable[[int], None]
-) -> Work:
+def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Advance) -> Work:
     """Return the function that translates one chunk of lines into output text and counts of problems."""
     ranked = options.get("n_best", 1) > 1
 
