@@ -32,15 +32,11 @@ def _preset(name: str, about: str, like: str = "", **sections: dict[str, Any]) -
     return preset
 
 
-def _row(name: str, change: dict[str, dict[str, Any]]) -> Callable[[], Config]:
+PRESETS: dict[str, Callable[[], Config]] = {name: _preset(name, **declared) for name, declared in DECLARED.items()}
+for row, change in TABLE_3.items():
     differing = ", ".join(f"{key} = {value}" for part in change.values() for key, value in part.items())
     about = f"A row of the paper's Table 3, the base model with {differing}; needs --src and --tgt."
-    return _preset(name, about, like="paper_base", **change)
-
-
-PRESETS: dict[str, Callable[[], Config]] = {name: _preset(name, **declared) for name, declared in DECLARED.items()} | {
-    name: _row(name, change) for name, change in TABLE_3.items()
-}
+    PRESETS[row] = _preset(row, about, like="paper_base", **change)
 
 
 def __getattr__(name: str) -> Callable[[], Config]:

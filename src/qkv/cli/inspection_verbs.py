@@ -123,7 +123,6 @@ def evaluate(
 
 
 def _print_scores(systems: Sequence[System], comparison: Comparison | None, as_json: bool) -> None:
-    """Print scores, diagnosis and comparison as text or as JSON."""
     ours, *others = systems
     if as_json:
         values = [{"run": s.name, **s.scores.to_dict(), "diagnosis": s.diagnosis.to_dict()} for s in systems]
@@ -266,7 +265,6 @@ def align(
 
 
 def _read_pharaoh(path: str) -> list[Alignment]:
-    """Read the alignments of a Pharaoh file."""
     from qkv.data.formats import read_lines
     from qkv.explain.word_alignment import Alignment
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,10 +18,9 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
-    from qkv.api.file_translation import Chunk, ProcessGroup, Work
+    from qkv.api.file_translation import Chunk, Work
     from qkv.api.translator import Translation, Translator
     from qkv.console import Advance
-    from qkv.data.formats import LineReader
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
 NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
@@ -94,9 +92,10 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api.file_translation import ProcessGroup, default_workers, translate_text
+    from qkv.api.file_translation import ProcessGroup, check_files, count_lines, default_workers, translate_text
     from qkv.api.translator import CHUNK, Translator
-    from qkv.console import say
+    from qkv.console import counter, say
+    from qkv.data.formats import LineReader
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
@@ -108,10 +107,16 @@ def translate(
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
-    lines = _open_lines(run, file, output, on_bad, group)
-    if sys.stderr.isatty() and not group.rank and not (file == "-" and sys.stdin.isatty()):
+    if " " in file and not Path(file).exists():
+        raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
+    check_files([file], output, group)
+    lines, total = LineReader(file, on_bad), None
+    reported = not group.rank and not (file == "-" and sys.stdin.isatty())  # not among lines that are typed
+    shown = reported and (output != "-" or not sys.stdout.isatty())
+    if reported and sys.stderr.isatty():
         say(translator.engine)
-    with _progress(file, output, group) as advance:
+        total = count_lines(file) if shown else None
+    with counter("translating", total, shown=shown) as advance:
         work = _chunk_work(translator, options, as_json, advance)
         key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
         counts = translate_text(
@@ -126,30 +131,6 @@ def translate(
             progress=advance,
         )
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
-
-
-def _open_lines(run: Path, file: str, output: str, on_bad: str, group: ProcessGroup) -> LineReader:
-    """Open the input, and refuse combinations of input and output that cannot work."""
-    from qkv.api.file_translation import check_files
-    from qkv.data.formats import LineReader
-
-    if " " in file and not Path(file).exists():
-        raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
-    check_files([file], output, group)
-    return LineReader(file, on_bad)
-
-
-@contextmanager
-def _progress(file: str, output: str, group: ProcessGroup) -> Iterator[Advance]:
-    """Show a progress bar in the first process, unless it would mix with output or typed input."""
-    from qkv.api.file_translation import count_lines
-    from qkv.console import counter
-
-    typed = file == "-" and sys.stdin.isatty()
-    shown = not group.rank and not typed and (output != "-" or not sys.stdout.isatty())
-    total = count_lines(file) if shown and sys.stderr.isatty() else None
-    with counter("translating", total, shown=shown) as advance:
-        yield advance
 
 
 def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Advance) -> Work:
