@@ -18,9 +18,10 @@ from qkv.core.attention import (
     WholeSequence,
     around_attention,
     attend,
-    attention_mask,
     attention_weights,
+    causal_mask,
     kept_sentences,
+    padding_mask,
     wrappers,
 )
 
@@ -68,16 +69,17 @@ def test_weights_and_heads_are_equation_1(kind: str) -> None:
         assert not attention_weights(q, k, mask)[..., [1, 4]].any()
 
 
-def test_the_mask_is_its_definition() -> None:
+def test_masks_are_their_definitions() -> None:
     lengths = torch.tensor([3, 1, 5])
-    for queries, keys, causal in ((5, 5, False), (5, 5, True), (2, 5, True), (1, 5, False)):
-        for given in (None, lengths):
-            mask = attention_mask(queries, keys, given, causal=causal)
-            assert mask.dtype == torch.bool
-            assert mask.shape == (1 if given is None else 3, 1, queries, keys)
-            for b, i, j in np.ndindex(len(mask), queries, keys):
-                allowed = not causal or j <= keys - queries + i  # the last query has the position of the last key
-                assert bool(mask[b, 0, i, j]) == (allowed and (given is None or j < int(lengths[b])))
+    real = padding_mask(5, lengths)
+    assert (real.dtype, real.shape) == (torch.bool, (3, 1, 1, 5))
+    for b, j in np.ndindex(3, 5):
+        assert bool(real[b, 0, 0, j]) == (j < int(lengths[b]))
+    for queries in (5, 2, 1):
+        mask = causal_mask(queries, 5)
+        assert (mask.dtype, mask.shape) == (torch.bool, (1, 1, queries, 5))
+        for i, j in np.ndindex(queries, 5):
+            assert bool(mask[0, 0, i, j]) == (j <= 5 - queries + i)  # the last query has the position of the last key
 
 
 def multi_head(module: MultiHeadAttention, x: Array, memory: Array, allowed: Any = None) -> Array:
@@ -99,7 +101,7 @@ def multi_head(module: MultiHeadAttention, x: Array, memory: Array, allowed: Any
 def test_contexts_of_whole_sequences_are_multi_head_attention(bias: bool) -> None:
     module, x, memory = attention_of(bias=bias), torch.randn(2, 5, 12), torch.randn(2, 4, 12)
     lengths = torch.tensor([4, 2])
-    mask = attention_mask(1, 4, lengths)
+    mask = padding_mask(4, lengths)
     source = WholeSequence(mask).self_attention(0, module, memory)
     teacher = WholeSequence(encoded=EncoderOutput(memory, mask))
     target, cross = teacher.self_attention(0, module, x), teacher.cross_attention(0, module, x)
@@ -123,7 +125,7 @@ def test_initial_matrices_are_xavier_uniform_part_by_part() -> None:
 @torch.inference_mode()
 def test_cached_steps_are_the_whole_target_whatever_the_rows_become() -> None:
     module, memory, lengths = attention_of(), torch.randn(2, 4, 12), torch.tensor([4, 2])
-    mask, beam = attention_mask(1, 4, lengths), 2
+    mask, beam = padding_mask(4, lengths), 2
     pair = module.project_memory(memory)
     state = CachedDecoding([module.new_cache()], [pair], mask, beam)
     x = torch.randn(4, 60, 12)  # 2 sentences of 2 rows; longer than a cache is at first
@@ -157,7 +159,7 @@ def test_a_cache_grows_with_room_to_spare_and_masks_only_several_queries() -> No
     assert cache.kept[0] is buffer  # filled to the last position
     assert torch.equal(keys, k[:, :, :17])
     assert mask is not None
-    assert torch.equal(mask, attention_mask(16, 17, causal=True))
+    assert torch.equal(mask, causal_mask(16, 17))
     keys, values, mask = cache.append(k[:, :, 17:18], k[:, :, 17:18] + 1)
     assert (cache.length, cache.kept[0].shape[2]) == (18, 34)
     assert torch.equal(keys, k[:, :, :18])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkv.core.attention import WholeSequence, attention_mask
+from qkv.core.attention import WholeSequence, padding_mask
 from qkv.core.config import TransformerConfig
 from qkv.core.errors import UsageError
 from qkv.core.transformer import (
@@ -159,7 +159,7 @@ def test_hidden_is_both_stacks_and_padding_changes_nothing() -> None:
     model = Transformer(SMALL, 13, 13).eval()
     source, lengths, target = torch.tensor([[4, 5, 6], [7, 2, 0]]), torch.tensor([3, 2]), torch.tensor([[1, 8], [1, 9]])
     encoded = model.encode(source, lengths)
-    assert torch.equal(encoded.mask, attention_mask(1, 3, lengths))
+    assert torch.equal(encoded.mask, padding_mask(3, lengths))
     x = model.source(source)
     for layer in model.encoder:
         x = layer(x, WholeSequence(encoded.mask))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import leaves
 from qkv.assembly import build_model
-from qkv.core.attention import MultiHeadAttention, attention_mask, attention_weights
+from qkv.core.attention import MultiHeadAttention, attention_weights, causal_mask, padding_mask
 from qkv.core.transformer import Transformer
 from qkv.models.variants import ScoredAttention, window_mask, with_padding
 from qkv.options import DecoderOnlyConfig, EncoderOnlyConfig, TransformerConfig
@@ -133,10 +133,11 @@ def test_the_content_of_padding_changes_nothing(kind: dict[str, Any]) -> None:
 
 def mask_of(queries: int, keys: int, lengths: torch.Tensor | None, *, causal: bool, window: int) -> torch.Tensor:
     """The mask of the paper's attention, or of a window."""
-    if not window:
-        return attention_mask(queries, keys, lengths, causal=causal)
-    mask = window_mask(queries, keys, window, causal=causal)
-    return mask if lengths is None else with_padding(mask, attention_mask(1, keys, lengths))
+    real = torch.ones(1, 1, 1, keys, dtype=torch.bool) if lengths is None else padding_mask(keys, lengths)
+    if window:
+        mask = window_mask(queries, keys, window, causal=causal)
+        return mask if lengths is None else with_padding(mask, real)
+    return (causal_mask(queries, keys) if causal else torch.ones(1, 1, queries, keys, dtype=torch.bool)) & real
 
 
 @given(
@@ -189,7 +190,7 @@ def test_restricted_attention_is_attention_under_its_mask(
     q, k, v = (torch.randn(2, 3, n, 4, requires_grad=True) for _ in range(3))
     weight = {"general": torch.randn(3, 4, 4), "additive": torch.randn(3, 4)}.get(score)
     lengths = None if real is None else torch.tensor([min(real, n), n])
-    keys = None if lengths is None else attention_mask(1, n, lengths)
+    keys = None if lengths is None else padding_mask(n, lengths)
     whole = mask_of(n, n, lengths, causal=causal, window=window)
     restricted = ScoredAttention(score, weight, "", window=window)
     found = [
@@ -210,6 +211,6 @@ def test_restricted_attention_is_attention_under_its_mask(
 def test_causal_flag_and_causal_mask_are_the_same(length: int, seed: int) -> None:
     torch.manual_seed(seed)
     q, k, v = torch.randn(3, 2, 2, length, 4)
-    attention, mask = MultiHeadAttention(4, 2, 4, 4), attention_mask(length, length, causal=True)
+    attention, mask = MultiHeadAttention(4, 2, 4, 4), causal_mask(length, length)
     torch.testing.assert_close(attention.attend(q, k, v, causal=True), attention.attend(q, k, v, mask))
     assert not attention_weights(q, k, mask).triu(1).any()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from qkv import presets
 from qkv.assembly import build_model, optimizer_for, parameter_count
 from qkv.core import optimizer
-from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_mask, attention_weights
+from qkv.core.attention import MultiHeadAttention, around_attention, attend, attention_weights, padding_mask
 from qkv.core.errors import UsageError
 from qkv.core.transformer import (
     Embedding,
@@ -119,7 +119,7 @@ def test_multi_head(d_k: int, d_v: int, bias: bool) -> None:
     x, memory = torch.randn(2, 5, 12), torch.randn(2, 4, 12)
     itself = array(module(*module.project(x), causal=True))
     lengths = torch.tensor([4, 2])
-    source = array(module(module.project_query(x), *module.project_memory(memory), attention_mask(1, 4, lengths)))
+    source = array(module(module.project_query(x), *module.project_memory(memory), padding_mask(4, lengths)))
     for b in range(2):
         np.testing.assert_allclose(
             itself[b], multi_head(array(x[b]), array(x[b]), module, np.tri(5, dtype=bool)), atol=1e-5

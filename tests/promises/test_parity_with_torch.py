@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qkv.core.attention import MultiHeadAttention, attention_mask
+from qkv.core.attention import MultiHeadAttention, causal_mask, padding_mask
 from qkv.models.variants import record_attention
 
 Weights = dict[str, Tensor]
@@ -56,12 +56,12 @@ def test_multi_head_attention_is_torchs(masks: str, bias: bool, recorded: bool) 
     causal, padded, cross = ("causal" in masks), ("padding" in masks), ("cross" in masks)
     x, wanted = torch.randn(3, 5 if cross else 7, d_model), torch.randn(3, 5 if cross else 7, d_model)
     inputs = [x, torch.randn(3, 7, d_model)] if cross else [x]
-    real = attention_mask(1, 7, lengths)  # (batch, 1, 1, keys)
+    real = padding_mask(7, lengths)  # (batch, 1, 1, keys)
 
     def attend_ours(x: Tensor, memory: Tensor | None = None) -> Tensor:
         qkv = ours.project(x) if memory is None else (ours.project_query(x), *ours.project_memory(memory))
         if padded:
-            return ours(*qkv, attention_mask(7, 7, lengths, causal=True) if causal else real)
+            return ours(*qkv, causal_mask(7, 7) & real if causal else real)
         return ours(*qkv, causal=causal)
 
     def attend_theirs(x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:

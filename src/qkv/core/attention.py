@@ -30,50 +30,18 @@ def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tenso
     return scores.softmax(dim=-1)
 
 
-def attention_mask(
-    queries: int, keys: int, key_lengths: Tensor | None = None, *, causal: bool = False, device: Any = None
-) -> Tensor:
-    """Boolean mask (batch or 1, 1, queries, keys): True where a query may attend to a key.
+def padding_mask(keys: int, lengths: Tensor) -> Tensor:
+    """Mask (batch, 1, 1, keys): True for the first `lengths[i]` keys of row i, which are no padding."""
+    return (torch.arange(keys, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
+    """Mask (1, 1, queries, keys): True where a key is not later than the query.
 
     The last query has the position of the last key: one rule for whole sequences and for their newest tokens.
     """
-    device = key_lengths.device if key_lengths is not None else device
     key = torch.arange(keys, device=device)
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - key  # (queries, keys)
-    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if key_lengths is None:
-        return allowed[None, None]
-    return allowed & (key < key_lengths[:, None])[:, None, None]  # (batch, 1, queries, keys)
-
-
-# ---- wrappers around attention ---------------------------------------------------------------------------------------
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]  # q, k, v, mask, causal -> heads
-Wrap = Callable[[Any, Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
-# The innermost last. Engines without this hook must not replace the model while the tuple is not empty.
-wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
-
-
-@contextmanager
-def around_attention(wrap: Wrap) -> Iterator[None]:
-    """Call `wrap(attention, attend, q, k, v, mask, causal)` in place of every `attend` inside the block.
-
-    The wrapper calls the `attend` it is given, or computes the heads itself. Of nested blocks the outer one is called
-    first, and its `attend` is the wrapper of the inner one.
-    """
-    token = wrappers.set((*wrappers.get(), wrap))
-    try:
-        yield
-    finally:
-        wrappers.reset(token)
-
-
-def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Run an attention inside the active wrappers: (batch, heads, queries, d_v)."""
-    call: Attend = attention.attend
-    for wrap in reversed(wrappers.get()):
-        call = partial(wrap, attention, call)
-    return call(q, k, v, mask, causal)
+    return (key[keys - queries :, None] >= key)[None, None]
 
 
 # ---- multi-head attention --------------------------------------------------------------------------------------------
@@ -85,30 +53,27 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, d_model: int, heads: int, d_k: int, d_v: int, *, bias: bool = False, name: str = "") -> None:
         super().__init__()
         self.heads, self.d_k, self.d_v, self.name = heads, d_k, d_v, name
+        self.widths = [heads * d_k, heads * d_k, heads * d_v]  # of queries, keys and values
         # W^Q, W^K and W^V of all heads are one matrix, so that self-attention is a single product.
-        self.qkv = nn.Linear(d_model, heads * (2 * d_k + d_v), bias=bias)
+        self.qkv = nn.Linear(d_model, sum(self.widths), bias=bias)
         self.output = nn.Linear(heads * d_v, d_model, bias=bias)
-        for part in self.qkv.weight.split([heads * d_k, heads * d_k, heads * d_v]):
+        for part in (*self.qkv.weight.split(self.widths), self.output.weight):
             nn.init.xavier_uniform_(part)
-        nn.init.xavier_uniform_(self.output.weight)
         if bias:
             nn.init.zeros_(self.qkv.bias)
             nn.init.zeros_(self.output.bias)
 
     def project(self, x: Tensor, position: int | Tensor = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (batch, length, d_model); only variants use the position of the first token."""
-        widths = [self.heads * self.d_k, self.heads * self.d_k, self.heads * self.d_v]
-        q, k, v = map(self._split_heads, self.qkv(x).split(widths, dim=-1))
+        q, k, v = map(self._split_heads, self.qkv(x).split(self.widths, dim=-1))
         return q, k, v
 
     def project_query(self, x: Tensor) -> Tensor:
-        """The queries of x alone."""
-        return self._split_heads(self._linear(x, slice(0, self.heads * self.d_k)))
+        return self._split_heads(self._linear(x, slice(0, self.widths[0])))
 
     def project_memory(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of the encoder output alone."""
-        kv = self._linear(encoded, slice(self.heads * self.d_k, None))
-        k, v = kv.split([self.heads * self.d_k, self.heads * self.d_v], dim=-1)
+        """Keys and values of the encoder output."""
+        k, v = self._linear(encoded, slice(self.widths[0], None)).split(self.widths[1:], dim=-1)
         return self._split_heads(k), self._split_heads(v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -122,7 +87,7 @@ class MultiHeadAttention(nn.Module):
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """The weights of equation 1 as printed, which `attend` does not keep: (batch, heads, queries, keys)."""
         if causal:
-            mask = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
+            mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
         return attention_weights(q, k, mask)
 
     def merge(self, heads: Tensor) -> Tensor:
@@ -130,7 +95,6 @@ class MultiHeadAttention(nn.Module):
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def new_cache(self) -> KVCache:
-        """An empty cache for self-attention in step-by-step decoding."""
         return KVCache()
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -159,7 +123,7 @@ class KVCache:
         keys, values = self.kept
         keys[:, :, start:end], values[:, :, start:end] = k, v
         self.length = end
-        mask = attention_mask(end - start, end, causal=True, device=k.device) if end - start > 1 else None
+        mask = causal_mask(end - start, end, k.device) if end - start > 1 else None
         return keys[:, :, :end], values[:, :, :end], mask
 
     def select(self, rows: Tensor) -> None:
@@ -176,15 +140,12 @@ class KVCache:
 
 
 class Context(Protocol):
-    """The part of a context that layers use."""
+    """Attends from x (rows, n, d_model) to the tokens that its rows may see, or to the source: (rows, n, d_model)."""
 
     position: Any  # of the first token, as in `Embedding`
 
-    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        """Attend from x (rows, n, d_model) to the tokens that its rows may see: (rows, n, d_model)."""
-
-    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        """Attend from x to the source."""
+    def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
+    def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -251,3 +212,32 @@ def kept_sentences(rows: Tensor, beam: int, sentences: int) -> Tensor | None:
     """The sentence of each `beam` selected rows; None if they are all sentences in their order."""
     kept = rows[::beam] // beam
     return None if torch.equal(kept, torch.arange(sentences, device=rows.device)) else kept
+
+
+# ---- wrappers around attention ---------------------------------------------------------------------------------------
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]  # q, k, v, mask, causal -> heads
+Wrap = Callable[[Any, Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+# The innermost last. Engines without this hook must not replace the model while the tuple is not empty.
+wrappers: ContextVar[tuple[Wrap, ...]] = ContextVar("wrappers", default=())
+
+
+@contextmanager
+def around_attention(wrap: Wrap) -> Iterator[None]:
+    """Call `wrap(attention, attend, q, k, v, mask, causal)` in place of every `attend` inside the block.
+
+    The wrapper may call the `attend` it is given: of nested blocks, the outer one gets the wrapper of the inner one.
+    """
+    token = wrappers.set((*wrappers.get(), wrap))
+    try:
+        yield
+    finally:
+        wrappers.reset(token)
+
+
+def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Run an attention inside the active wrappers: (batch, heads, queries, d_v)."""
+    call: Attend = attention.attend
+    for wrap in reversed(wrappers.get()):
+        call = partial(wrap, attention, call)
+    return call(q, k, v, mask, causal)

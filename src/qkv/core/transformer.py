@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import CachedDecoding, Context, EncoderOutput, MultiHeadAttention, WholeSequence, attention_mask
+from qkv.core.attention import CachedDecoding, Context, EncoderOutput, MultiHeadAttention, WholeSequence, padding_mask
 from qkv.core.config import AttentionModelConfig, TransformerConfig
 from qkv.core.errors import UsageError
 
@@ -289,7 +289,7 @@ class Transformer(TranslationModel):
         return self.run_decoder(target, WholeSequence(encoded=self.encode(source, lengths)))
 
     def encode(self, source: Tensor, lengths: Tensor) -> EncoderOutput:
-        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        mask = padding_mask(source.shape[1], lengths)  # (batch, 1, 1, source)
         x = run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))
         return EncoderOutput(x, mask)
 

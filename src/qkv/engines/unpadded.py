@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, attention_mask
+from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, padding_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
 from qkv.engines import LAYERS, AllowList, number
 from qkv.models.variants import reach_positions
@@ -58,7 +58,7 @@ class UnpaddedTransformer(Transformer):
 
     def hidden_at(self, real: Tensor, *inputs: Tensor) -> Tensor:
         source, lengths, target = inputs
-        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        mask = padding_mask(source.shape[1], lengths)  # (batch, 1, 1, source)
         read, written = Unpadded(mask[:, 0, 0]), Unpadded(real)
         reach_positions(self.source, self.encoder, read.length)
         reach_positions(self.target, self.decoder, written.length)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import attend, attention_mask, kept_sentences
+from qkv.core.attention import attend, kept_sentences, padding_mask
 from qkv.core.transformer import Embedding, LearnedPositions, Positions, SinusoidalPositions, TranslationModel
 from qkv.models.variants import ScoredAttention
 from qkv.options import ConvS2SConfig
@@ -206,7 +206,7 @@ class ConvS2S(TranslationModel):
 
     def encode(self, source: Tensor, lengths: Tensor) -> ConvEncoderOutput:
         """Encode source ids (batch, source), each row `lengths[i]` tokens and then padding."""
-        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        mask = padding_mask(source.shape[1], lengths)  # (batch, 1, 1, source)
         x = embedded = self.source(source) * EMBEDDING_STD  # (batch, source, d_model)
         for layer in self.encoder:
             x = layer(x, ~mask[:, 0, 0, :, None])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv.core.attention import EncoderOutput, attend, attention_mask, kept_sentences
+from qkv.core.attention import EncoderOutput, attend, kept_sentences, padding_mask
 from qkv.core.transformer import Embedding, TranslationModel
 from qkv.models.variants import ScoredAttention
 from qkv.options import RnnConfig
@@ -195,7 +195,7 @@ class Rnn(TranslationModel):
         x = self.source(source)
         for i, layer in enumerate(self.encoder):
             x = layer(self.dropout(x) if i else x, reversed_positions)
-        return EncoderOutput(x, attention_mask(1, source.shape[1], lengths))
+        return EncoderOutput(x, padding_mask(source.shape[1], lengths))
 
     def start(self, encoded: EncoderOutput, beam: int = 1) -> RnnState:
         """Return the decoder state before the first token, with `beam` rows for each sentence."""

@@ -25,7 +25,8 @@ from qkv.core.attention import (
     MultiHeadAttention,
     WholeSequence,
     around_attention,
-    attention_mask,
+    causal_mask,
+    padding_mask,
 )
 from qkv.core.transformer import (
     Embedding,
@@ -164,7 +165,7 @@ class ScoredAttention:
         if not (window := self._window(q, mask)):
             if not causal:
                 return mask
-            allowed = attention_mask(q.shape[-2], k.shape[-2], causal=True, device=q.device)
+            allowed = causal_mask(q.shape[-2], k.shape[-2], q.device)
             return allowed if mask is None else allowed & mask
         allowed = window_mask(q.shape[-2], k.shape[-2], window, causal=causal, device=q.device)
         return allowed if mask is None else with_padding(allowed, mask)
@@ -256,7 +257,7 @@ def reach_positions(embedding: Embedding, layers: Iterable[TransformerLayer], le
 def window_mask(
     queries: int, keys: int, window: int, *, causal: bool = False, device: torch.device | None = None
 ) -> Tensor:
-    """Like `attention_mask`, for keys at most `window` positions away from the query."""
+    """Mask (1, 1, queries, keys): True for keys at most `window` positions away, and not later if `causal`."""
     key = torch.arange(keys, device=device)
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - key  # (queries, keys)
     allowed = distance.abs() <= window
@@ -427,5 +428,5 @@ class EncoderOnly(Model):
         self.add_output(vocab, self.source)
 
     def hidden(self, source: Tensor, lengths: Tensor) -> Tensor:
-        mask = attention_mask(1, source.shape[1], lengths)  # (batch, 1, 1, source)
+        mask = padding_mask(source.shape[1], lengths)  # (batch, 1, 1, source)
         return run_stack(self.source, self.encoder, self.encoder_norm, source, WholeSequence(mask))
