@@ -111,9 +111,9 @@ class SearchState:
         """Where only </s> may follow: (sentences,)."""
         return self.length >= self.longest
 
-    def finish(self, totals: Tensor, scores: Tensor, rows: Tensor, truncated: Tensor) -> None:
-        """Keep the n best of the finished and the new (sentences, new), which continue `rows` with </s>."""
-        length, cut = (part[:, None].expand_as(totals) for part in (self.length, truncated))
+    def finish(self, totals: Tensor, scores: Tensor, rows: Tensor) -> None:
+        """Keep the n best of the finished and the new (sentences, new), which continue `rows` with </s>; -inf: none."""
+        length, cut = (part[:, None].expand_as(totals) for part in (self.length, self.at_limit))
         entries = torch.cat([self.finished_scores, torch.stack([scores, totals, length, cut], dim=-1)], dim=1)
         _, order = top_k(entries[:, :, 0], self.finished_scores.shape[1])
         written = torch.cat([self.finished_tokens, self.tokens.take_along_dim(rows[:, :, None], 1)], dim=1)
@@ -143,21 +143,21 @@ class Search:
         lengths: Tensor,
         capacity: int,
         numbers: Sequence[int] | None = None,
-        rows: int | None = None,
     ) -> None:
         """Prepare slots for as many sentences as `lengths` (of their sources), each for `capacity` tokens.
 
-        `numbers` are the places of the sentences in the whole input; `rows` replaces `options.rows`.
+        `numbers` are the places of the sentences in the whole input.
         """
         self.model, self.options, self.tgt = model, options, tgt
-        device, self.rows = lengths.device, rows or options.rows
+        device, self.rows = lengths.device, options.rows
         self.state = SearchState(len(lengths), self.rows, options.n_best, capacity, device)
         self.decoder: Any = None  # the model's state
         self.numbers = list(range(len(lengths)) if numbers is None else numbers)  # of the sentence in each slot
         # Hook: scores (sentences, rows, vocab); flat places and totals of the ranked, -inf: none; which of them go on.
         self.on_step: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
         self.processors = options.logits_processors()
-        self.first = torch.zeros(self.rows, device=device)  # log-probabilities before the first step
+        self.first = torch.full((self.rows,), -math.inf, device=device)  # log-probabilities before the first step:
+        self.first[0] = 0.0  # all rows begin alike, so only the first counts
         self.never = torch.tensor([tgt.pad, tgt.bos], device=device)
         written = torch.arange(1.0, capacity + 2, device=device)
         self.penalties: Tensor = torch.ones_like(written) * length_penalty(written, options)
@@ -195,29 +195,28 @@ class Search:
         row stay equal. The preferences are the values to choose by: the same tensor, unless a processor changes them.
         """
         state, eos = self.state, self.tgt.eos
+        logits = logits.unflatten(0, (-1, self.rows))
         values = logits.log_softmax(-1, dtype=torch.float) if self.processors else logits.float()
-        shift = values.new_zeros(len(values)) if self.processors else -log_sum_exp(values)
-        values, shift = values.unflatten(0, (-1, self.rows)), shift.unflatten(0, (-1, self.rows))
+        shift = torch.zeros_like(state.logprob) if self.processors else -log_sum_exp(values)
         values.index_fill_(2, self.never, -math.inf)
         if self.options.min_length:
             early = state.length < state.longest.clamp(max=self.options.min_length)
             values[:, :, eos].masked_fill_(early[:, None], -math.inf)
-        forced = state.forced.gather(1, state.length[:, None])  # (sentences, 1)
-        is_forced, only = (forced >= 0)[:, :, None], torch.where(forced >= 0, forced, eos)
-        place = only[:, :, None].expand(-1, self.rows, 1)
-        given = values.gather(2, place)
+        forced = state.forced.gather(1, state.length[:, None])[:, :, None]  # (sentences, 1, 1)
+        is_forced = forced >= 0
+        only = torch.where(is_forced, forced, eos).expand(-1, self.rows, 1)
+        given = values.gather(2, only)
         for processor in self.processors:
             if processor.changes_score:
                 processor(values, state)
         bound = is_forced | state.at_limit[:, None, None]
         if not self.eager or bool(bound.any()):  # then only one token may follow; processors cannot forbid a forced one
-            value = torch.where(is_forced, given, values.gather(2, place))
-            values.masked_fill_(bound, -math.inf).scatter_(2, place, value)  # where nothing is bound, </s> stays itself
-        preferred = values
-        for processor in self.processors:
-            if not processor.changes_score:
-                preferred = values.clone() if preferred is values else preferred
-                processor(preferred, state)
+            value = torch.where(is_forced, given, values.gather(2, only))
+            values.masked_fill_(bound, -math.inf).scatter_(2, only, value)  # where nothing is bound, </s> stays itself
+        preferences = [processor for processor in self.processors if not processor.changes_score]
+        preferred = values.clone() if preferences else values
+        for processor in preferences:
+            processor(preferred, state)
         return values, shift, preferred
 
     def keep(self, slots: list[int]) -> None:
@@ -249,21 +248,20 @@ class GreedySearch(Search):
     """Take the most probable token at each step until </s>; of equals the lower id."""
 
     def extend(self, logits: Tensor) -> None:
-        state, eos = self.state, self.tgt.eos
+        state = self.state
         values, shift, preferred = self.allowed(logits)
         tokens = self.choose(preferred)  # (sentences, rows)
-        before = state.logprob.clone()
-        totals = before + (values.gather(2, tokens[:, :, None]).squeeze(2) + shift)
-        ends, limit = (tokens == eos) & (before > -math.inf), state.at_limit
+        totals = state.logprob + (values.gather(2, tokens[:, :, None]).squeeze(2) + shift)
+        ends = (tokens == self.tgt.eos) & (state.logprob > -math.inf)
         if not self.eager or bool(ends.any()):
-            length, cut = (part[:, None].expand_as(totals) for part in (state.length, limit))
+            length, cut = (part[:, None].expand_as(totals) for part in (state.length, state.at_limit))
             entries = torch.stack([totals / self.penalties[length], totals, length, cut], dim=-1)
             state.finished_scores.copy_(torch.where(ends[:, :, None], entries, state.finished_scores))
             state.finished_tokens.copy_(torch.where(ends[:, :, None], state.tokens, state.finished_tokens))
-        going_on = totals.masked_fill(ends | limit[:, None], -math.inf)  # beyond the limit a row would never end
-        state.go_on(None, tokens, going_on, (going_on == -math.inf).all(1))
         if self.on_step:
-            self.on_step(values + (before + shift)[:, :, None], tokens, totals, torch.zeros_like(tokens))
+            self.on_step(values + (state.logprob + shift)[:, :, None], tokens, totals, torch.zeros_like(tokens))
+        totals = totals.masked_fill(ends | state.at_limit[:, None], -math.inf)  # beyond the limit no row would end
+        state.go_on(None, tokens, totals, (totals == -math.inf).all(1))
 
     def choose(self, values: Tensor) -> Tensor:
         """Return one token for each row: (sentences, rows)."""
@@ -272,10 +270,6 @@ class GreedySearch(Search):
 
 class BeamSearch(Search):
     """Keep the best `rows` hypotheses of each sentence; it is done when none can still enter its n best."""
-
-    def __init__(self, *arguments: Any, **sizes: Any) -> None:
-        super().__init__(*arguments, **sizes)
-        self.first[1:] = -math.inf  # all rows begin alike: only the first counts
 
     def extend(self, logits: Tensor) -> Tensor:
         state, beam, vocab = self.state, self.rows, logits.shape[1]
@@ -290,7 +284,7 @@ class BeamSearch(Search):
         # A hypothesis is finished if its </s> is among the first `beam`. Twice as many are ranked: `beam` do not end.
         final = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
         if not self.eager or bool((final > -math.inf).any()):
-            state.finish(final, self.finish_score(final, parents[:, :beam]), parents[:, :beam], state.at_limit)
+            state.finish(final, self.finish_score(final, parents[:, :beam]), parents[:, :beam])
         if self.on_step:
             self.on_step(scores, flat, totals, kept)
         totals = totals.masked_fill(ends, -math.inf).gather(1, kept)

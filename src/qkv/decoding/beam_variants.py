@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,6 @@ class DiverseBeamSearch(CoverageBeamSearch):
         super().__init__(*arguments, **sizes)
         self.groups = self.options.groups
         self.width = self.rows // self.groups
-        self.first.fill_(-math.inf)
         self.first[:: self.width] = 0.0  # the rows of a group begin alike: only the first counts
 
     def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +161,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
     """
 
     def __init__(self, model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> None:
-        super().__init__(model, options, tgt, rows=max(options.rows, BEAM), **sizes)
+        super().__init__(model, replace(options, beam=max(options.beam, BEAM)), tgt, **sizes)
         self.required = self.options.required or {}
         self.joining = joining(self.required[self.numbers[0]].tokenizer).to(self.lengths.device)
 

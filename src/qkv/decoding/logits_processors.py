@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -130,7 +130,8 @@ class Sampler(GreedySearch):
     """Draw the next token of each row instead of taking the most probable one."""
 
     def __init__(self, model: Any, options: Any, tgt: Tokenizer, *, capacity: int, **sizes: Any) -> None:
-        super().__init__(model, options, tgt, capacity=capacity, rows=options.n_best, **sizes)
+        super().__init__(model, replace(options, beam=1), tgt, capacity=capacity, **sizes)  # a row for each sample
+        self.first.zero_()  # each begins by itself
         self.sampling: Sampling = options.sampling
         drawn = uniform_numbers(self.sampling, self.numbers, self.rows, capacity)
         self.uniform = drawn.to(self.state.done.device)  # (sentences, rows, capacity)
