@@ -150,12 +150,9 @@ class Layers:
                 return LearnedPositions(self.config.d_model, self.config.max_positions)
         raise UsageError(f"model.positions = {self.config.positions}: not an option of the paper's layers")
 
-    def self_attention(self, name: str) -> MultiHeadAttention:
+    def attention(self, name: str, *, cross: bool) -> MultiHeadAttention:
         c = self.config
         return MultiHeadAttention(c.d_model, c.heads, c.key_width, c.value_width, name=name)
-
-    def cross_attention(self, name: str) -> MultiHeadAttention:
-        return self.self_attention(name)
 
     def feed_forward(self) -> nn.Module:
         return FeedForward(self.config.d_model, self.config.d_ff)
@@ -177,8 +174,8 @@ class TransformerLayer(nn.Module):
     def __init__(self, layers: Layers, stack: str, number: int, *, cross: bool) -> None:
         super().__init__()
         self.number = number
-        self.attention = layers.self_attention(f"{stack}.{number}.self")
-        self.cross_attention = layers.cross_attention(f"{stack}.{number}.cross") if cross else None
+        self.attention = layers.attention(f"{stack}.{number}.self", cross=False)
+        self.cross_attention = layers.attention(f"{stack}.{number}.cross", cross=True) if cross else None
         self.feed_forward: Any = layers.feed_forward()
         self.residuals = nn.ModuleList(layers.residual() for _ in range(3 if cross else 2))
 

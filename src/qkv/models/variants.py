@@ -59,14 +59,11 @@ class VariantLayers(Layers):
     def positions(self) -> Positions | None:
         return None if self.config.positions in ("rotary", "none") else super().positions()
 
-    def self_attention(self, name: str) -> MultiHeadAttention:
-        return self._attention(name, rotary=self.config.positions == "rotary", window=self.config.window)
-
-    def cross_attention(self, name: str) -> MultiHeadAttention:
-        return self._attention(name, rotary=False, window=0)  # source and target have no common distance
-
-    def _attention(self, name: str, *, rotary: bool, window: int) -> MultiHeadAttention:
+    def attention(self, name: str, *, cross: bool) -> MultiHeadAttention:
         c = self.config
+        rotary, window = c.positions == "rotary", c.window
+        if cross:  # source and target have no common distance
+            rotary, window = False, 0
         widths = c.d_model, c.heads, c.key_width, c.value_width
         if c.attention == "scaled" and not (rotary or window or c.attention_dropout):
             return MultiHeadAttention(*widths, bias=c.bias, name=name)
