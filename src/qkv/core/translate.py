@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,9 +26,6 @@ class TranslatedLine(NamedTuple):
     texts: list[str]
     hypotheses: list[tuple[Hypothesis, ...]]  # of each text: those of its pieces
     source_tokens: int  # of all pieces
-
-    def __str__(self) -> str:
-        return self.texts[0] if self.texts else ""
 
 
 def translate_lines(
@@ -105,16 +102,15 @@ def search_all(
     return results
 
 
-def batches_by_length(sources: Sequence[Ids], options: SearchOptions, device: torch.device) -> Iterator[list[int]]:
-    """Yield positions of sources grouped by length, longest first: too large a batch fails at the start."""
+def batches_by_length(sources: Sequence[Ids], options: SearchOptions, device: torch.device) -> list[list[int]]:
+    """Return positions of sources grouped by length, longest first: too large a batch fails at the start."""
     # Padded source tokens times beams: enough to keep the device busy.
     budget = options.batch_tokens or (4096 if device.type == "cpu" else 131_072)
-    yield from by_length([len(ids) + 1 for ids in sources], budget // options.rows)
+    return by_length([len(ids) + 1 for ids in sources], budget // options.rows)
 
 
-def by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield positions of rows grouped into batches of at most `tokens` padded tokens, longest first."""
+def by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return positions of rows grouped into batches of at most `tokens` padded tokens, longest first."""
     widths = np.asarray(lengths, np.int64)
     order = np.argsort(-widths, kind="stable").astype(np.int64)
-    for batch in cut(order, widths, widths, tokens):
-        yield batch.tolist()
+    return [batch.tolist() for batch in cut(order, widths, widths, tokens)]

@@ -17,7 +17,7 @@ from qkv.core.config import Config
 from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.errors import QkvError
-from qkv.core.loss import Loss, label_smoothed_loss
+from qkv.core.loss import Loss, SmoothedObjective, label_smoothed_loss
 from qkv.core.search import SearchOptions, StartSearch, start_search
 from qkv.core.transformer import Model
 from qkv.core.translate import search_all
@@ -123,11 +123,9 @@ def total_loss(
     model: Model, batches: Iterable[Batch], pad: int, device: torch.device, loss: Loss = label_smoothed_loss
 ) -> tuple[float, int]:
     """Return −log p summed over all labels, and the number of labels."""
-    total, tokens = 0.0, 0
+    objective, total, tokens = SmoothedObjective(0.0, pad, loss), 0.0, 0
     for batch in batches:
-        moved = batch.to(device)
-        hidden = model.hidden_at(moved.labels != pad, *moved.inputs)  # (tokens, d_model)
-        _, nll = loss(hidden, model.output.weight, moved.labels, 0.0, pad)
+        _, nll = objective(model, batch.to(device))
         total += float(nll)
         tokens += batch.tokens
     return total, tokens

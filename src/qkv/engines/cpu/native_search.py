@@ -208,7 +208,7 @@ class ProcessDecoding:
         progress: Callable[[Sequence[int]], None] = lambda finished: None,
     ) -> list[list[Hypothesis]]:
         """Return the n best hypotheses of each source, in the order of the sources."""
-        batches = list(batches_by_length(sources, options, CPU))
+        batches = batches_by_length(sources, options, CPU)
         tasks = []
         for batch in batches:
             batch_prefixes = [list(prefixes[i]) for i in batch] if prefixes else None
