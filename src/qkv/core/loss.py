@@ -10,21 +10,15 @@ from torch import Tensor
 from qkv.core.batches import Batch
 from qkv.core.transformer import Model
 
-# Hidden states, output matrix, labels, smoothing, id of <pad> → loss and −log p. `training.loss_in_parts` needs less
-# memory and time for the same.
+# Hidden states, output matrix, labels, smoothing, id of <pad> → loss and −log p: `label_smoothed_loss` or a faster one.
 Loss = Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]]
 
 
 def label_smoothed_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, pad: int
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and −log p, summed over the real tokens: hidden (batch, target, d_model), labels (batch, target).
-
-    `hidden` may also hold the real tokens only, (tokens, d_model).
-    """
-    real = labels != pad
-    hidden = hidden[real] if hidden.dim() > labels.dim() else hidden  # (tokens, d_model)
-    return smoothed_cross_entropy(F.linear(hidden, weight).float().log_softmax(-1), labels[real], smoothing)
+    """Return loss and −log p, summed over the real labels (batch, target); hidden (tokens, d_model) is theirs alone."""
+    return smoothed_cross_entropy(F.linear(hidden, weight).float().log_softmax(-1), labels[labels != pad], smoothing)
 
 
 def smoothed_cross_entropy(log_probs: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,6 @@ hypothesis ends.
 The order of equals is the same on every path. Continuations: higher total first, then lower row, then lower token id;
 NaN last. Rows are numbered by rank, so this order is total. Finished hypotheses: higher score first, then the one that
 finished earlier.
-
-Of a model the search uses four calls: `encode`, `start`, `step` and the state's `select`.
 """
 
 from __future__ import annotations
@@ -309,11 +307,10 @@ class BeamSearch(Search):
 
 
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row (rows, n), largest first, and their indices; of equals the lower, NaN last.
+    """Return the k largest of each row (rows, n), largest first, and their indices; NaN becomes -inf in `values`.
 
-    This is the tie order of the search; `torch.topk` promises none. Sorting everything is slow, so chunks are ranked by
-    their maximum first: a chunk that holds one of the k best is itself among the k best chunks, in the same order.
-    NaN becomes -inf in `values`.
+    Of equals the lower index is first; `torch.topk` promises no order. Sorting everything is slow, so chunks are ranked
+    by their maximum first: a chunk that holds one of the k best is itself among the k best chunks, in the same order.
     """
     values.nan_to_num_(-math.inf, math.inf, -math.inf)
     (rows, n), whole = values.shape, values.shape[1] // CHUNK

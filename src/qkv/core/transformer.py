@@ -91,8 +91,7 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, position: int | Tensor = 0) -> Tensor:
         """Vectors of ids (batch, length): (batch, length, d_model).
 
-        `position` is that of the first token: of all rows, or a tensor (batch,) with one for each row. A tensor of the
-        shape of the ids is the position of each token.
+        `position` is that of the first token, of all rows or (batch,) of each; or (1, length), that of each token.
         """
         x = self.tokens(ids) * self.scale
         if self.positions is not None:
@@ -134,10 +133,9 @@ class Layers:
 
     def __init__(self, config: AttentionModelConfig) -> None:
         self.config = config
-        for spec in dataclasses.fields(config):
-            value = getattr(config, spec.name)
-            if spec.name not in self.implemented and value != spec.default:
-                raise UsageError(f"model.{spec.name} = {value}: not an option of the paper's layers: use `build_model`")
+        for name, value in vars(config).items():
+            if name not in self.implemented and value != getattr(type(config), name):  # other than its default
+                raise UsageError(f"model.{name} = {value}: not an option of the paper's layers: use `build_model`")
 
     def embedding(self, vocab: int) -> Embedding:
         return Embedding(vocab, self.config.d_model, self.positions(), self.config.dropout)
@@ -188,7 +186,6 @@ class TransformerLayer(nn.Module):
 
 
 def stack(layers: Layers, name: str, depth: int, *, cross: bool) -> Any:
-    """The layers of an encoder or a decoder."""
     return nn.ModuleList(TransformerLayer(layers, name, number, cross=cross) for number in range(depth))
 
 

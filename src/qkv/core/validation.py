@@ -24,8 +24,6 @@ from qkv.core.translate import search_all
 
 TOKENS = 4096  # of validation text computed at once
 
-Bleu = Callable[[Sequence[str], Sequence[str]], float]  # hypotheses, references → BLEU
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -82,7 +80,7 @@ class TranslationTask:
     def __init__(
         self,
         start: StartSearch = start_search,
-        bleu: Bleu = corpus_bleu,
+        bleu: Callable[[Sequence[str], Sequence[str]], float] = corpus_bleu,  # of hypotheses and references
         loss: Loss = label_smoothed_loss,
         **options: Any,
     ) -> None:

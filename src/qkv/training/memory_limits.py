@@ -158,7 +158,7 @@ ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU;
 
 
 def loss_in_parts(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
-    """Return what `label_smoothed_loss` of the core returns, in less time and memory."""
+    """Return what `label_smoothed_loss` of the core returns, in less time and memory; `hidden` may be padded, too."""
     real = labels != pad
     hidden, labels = hidden[real] if hidden.dim() > labels.dim() else hidden, labels[real]  # (tokens, d_model)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
