@@ -25,7 +25,7 @@ import numpy as np
 
 from qkv.core.errors import QkvError
 from qkv.data import alignments
-from qkv.evaluation.metrics import Floats, chrf, quick_bleu, sentence_statistics, value_of
+from qkv.evaluation.metrics import Floats, bleu, chrf, sentence_statistics, value_of
 
 CHANCE_QUANTILE = 0.9  # chance level: this quantile of the chrF2 of references of different sentences, …
 MAX_CHANCE = 30.0  # … at most this, for test sets of very similar sentences; …
@@ -298,12 +298,13 @@ def chance_level(references: Sequence[str]) -> float:
 def _buckets(sentences: Sequence[Sentence], statistics: Floats, tgt_lang: str) -> tuple[Bucket, ...]:
     """Return scores of sentences grouped by source length, in groups of about equal size."""
     lengths = np.array([len(words_of(sentence.source)) for sentence in sentences], dtype=np.int64)
-    buckets = []
+    metric, buckets = bleu(tgt_lang, quiet=True), []
+    hypotheses, references = [each.hypothesis for each in sentences], [each.reference for each in sentences]
+    bleu_statistics = sentence_statistics(metric, hypotheses, references)
     for low, high in length_ranges(lengths.tolist()):
-        inside = np.flatnonzero((lengths >= low) & (lengths <= high)).tolist()
-        texts = [(sentences[i].hypothesis, sentences[i].reference) for i in inside]
-        bleu = quick_bleu([text for text, _ in texts], [text for _, text in texts], tgt_lang=tgt_lang)
-        buckets.append(Bucket(low, high, len(inside), bleu, value_of(chrf(), statistics[inside].sum(0))))
+        inside = (lengths >= low) & (lengths <= high)
+        values = value_of(metric, bleu_statistics[inside].sum(0)), value_of(chrf(), statistics[inside].sum(0))
+        buckets.append(Bucket(low, high, int(inside.sum()), *values))
     return tuple(buckets)
 
 

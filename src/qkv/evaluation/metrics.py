@@ -161,8 +161,8 @@ def score(
 
     return Scores(
         len(references),
-        interval("BLEU", _bleu(tgt_lang)),
-        interval(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", _bleu(tgt_lang, lowercase=True)),
+        interval("BLEU", bleu(tgt_lang)),
+        interval(f"BLEU lower-case, {bleu_tokenizer(tgt_lang)}", bleu(tgt_lang, lowercase=True)),
         interval("chrF2", chrf()),
         interval("TER", _ter(tgt_lang)) if ter else None,
     )
@@ -191,13 +191,7 @@ def compare(
         extreme = np.abs(differences - differences.mean()) >= abs(b.value - a.value) - 1e-9
         return Difference(name, a, b, float((extreme.sum() + 1) / (bootstrap + 1)))
 
-    return Comparison(len(references), difference("BLEU", _bleu(tgt_lang, quiet=True)), difference("chrF2", chrf()))
-
-
-def quick_bleu(hypotheses: Sequence[str], references: Sequence[str], *, tgt_lang: str = "") -> float:
-    """Return the value of BLEU alone."""
-    references, hypotheses = _checked(references, hypotheses=hypotheses)
-    return float(_bleu(tgt_lang, quiet=True).corpus_score(hypotheses, [references]).score)
+    return Comparison(len(references), difference("BLEU", bleu(tgt_lang, quiet=True)), difference("chrF2", chrf()))
 
 
 def bleu_tokenizer(tgt_lang: str) -> str:
@@ -214,7 +208,8 @@ def bleu_tokenizer(tgt_lang: str) -> str:
     return "13a"
 
 
-def _bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:
+def bleu(tgt_lang: str, *, lowercase: bool = False, quiet: bool = False) -> Metric:
+    """Return sacreBLEU's BLEU for a target language."""
     from sacrebleu.metrics.bleu import BLEU
 
     # `force` suppresses sacreBLEU's warning of output that seems to be tokenised: one warning is enough.

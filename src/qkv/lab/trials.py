@@ -38,9 +38,10 @@ from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import Interrupted, QkvError
+from qkv.core.validation import corpus_bleu
 from qkv.data import text_preparation
 from qkv.data.formats import read_lines
-from qkv.evaluation.metrics import quick_bleu
+from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.models.rnn import Layer
 from qkv.options import Config, TransformerConfig
 from qkv.training.memory_limits import loss_in_parts
@@ -335,7 +336,7 @@ def _measure(run: Run, test: FilePair | None) -> dict[str, Any]:
 
     def bleu(sources: list[str], references: list[str]) -> float:
         texts = [each.text for each in translator.translate(sources)]
-        return quick_bleu(texts, references, tgt_lang=run.config.data.tgt_lang)
+        return corpus_bleu(texts, references, bleu_tokenizer(run.config.data.tgt_lang))
 
     valid = [path.read_text(encoding="utf-8").split("\n")[: len(prepared.valid)] for path in prepared.valid_text]
     return {
