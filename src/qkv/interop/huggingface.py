@@ -75,7 +75,8 @@ def to_huggingface(model: Transformer, *, max_positions: int = POSITIONS) -> Any
 def write_folder(model: Transformer, tokenizers: TokenizerPair, config: Config, folder: Path, tag: str) -> str:
     """Write model and tokenizers for `from_pretrained`, with the run's search options; return the README's program."""
     search, longest = config.decode, max_output_length(config)
-    target_model = to_huggingface(model, max_positions=_position_count(longest))
+    positions = max(POSITIONS, longest + 1)  # sources are not longer than outputs
+    target_model = to_huggingface(model, max_positions=positions)
     penalty = {"length_penalty": length_penalty_exponent(search)} if search.beam > 1 else {}
     target_model.generation_config.update(num_beams=search.beam, max_new_tokens=longest, **penalty)
     logging = import_optional("transformers").utils.logging
@@ -84,17 +85,12 @@ def write_folder(model: Transformer, tokenizers: TokenizerPair, config: Config, 
     target_model.save_pretrained(folder)
     if bar_was_enabled:
         logging.enable_progress_bar()
-    write_tokenizer(tokenizers.src, folder, longest, tag)
+    write_tokenizer(tokenizers.src, folder, positions, tag)
     target = "source"
     if not tokenizers.shared:
-        write_tokenizer(tokenizers.tgt, folder / "target", longest)
+        write_tokenizer(tokenizers.tgt, folder / "target", positions)
         target = 'transformers.AutoTokenizer.from_pretrained(folder, subfolder="target")'
     return PROGRAM.format(target=target)
-
-
-def _position_count(longest: int) -> int:
-    """Return the number of positions for outputs of up to `longest` tokens; sources are not longer."""
-    return max(POSITIONS, longest + 1)
 
 
 def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokenizer:
@@ -126,7 +122,7 @@ def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokeniz
     return library
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str = "") -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, positions: int, tag: str = "") -> None:
     """Write one side's tokenizer for AutoTokenizer; the name of a special token in a text is encoded as text."""
     pad, bos, eos = SPECIALS
     target = import_optional("transformers").PreTrainedTokenizerFast(
@@ -134,7 +130,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, longest: int, tag: str =
         pad_token=pad,
         bos_token=bos,
         eos_token=eos,
-        model_max_length=_position_count(longest),
+        model_max_length=positions,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
