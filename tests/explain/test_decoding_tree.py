@@ -19,7 +19,7 @@ from qkv.core.search import Hypothesis, SearchOptions, length_penalty, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.subwords import readable_tokens
 from qkv.decoding.search_request import token_logprobs
-from qkv.explain.decoding_tree import CANDIDATES, Decoding, forced_steps, trace_search
+from qkv.explain.decoding_tree import CANDIDATES, Decoding, EncodedSource, forced_steps, trace_search
 from qkv.options import DecodeConfig
 from search_tables import (
     BOS,
@@ -63,9 +63,8 @@ class PrefixModel(TableModel):
 
 def tell(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> Decoding:
     """The decoding of a sentence of one token under a limit of `longest` ≥ 1."""
-    return trace_search(
-        PrefixModel(table), BYTES, [0], dataclasses.replace(spec, extra_length=longest - 1), CPU, **options
-    )
+    source = EncodedSource(PrefixModel(table), BYTES, [0], CPU)
+    return trace_search(source, dataclasses.replace(spec, extra_length=longest - 1), **options)
 
 
 def find(table: Table, longest: int, spec: DecodeConfig, **options: Any) -> list[Hypothesis]:
@@ -223,7 +222,7 @@ def test_a_traced_transformer_finds_what_the_plain_search_finds(beam: int) -> No
     spec = DecodeConfig(beam=beam, extra_length=4)
     plain = search(transformer(), source, lengths, SearchOptions(**vars(spec), n_best=beam), SPECIAL)
     for row, length, expected in zip(source.tolist(), lengths.tolist(), plain, strict=True):
-        told = trace_search(transformer(), BYTES, row[: length - 1], spec, CPU, n_best=beam)
+        told = trace_search(EncodedSource(transformer(), BYTES, row[: length - 1], CPU), spec, n_best=beam)
         assert_same(told.hypotheses, expected)
         nodes = told.beam["nodes"]
         (winner,) = (node for node in nodes if node["fate"] == "winner")
@@ -242,7 +241,8 @@ def test_broken_weights_are_reported_while_tracing(beam: int) -> None:
 @pytest.mark.parametrize("beam", [1, 4])
 def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam: int) -> None:
     model = PrefixModel(random_table(3, 20, 0.4))
-    told = trace_search(model, BYTES, [0], DecodeConfig(beam=beam, extra_length=6), CPU)
+    encoded = EncodedSource(model, BYTES, [0], CPU)
+    told = trace_search(encoded, DecodeConfig(beam=beam, extra_length=6))
     assert model.encoded == 1
     written = told.hypotheses[0].tokens
     assert [s["chosen"] for s in told.steps] == [*readable_tokens(BYTES.tgt, written), "</s>"]
@@ -261,12 +261,12 @@ def test_candidates_have_the_models_probabilities_and_the_encoder_runs_once(beam
     assert math.prod(s["probability"] for s in told.steps) == pytest.approx(
         math.exp(told.hypotheses[0].logprob), rel=1e-4
     )
-    assert forced_steps(model, BYTES, [0], written, CPU) == told.steps
+    assert forced_steps(encoded, written) == told.steps
 
 
 def test_steps_of_a_transformer_are_its_softmax() -> None:
     model, source, target = transformer(), [5, 7, 4], [6, 3, 9, 9]
-    told = forced_steps(model, BYTES, source, target, CPU)
+    told = forced_steps(EncodedSource(model, BYTES, source, CPU), target)
     state = model.start(model.encode(torch.tensor([[*source, EOS]]), torch.tensor([4])))
     for step, fed in zip(told, [BOS, *target], strict=True):
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from qkv.decoding.search_request import tag_before
 from qkv.explain.attention_heads import HeadImportance, HeadName, head_importance
 from qkv.explain.attention_maps import AttentionMap, attention_map
 from qkv.explain.counterfactuals import WhatIf, edit, what_if
-from qkv.explain.decoding_tree import forced_steps, trace_search
+from qkv.explain.decoding_tree import EncodedSource, forced_steps, trace_search
 from qkv.explain.word_alignment import Alignment, AlignmentHead, align_pairs, alignment_head
 
 
@@ -39,13 +39,13 @@ class Explainer(LoadedRun[TranslationModel]):
         The map includes the candidates at each step and, if the translation was searched for, the beam as a tree.
         """
         ids = self._sentence(source, tag)
-        beam = None
+        encoded, beam = EncodedSource(self.model, self.tokenizers, ids, self.device), None
         if target is None:
-            decoding = trace_search(self.model, self.tokenizers, ids, self.config.decode, self.device)
+            decoding = trace_search(encoded, self.config.decode)
             written, steps, beam = decoding.hypotheses[0].tokens, decoding.steps, decoding.beam
         else:
             written = self.tokenizers.tgt.encode(target)
-            steps = forced_steps(self.model, self.tokenizers, ids, written, self.device)
+            steps = forced_steps(encoded, written)
         weights = attention_map(self.model, self.tokenizers, source, ids, written, self.device)
         return dataclasses.replace(weights, steps=steps, beam=beam)
 

@@ -201,15 +201,8 @@ def _panel(axes: Axes, table: list[list[float | None]], largest: float) -> None:
         if not np.isnan(change):
             dark = abs(shades[layer, head]) > 0.65
             text = f"{change:+.3f}" if largest < 10 else f"{change:+.2f}"
-            axes.text(
-                head,
-                layer,
-                text.replace("-", "−"),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if dark else "black",
-            )
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+            axes.text(head, layer, text.replace("-", "−"), color="white" if dark else "black", **style)
     axes.set_xticks(range(values.shape[1]), [str(head) for head in range(values.shape[1])])
     axes.set_yticks(range(values.shape[0]), [str(layer) for layer in range(values.shape[0])])
     axes.set_xlabel("head")

@@ -13,7 +13,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -239,22 +239,32 @@ def measure_head(weights: NDArray[Any], *, cross: bool, rare: NDArray[np.bool_] 
     scale = (keys - 1) / max(queries - 1, 1) if cross else 1.0
     distances = np.abs(np.arange(keys)[None] - scale * np.arange(queries)[:, None])
     entropies = -(weights * np.log2(np.where(weights > 0, weights, 1.0))).sum(1)
-    offset, mass = (None, None) if cross else best_offset(weights)
-    order, coverage = alignment(weights) if cross else (None, None)
-    head = HeadMeasures(
-        confidence=float(weights.max(1).mean()),
+    confidence = float(weights.max(1).mean())
+    offset = mass = on_rare = order = coverage = None
+    roles = []
+    if not cross:
+        offset, mass = best_offset(weights)
+        if mass >= POSITIONAL_MASS:
+            roles.append({-1: "previous token", 1: "next token"}.get(offset, "positional"))
+    if rare is not None:
+        on_rare = float(weights[:, rare].sum(1).mean())
+        if on_rare >= max(RARE_MASS, RARE_TIMES * float(np.mean(rare))):  # the mean: what even attention has on them
+            roles.append("rare token")
+    if cross:
+        order, coverage = alignment(weights)
+        if confidence >= ALIGNMENT_CONFIDENCE and order >= ALIGNMENT_ORDER and coverage >= ALIGNMENT_COVERAGE:
+            roles.append("alignment")
+    return HeadMeasures(
+        confidence=confidence,
         entropy=float(entropies.mean() + 0.0),  # + 0.0 turns −0 into 0
         distance=float((weights * distances).sum(1).mean()),
         offset=offset,
         mass=mass,
-        rare=None if rare is None else float(weights[:, rare].sum(1).mean()),
+        rare=on_rare,
         order=order,
         coverage=coverage,
-        roles=[],
+        roles=roles if queries >= SHORTEST else [],
     )
-    if queries < SHORTEST:
-        return head
-    return replace(head, roles=_roles(head, 0.0 if rare is None else float(np.mean(rare))))
 
 
 def best_offset(weights: NDArray[Any]) -> tuple[int, float]:
@@ -288,24 +298,6 @@ def rare_tokens(ids: list[int], first_learned: int) -> NDArray[np.bool_]:
     # Each id counts once, so that a repeated token does not displace another one.
     bound = np.sort(np.unique(numbers[learned]))[::-1][:count].min()
     return learned & (numbers >= bound)
-
-
-def _roles(head: HeadMeasures, share: float) -> list[str]:
-    """Return the roles of a head; `share` is the mean weight that even attention has on the rare keys."""
-    roles = []
-    if head.mass is not None and head.mass >= POSITIONAL_MASS:
-        roles.append({-1: "previous token", 1: "next token"}.get(head.offset or 0, "positional"))
-    if head.rare is not None and head.rare >= max(RARE_MASS, RARE_TIMES * share):
-        roles.append("rare token")
-    if (
-        head.order is not None
-        and head.coverage is not None
-        and head.confidence >= ALIGNMENT_CONFIDENCE
-        and head.order >= ALIGNMENT_ORDER
-        and head.coverage >= ALIGNMENT_COVERAGE
-    ):
-        roles.append("alignment")
-    return roles
 
 
 # ---- heat-maps as a picture: a row for each layer, a column for each head --------------------------------------------

@@ -43,7 +43,7 @@ class Decoding:
 
 
 class EncodedSource:
-    """A model with one encoded source: searches and teacher forcing share one run of the encoder."""
+    """A model with one encoded source (ids without <s> and </s>): all that follows shares one run of the encoder."""
 
     def __init__(self, model: StepModel, tokenizers: TokenizerPair, source: Sequence[int], device: torch.device):
         self.source = torch.tensor([[*source, tokenizers.src.eos]], device=device)
@@ -70,36 +70,16 @@ class EncodedSource:
         return hypotheses
 
 
-def trace_search(
-    model: StepModel,
-    tokenizers: TokenizerPair,
-    source_ids: Sequence[int],
-    spec: DecodeConfig,
-    device: torch.device,
-    *,
-    n_best: int = 1,
-    prefix: Sequence[int] = (),
-) -> Decoding:
-    """Search for the translation of one source (ids without <s> and </s>) and record the search."""
-    source = EncodedSource(model, tokenizers, source_ids, device)
-    tree = _HypothesisTree(spec, tokenizers.tgt, n_best=n_best, prefix=len(prefix))
+def trace_search(source: EncodedSource, spec: DecodeConfig, *, n_best: int = 1, prefix: Sequence[int] = ()) -> Decoding:
+    """Search for the translation of one source and record the search."""
+    tree = _HypothesisTree(spec, source.tgt, n_best=n_best, prefix=len(prefix))
     hypotheses = source.search(spec, n_best=n_best, prefix=prefix, start=tree.start)
-    return Decoding(_steps(source, hypotheses[0].tokens), tree.finish(), hypotheses)
-
-
-def forced_steps(
-    model: StepModel,
-    tokenizers: TokenizerPair,
-    source_ids: Sequence[int],
-    target_ids: Sequence[int],
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """Return the steps of a given target, with the model's candidates at each position."""
-    return _steps(EncodedSource(model, tokenizers, source_ids, device), target_ids)
+    return Decoding(forced_steps(source, hypotheses[0].tokens), tree.finish(), hypotheses)
 
 
 @torch.inference_mode()
-def _steps(source: EncodedSource, target: Sequence[int]) -> list[dict[str, Any]]:
+def forced_steps(source: EncodedSource, target: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the steps of a given target, with the model's candidates at each position."""
     tgt = source.tgt
     fed, written = [tgt.bos, *target], [*target, tgt.eos]
     logits, _ = source.step(torch.tensor([fed], device=source.source.device), source.start(source.encoded))

@@ -120,11 +120,8 @@ def read_history(run: Run) -> History:
 
 def _column(entries: Any, name: str) -> Column:
     """Return one value for each entry; None if it is missing or not a number."""
-    return [_number(entry.get(name)) for entry in entries]
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and np.isfinite(value) else None
+    values = (entry.get(name) for entry in entries)
+    return [value if isinstance(value, int | float) and np.isfinite(value) else None for value in values]
 
 
 def smoothed(values: Column) -> Column:
