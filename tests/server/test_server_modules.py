@@ -23,7 +23,7 @@ from qkv.server.listener import open_socket
 from qkv.server.middleware import Refusal, RequestLimits, parse_form, parse_json
 from qkv.server.scheduler import SchedulerOptions
 from qkv.server.served_models import ServedModel, ServedModels
-from qkv.server.service import RateLimiter, find_key, new_key, read_keys
+from qkv.server.service import RateLimiter, hash_key, new_key, read_keys
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
@@ -33,12 +33,10 @@ def test_keys_are_found_by_their_hash(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# a comment\n\n{line}\n{second} 60  # slowly\n", encoding="utf-8")
     keys = read_keys(path)
-    one, two = find_key(keys, key), find_key(keys, other)
-    assert one is not None
-    assert two is not None
+    one, two = keys[hash_key(key)], keys[hash_key(other)]
     assert (one.name, one.rate, two.name, two.rate) == ("one", None, "two", 60)
-    assert find_key(keys, "") is None
-    assert find_key(keys, line.split()[1]) is None  # the hash is not a key
+    assert hash_key("") not in keys
+    assert hash_key(line.split()[1]) not in keys  # the hash is not a key
     assert key not in line
 
 
@@ -98,11 +96,11 @@ def test_a_port_is_shared_only_with_reuse_port() -> None:
 def test_models_are_found_by_name_and_language(tiny: Path) -> None:
     models = ServedModels.open([tiny, f"other={tiny}"])
     assert list(models) == ["tiny", "other"]
-    assert models.for_languages("en", "it").name == "tiny"
-    assert models.for_languages("en", "it", "other").name == "other"
+    assert models.choose("en", "it", [])[0].name == "tiny"
+    assert models.choose("en", "it", [], "other")[0].name == "other"
     assert models.languages() == {"en": ["it"], "it": []}
     with pytest.raises(Refusal, match="'xx' is not supported"):
-        models.for_languages("xx", "it")
+        models.choose("xx", "it", [])
     with pytest.raises(Refusal, match="no language model"):
         models.by_name(None, translates=False)
     with pytest.raises(UsageError, match="second model"):
@@ -154,7 +152,7 @@ CARD = """
 import sys
 import qkv
 from qkv.server.model_worker import model_card
-model_card("tiny", qkv.Translator(sys.argv[1], device="cpu"))
+model_card(qkv.Translator(sys.argv[1], device="cpu"))
 print("torch._dynamo" in sys.modules)
 """
 

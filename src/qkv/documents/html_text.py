@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from qkv.core.errors import UsageError
@@ -232,11 +232,9 @@ def _run_part(text: str) -> HtmlPart:
     """A part with decoded entities and escaped <, > and & between its tags; a run without text is kept."""
     if not TAG.sub("", text).strip():
         return HtmlPart(text, kept=True)
-    inner = text.strip()
-    at = text.index(inner)
-    tags = [*TAG.finditer(inner)]
-    ends = [0, *(tag.end() for tag in tags)]
-    begins = [*(tag.start() for tag in tags), len(inner)]
-    texts = [escape_markup(html.unescape(inner[a:b])) for a, b in zip(ends, begins, strict=True)]
-    out = texts[0] + "".join(tag[0] + after for tag, after in zip(tags, texts[1:], strict=True))
-    return HtmlPart(out, before=text[:at], after=text[at + len(inner) :])
+    part = _text_part(text)
+    escaped, done = "", 0
+    for tag in TAG.finditer(part.text):
+        escaped += escape_markup(html.unescape(part.text[done : tag.start()])) + tag[0]
+        done = tag.end()
+    return replace(part, text=escaped + escape_markup(html.unescape(part.text[done:])))

@@ -116,11 +116,11 @@ def split_segments(tokens: Iterable[Token], format: TextFormat) -> Iterator[str 
 
 def _run_segments(run: list[Token], format: TextFormat) -> Iterator[str | Segment]:
     """The segments between two boundaries; a tag without a counterpart in the run is one more boundary."""
-    for part, balanced in _split_at(run, unmatched_tags(run)):
-        not_nested = too_many_marks(part) or (not balanced and unmatched_tags(part))
+    for part in _split_at(run, unmatched_tags(run)):
         # Crossing tags form no tree: then every tag is a boundary.
+        not_nested = too_many_marks(part) or unmatched_tags(part)
         crossing = {place for place, token in enumerate(part) if token.kind != "text"} if not_nested else set()
-        for inner, _ in _split_at(part, crossing):
+        for inner in _split_at(part, crossing):
             yield from _trim_outer_marks(inner, format)
 
 
@@ -145,17 +145,17 @@ def unmatched_tags(tokens: Sequence[Token]) -> set[int]:
     return unmatched | set(opened)
 
 
-def _split_at(tokens: list[Token], positions: set[int]) -> Iterator[tuple[list[Token], bool]]:
-    """Split at some positions; a token there is a part of its own. The flag: the part is known to be balanced."""
+def _split_at(tokens: list[Token], positions: set[int]) -> Iterator[list[Token]]:
+    """Split at some positions; a token there is a part of its own."""
     part: list[Token] = []
     for place, token in enumerate(tokens):
         if place in positions:
-            yield part, False
-            yield [Token("standalone", token.raw)], True
+            yield part
+            yield [Token("standalone", token.raw)]
             part = []
         else:
             part.append(token)
-    yield part, not positions
+    yield part
 
 
 def _trim_outer_marks(tokens: list[Token], format: TextFormat) -> Iterator[str | Segment]:

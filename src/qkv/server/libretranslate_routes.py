@@ -11,7 +11,7 @@ from starlette.datastructures import UploadFile
 from qkv.documents import FORMATS
 from qkv.server import served_models
 from qkv.server.document_jobs import job_store
-from qkv.server.middleware import Refusal, body_schema, check_limit, json_response, parse_body
+from qkv.server.middleware import MULTIPART, PARSED, Refusal, body_schema, check_limit, json_response, parse_body
 from qkv.server.service import service_of
 
 router = APIRouter(tags=["LibreTranslate"])
@@ -20,6 +20,7 @@ MAX_TEXT = 1_000_000  # characters of a text in the schema; the server's own lim
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Field(max_length=10_000)]
 Code = Annotated[str, Field(min_length=1, max_length=32)]
+BINARY = {"type": "string", "format": "binary"}
 ApiKeyField = Annotated[str, Field(max_length=256, description="Only if the server requires keys.")]
 
 
@@ -62,8 +63,15 @@ class Guess(BaseModel):
     language: str
 
 
+class Failed(BaseModel):
+    """The reason why a request was refused, and a JSON pointer to the invalid part."""
+
+    error: str
+    pointer: str = ""
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"description": why, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Failed"}}}}
+    code: {"description": why, "model": Failed}
     for code, why in {
         400: "Language not available.",
         401: "No valid API key.",
@@ -79,7 +87,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/translate", openapi_extra=body_schema(Translate, form=True), responses=ERRORS)
+@router.post("/translate", openapi_extra=body_schema(Translate.model_json_schema(), *PARSED), responses=ERRORS)
 async def translate(request: Request) -> Response:
     """Translate a text, or a list of texts."""
     body, service = await parse_body(request, Translate), service_of(request)
@@ -111,7 +119,7 @@ async def translate(request: Request) -> Response:
     return json_response(response)
 
 
-@router.post("/detect", openapi_extra=body_schema(Detect, form=True), responses=ERRORS)
+@router.post("/detect", openapi_extra=body_schema(Detect.model_json_schema(), *PARSED), responses=ERRORS)
 async def detect(request: Request) -> list[Guess]:
     """Return the most likely languages of a text, most likely first."""
     body, service = await parse_body(request, Detect), service_of(request)
@@ -149,32 +157,20 @@ async def settings(request: Request) -> dict[str, Any]:
     }
 
 
-FILE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "target"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "source": {"type": "string", "maxLength": 32},
-                        "target": {"type": "string", "maxLength": 32},
-                        "api_key": {"type": "string", "maxLength": 256},
-                    },
-                }
-            }
-        },
-    }
+FILE_FIELDS: dict[str, Any] = {
+    "file": BINARY,
+    "source": {"type": "string", "maxLength": 32},
+    "target": {"type": "string", "maxLength": 32},
+    "api_key": {"type": "string", "maxLength": 256},
 }
+FILE = {"type": "object", "required": ["file", "target"], "properties": FILE_FIELDS}
 
 
-@router.post("/translate_file", openapi_extra=FILE, responses=ERRORS)
+@router.post("/translate_file", openapi_extra=body_schema(FILE, MULTIPART), responses=ERRORS)
 async def translate_file(request: Request) -> dict[str, str]:
     """Translate a document and return the URL of the result."""
     service = service_of(request)
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").startswith(MULTIPART):
         raise Refusal(422, "not a form: send the document as multipart/form-data, in a field called file")
     async with request.form(max_files=1, max_fields=8) as form:
         fields = {name: value for name, value in form.items() if isinstance(value, str)}

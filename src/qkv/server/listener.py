@@ -190,13 +190,15 @@ def serve(
 def run(app: FastAPI, listening: socket.socket) -> None:
     """Run the event loop until a stop signal; a run that cannot be loaded is an error."""
     HttpProtocol.receive_timeout = app.state.service.limits.receive_timeout
-    options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "access_log": False, "log_level": "warning"}
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
+        ws="none",
+        access_log=False,
+        log_level="warning",
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=75,
-        **options,
     )
     server = Server(config, app)
     try:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import parse_qsl
 
@@ -64,28 +64,23 @@ class Metrics:
     """Counters, gauges and histograms; none contains texts, client names or keys."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("qkv_requests", "Responses sent.", ["route", "status"], registry=registry)
-        self.seconds = Histogram(
-            "qkv_request_seconds", "Time from request to response.", ["route"], registry=registry, buckets=SECONDS
-        )
-        self.waiting = Gauge("qkv_queue_sentences", "Sentences in the queue.", registry=registry)
-        self.waiting_tokens = Gauge("qkv_queue_tokens", "Tokens of the sentences in the queue.", registry=registry)
-        self.ready = Gauge("qkv_workers_ready", "Model processes that accept jobs.", registry=registry)
-        self.restarts = Counter("qkv_worker_restarts", "Restarts of model processes.", registry=registry)
-        self.refused = Counter(
-            "qkv_refused", "Requests refused: queue full, rate limit, invalid key.", ["why"], registry=registry
-        )
-        self.cancelled = Counter(
-            "qkv_cancelled", "Requests ended by a disconnect or the time limit.", registry=registry
-        )
-        self.sentences = Counter("qkv_sentences", "Sentences translated.", ["model"], registry=registry)
-        self.tokens = Counter(
-            "qkv_tokens", "Source tokens of translations, output tokens of completions.", ["model"], registry=registry
-        )
-        self.batch_size = Histogram("qkv_batch_sentences", "Sentences in a batch.", registry=registry, buckets=SIZES)
-        self.batch_seconds = Histogram("qkv_batch_seconds", "Time of a batch.", registry=registry, buckets=SECONDS)
-
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("qkv_requests", "Responses sent.", ["route", "status"])
+        self.seconds = histogram("qkv_request_seconds", "Time from request to response.", ["route"], buckets=SECONDS)
+        self.waiting = gauge("qkv_queue_sentences", "Sentences in the queue.")
+        self.waiting_tokens = gauge("qkv_queue_tokens", "Tokens of the sentences in the queue.")
+        self.ready = gauge("qkv_workers_ready", "Model processes that accept jobs.")
+        self.restarts = counter("qkv_worker_restarts", "Restarts of model processes.")
+        self.refused = counter("qkv_refused", "Requests refused: queue full, rate limit, invalid key.", ["why"])
+        self.cancelled = counter("qkv_cancelled", "Requests ended by a disconnect or the time limit.")
+        self.sentences = counter("qkv_sentences", "Sentences translated.", ["model"])
+        tokens = "Source tokens of translations, output tokens of completions."
+        self.tokens = counter("qkv_tokens", tokens, ["model"])
+        self.batch_size = histogram("qkv_batch_sentences", "Sentences in a batch.", buckets=SIZES)
+        self.batch_seconds = histogram("qkv_batch_seconds", "Time of a batch.", buckets=SECONDS)
         self._request = cache(lambda route, status: (self.requests.labels(route, status), self.seconds.labels(route)))
 
     def request(self, route: str, status: int, seconds: float) -> None:
@@ -206,7 +201,8 @@ class BodyReader:
 
 B = TypeVar("B", bound=BaseModel)
 MAX_FIELDS = 2000  # of a form
-FORM, MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
+JSON, FORM, MULTIPART = "application/json", "application/x-www-form-urlencoded", "multipart/form-data"
+PARSED = (JSON, FORM, MULTIPART)  # media types that `parse_body` reads
 JSON_HINT = "send it with the header Content-Type: application/json"
 
 
@@ -277,12 +273,9 @@ def refuse_malformed(errors: Any) -> NoReturn:
 
 def json_response(body: Any) -> Response:
     """Return a response with JSON in UTF-8, without escapes."""
-    return Response(ENCODER.encode(body), media_type="application/json")
+    return Response(ENCODER.encode(body), media_type=JSON)
 
 
-def body_schema(model: type[BaseModel], *, form: bool = False) -> dict[str, Any]:
-    """The OpenAPI description of a body that `parse_body` reads."""
-    content = {"application/json": {"schema": model.model_json_schema()}}
-    if form:
-        content[FORM] = content[MULTIPART] = content["application/json"]
-    return {"requestBody": {"required": True, "content": content}}
+def body_schema(schema: dict[str, Any], *media_types: str) -> dict[str, Any]:
+    """The OpenAPI description of a body that a route reads by itself."""
+    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in media_types}}}

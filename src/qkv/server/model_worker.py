@@ -70,7 +70,7 @@ def run_jobs(channel: JsonLines, settings: Event) -> None:
         channel.write({"failed": str(error)})
         return
     device = str(next(iter(models.values())).device)
-    channel.write({"ready": {name: model_card(name, model) for name, model in models.items()}, "device": device})
+    channel.write({"ready": {name: model_card(model) for name, model in models.items()}, "device": device})
     freeze_garbage_collector()
     jobs: dict[int, tuple[str, Iterator[Event]]] = {}
     try:
@@ -117,17 +117,14 @@ def _load(path: str, device: str, dtype: str) -> qkv.Translator | qkv.LanguageMo
     return model
 
 
-def model_card(name: str, model: qkv.Translator | qkv.LanguageModel) -> Event:
-    """The entry of a model in `GET /models`."""
+def model_card(model: qkv.Translator | qkv.LanguageModel) -> Event:
+    """The fields of a model in `GET /models` that need the loaded model."""
     from qkv.assembly import parameter_count, shape, vocabulary
     from qkv.decoding.search_request import without_spaces
 
     config, scores, card = model.config, model.run.scores, model.run.path / "card.md"
     return {
-        "name": name,
         "kind": config.model.kind,
-        "does": "translate" if isinstance(model, qkv.Translator) else "complete",
-        "source": config.data.src_lang,
         "target": config.data.tgt_lang,
         "spaces": not without_spaces(config.data.tgt_lang),
         "parameters": parameter_count(model.model),

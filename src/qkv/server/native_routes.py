@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -10,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from qkv import __version__
 from qkv.server.document_jobs import job_store
-from qkv.server.libretranslate_routes import ERRORS, Code, Text
-from qkv.server.middleware import Refusal
+from qkv.server.libretranslate_routes import BINARY, ERRORS, Code, Text
+from qkv.server.middleware import Refusal, body_schema
 from qkv.server.service import service_of
 
 router = APIRouter(tags=["qkv"])
@@ -52,13 +53,6 @@ class Attention(BaseModel):
     ] = {}
 
 
-class Failed(BaseModel):
-    """The reason why a request was refused, and a JSON pointer to the invalid part."""
-
-    error: str
-    pointer: str = ""
-
-
 async def _submit_job(
     request: Request, kind: str, model_name: str | None, texts: list[str], pointer: str, weight: int, **job: Any
 ) -> dict[str, Any]:
@@ -68,7 +62,8 @@ async def _submit_job(
     service.check_size(texts, pointer)
     service.scheduler.check_accepting()
     cost = weight * sum(1 + len(text) // 3 for text in texts)
-    work = service.scheduler.submit(client, (kind, model.name, ""), [{**job, "tag": model.tag("")}], [cost])
+    group = (kind, model.name, secrets.token_hex(8))  # of its own: an invalid job fails its batch
+    work = service.scheduler.submit(client, group, [{**job, "tag": model.tag("")}], [cost])
     (result,) = await service.run(request, work)
     return result | {"model": model.name}
 
@@ -99,12 +94,7 @@ async def attention(request: Request, body: Attention) -> dict[str, Any]:
 
 # ---- documents -------------------------------------------------------------------------------------------------------
 
-DOCUMENT: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
+DOCUMENT = body_schema(BINARY, "application/octet-stream")
 
 
 @router.post("/documents", status_code=202, openapi_extra=DOCUMENT, responses=ERRORS)

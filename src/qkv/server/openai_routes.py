@@ -9,9 +9,11 @@ import asyncio
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from datetime import datetime
+from itertools import accumulate
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -21,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from qkv.server.libretranslate_routes import ERRORS, Text
 from qkv.server.middleware import Refusal, RequestLimits, check_limit, json_response
 from qkv.server.served_models import ServedModel
-from qkv.server.service import disconnect_of, service_of
+from qkv.server.service import run_until_disconnect, service_of
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -210,17 +212,20 @@ def _usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
-def _logprobs(tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """The `logprobs` object of consecutive tokens; `offset`: of the first one in the text."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token["token"])
-    return {
+def _completion_choice(body: Completion, number: int, tokens: list[dict[str, Any]], offset: int = 0) -> dict[str, Any]:
+    """Describe consecutive tokens of a continuation; `offset`: of the first one in the text."""
+    lengths = [len(token["token"]) for token in tokens]
+    logprobs = {
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [dict(token["top"]) for token in tokens] if any(token["top"] for token in tokens) else None,
-        "text_offset": offsets,
+        "text_offset": [*accumulate(lengths[:-1], initial=offset)],
+    }
+    return {
+        "index": number,
+        "text": "".join(token["text"] for token in tokens),
+        "finish_reason": tokens[-1]["finish"],
+        "logprobs": None if body.logprobs is None else logprobs,
     }
 
 
@@ -235,15 +240,7 @@ async def _complete_response(
             prompt_tokens += event.get("prompt_tokens", 0)
             if "row" in event:
                 rows.setdefault(event["row"], []).append(event)
-    choices = [
-        {
-            "index": number,
-            "text": "".join(token["text"] for token in tokens),
-            "finish_reason": tokens[-1]["finish"],
-            "logprobs": None if body.logprobs is None else _logprobs(tokens, 0),
-        }
-        for number, tokens in sorted(rows.items())
-    ]
+    choices = [_completion_choice(body, number, tokens) for number, tokens in sorted(rows.items())]
     return {**head, "choices": choices, "usage": _usage(prompt_tokens, sum(map(len, rows.values())))}
 
 
@@ -252,21 +249,14 @@ async def _completion_chunks(
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield one chunk for each token, and the usage at the end if it was requested."""
     prompt_tokens, new_tokens = first["prompt_tokens"], 0
-    offsets: dict[int, int] = {}
+    offsets: Counter[int] = Counter()
     async for event in events:
         prompt_tokens += event.get("prompt_tokens", 0)
-        if "row" not in event:
-            continue
-        new_tokens += 1
-        offset = offsets.get(event["row"], 0)
-        offsets[event["row"]] = offset + len(event["token"])
-        choice = {
-            "index": event["row"],
-            "text": event["text"],
-            "finish_reason": event["finish"],
-            "logprobs": None if body.logprobs is None else _logprobs([event], offset),
-        }
-        yield {**head, "choices": [choice]}
+        if "row" in event:
+            row = event["row"]
+            yield {**head, "choices": [_completion_choice(body, row, [event], offsets[row])]}
+            new_tokens += 1
+            offsets[row] += len(event["token"])
     if body.with_usage:
         yield {**head, "choices": [], "usage": _usage(prompt_tokens, new_tokens)}
 
@@ -303,20 +293,21 @@ async def chat(request: Request, body: Chat) -> Response:
     reason = "length" if any(each.truncated for each in results) else "stop"
     if not body.stream:
         choices = [
-            {
-                "index": number,
-                "message": {"role": "assistant", "content": each, "refusal": None},
-                "finish_reason": reason,
-                "logprobs": None,
-            }
+            _chat_choice(number, reason, message={"role": "assistant", "content": each, "refusal": None})
             for number, each in enumerate(results[0].texts)
         ]
         return json_response({**head, "object": "chat.completion", "choices": choices, "usage": usage})
     head["object"] = "chat.completion.chunk"
-    line_ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
-    pieces = [[each.texts[0] + end for each, end in zip(results, line_ends, strict=True)]] if n == 1 else []
-    pieces = pieces or [[text] for text in results[0].texts]
+    if n == 1:
+        line_ends = [line[len(line.rstrip("\r\n")) :] for line in lines]
+        pieces = [[each.texts[0] + end for each, end in zip(results, line_ends, strict=True)]]
+    else:
+        pieces = [[text] for text in results[0].texts]
     return EventStream(_chat_chunks(head, pieces, reason, usage if body.with_usage else None))
+
+
+def _chat_choice(number: int, reason: str | None, **content: Any) -> dict[str, Any]:
+    return {"index": number, **content, "finish_reason": reason, "logprobs": None}
 
 
 async def _chat_chunks(
@@ -326,8 +317,8 @@ async def _chat_chunks(
     for number, texts in enumerate(pieces):
         for i, text in enumerate(texts):
             delta = {"content": text} | ({"role": "assistant"} if i == 0 else {})
-            yield {**head, "choices": [{"index": number, "delta": delta, "finish_reason": None, "logprobs": None}]}
-        yield {**head, "choices": [{"index": number, "delta": {}, "finish_reason": reason, "logprobs": None}]}
+            yield {**head, "choices": [_chat_choice(number, None, delta=delta)]}
+        yield {**head, "choices": [_chat_choice(number, reason, delta={})]}
     if usage is not None:
         yield {**head, "choices": [], "usage": usage}
 
@@ -346,12 +337,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        writing = asyncio.ensure_future(self._write(send))
         try:
-            await asyncio.wait({writing, disconnect_of(scope)}, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(Refusal):  # the client disconnected
+                await run_until_disconnect(scope, self._write(send))
         finally:
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
             for events in (self.events, *self.inner):
                 await events.aclose()  # type: ignore[attr-defined]
 

@@ -12,15 +12,16 @@ import gc
 import json
 import logging
 import math
+import os
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Hashable, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.core.errors import QkvError
 from qkv.server.middleware import Metrics, Refusal, RequestLimits
-from qkv.server.worker_supervisor import ModelWorker, raise_error, threads_per_worker
+from qkv.server.worker_supervisor import ModelWorker, raise_error
 from qkv.worker_pool import cpu_count, freeze_garbage_collector
 
 LOG = logging.getLogger("uvicorn.error")
@@ -84,11 +85,13 @@ class Scheduler:
             self._start_worker()
 
     def _start_worker(self) -> ModelWorker:
+        given = os.environ.get("OMP_NUM_THREADS", "")  # else each process gets an equal share of the processors
+        share = max(1, cpu_count() // (self.options.workers or cpu_count()))
         settings = {
             "runs": dict(self.options.runs),
             "device": self.options.device,
             "dtype": self.options.dtype,
-            "threads": threads_per_worker(self.options.workers or cpu_count()),
+            "threads": int(given) if given.isdigit() and int(given) else share,
         }
         worker = ModelWorker(settings, on_restart=self.metrics.restarts.inc)
         self.workers.append(worker)
@@ -310,7 +313,7 @@ class Scheduler:
                 payload = {"texts": [item.payload for item in items], "options": search}
                 results = (await worker.call(kind, model, payload))["results"]
             else:
-                results = await self._run_one_by_one(worker, kind, model, items)
+                results = [await worker.call(kind, model, item.payload) for item in items]
         finally:
             self.busy.remove(worker)
         now = asyncio.get_running_loop().time()
@@ -335,33 +338,17 @@ class Scheduler:
                 except Refusal as error:
                     item.result.set_exception(error)
 
-    async def _run_one_by_one(self, worker: ModelWorker, kind: str, model: str, items: list[QueueItem]) -> list[Event]:
-        """Run jobs that take a single input; an invalid one does not fail the others."""
-        results: list[Event] = []
-        for item in items:
-            try:
-                results.append(await worker.call(kind, model, item.payload) if item.wanted else {})
-            except Refusal as error:
-                if error.status_code == 503:
-                    raise
-                results.append({"invalid" if error.status_code == 422 else "failed": error.detail})
-        return results
-
     async def _run_stream(self, worker: ModelWorker, item: QueueItem) -> None:
         kind, model, _ = item.group
         payload, queue = item.payload
-        try:
-            async with aclosing(worker.stream(kind, model, payload)) as events:
-                async for event in events:
-                    if not item.wanted:
-                        break
-                    queue.put_nowait(event)
-                    self.metrics.tokens.labels(model).inc(len(event.get("tokens", ())))
-            if item.wanted:
-                item.result.set_result(None)
-        except Refusal as error:
-            with suppress(asyncio.InvalidStateError):
-                item.result.set_exception(error)
+        async with aclosing(worker.stream(kind, model, payload)) as events:
+            async for event in events:
+                if not item.wanted:
+                    return
+                queue.put_nowait(event)
+                self.metrics.tokens.labels(model).inc(len(event.get("tokens", ())))
+        if item.wanted:
+            item.result.set_result(None)
 
 
 def _refuse_items(items: Iterable[QueueItem], error: Refusal) -> None:

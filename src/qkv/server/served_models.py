@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
@@ -105,33 +105,25 @@ class ServedModels(dict[str, ServedModel]):
     def choose(
         self, source: str, target: str, texts: Iterable[str], name: str | None = None
     ) -> tuple[ServedModel, float]:
-        """Return the model for some texts, and the confidence in the detected language (`auto`) in per cent."""
-        if source != "auto":
-            return self.for_languages(source, target, name), 0.0
-        candidates = self.translation_models(name)
-        sources = [model.source for model in candidates if model.supports_target(target)]
-        if not sources:
-            available = ", ".join(dict.fromkeys(each for model in candidates for each in model.targets)) or "none"
-            reason = f"{_quote(target)} is not available as a target language: available: {available}"
-            raise Refusal(400, reason, pointer="/target")
-        guesses = detect_languages(" ".join(texts), among=sources, limit=1)
-        source, confidence = guesses[0] if guesses else (sources[0], 0.0)
-        return self.for_languages(source, target, name), confidence
+        """Return the first (or the named) model for a pair of languages; an empty target means any.
 
-    def for_languages(self, source: str, target: str, name: str | None = None) -> ServedModel:
-        """Return the first (or the named) model for a pair of languages; an empty target means any."""
-        candidates = self.translation_models(name)
+        The source "auto" is detected in the texts, with a confidence in per cent.
+        """
+        candidates, confidence = self.translation_models(name), 0.0
+        if source == "auto":
+            sources = [model.source for model in candidates if model.supports_target(target)]
+            if not sources:
+                raise _unavailable("target", f"{_quote(target)} is not available as a target language", candidates)
+            guesses = detect_languages(" ".join(texts), among=sources, limit=1)
+            source, confidence = guesses[0] if guesses else (sources[0], 0.0)
         with_source = [model for model in candidates if model.source == source]
         if not with_source:
-            available = ", ".join(dict.fromkeys(model.source for model in candidates)) or "none"
-            reason = f"{_quote(source)} is not supported as a source language: available: {available}"
-            raise Refusal(400, reason, pointer="/source")
+            raise _unavailable("source", f"{_quote(source)} is not supported as a source language", candidates)
         for model in with_source:
             if model.supports_target(target):
-                return model
-        available = ", ".join(dict.fromkeys(each for model in with_source for each in model.targets))
-        reason = f"{_quote(target)} is not available as a target language from {source}: available: {available}"
-        raise Refusal(400, reason, pointer="/target")
+                return model, confidence
+        reason = f"{_quote(target)} is not available as a target language from {source}"
+        raise _unavailable("target", reason, with_source)
 
     def translation_models(self, name: str | None = None) -> list[ServedModel]:
         """All translation models, or only the named one."""
@@ -159,6 +151,12 @@ class ServedModels(dict[str, ServedModel]):
             for target in model.targets:
                 targets.setdefault(target, [])
         return targets
+
+
+def _unavailable(side: Literal["source", "target"], reason: str, models: Iterable[ServedModel]) -> Refusal:
+    """The refusal of a language; it names those of the models."""
+    codes = [code for model in models for code in ((model.source,) if side == "source" else model.targets)]
+    return Refusal(400, f"{reason}: available: {', '.join(dict.fromkeys(codes)) or 'none'}", pointer=f"/{side}")
 
 
 def _quote(text: str) -> str:

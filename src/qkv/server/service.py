@@ -55,17 +55,13 @@ class TranslationResult:
         return cls(texts, **sums, **flags, blank=not parts)
 
     @property
-    def finish_reason(self) -> str:
-        """stop: the model ended the sentence; length: the limit did; blank: there was no text."""
-        return "blank" if self.blank else "length" if self.truncated else "stop"
-
-    @property
     def details(self) -> dict[str, Any]:
         """The fields of a `Translation`, for clients."""
         return {
             "score": self.score,
             "logprob": self.logprob,
-            "finish_reason": self.finish_reason,
+            # stop: the model ended the sentence; length: the limit did; blank: there was no text
+            "finish_reason": "blank" if self.blank else "length" if self.truncated else "stop",
             "truncated": self.truncated,
             "looped": self.looped,
             "length_ratio": self.target_tokens / max(1, self.source_tokens),
@@ -83,14 +79,17 @@ class ApiKey:
     rate: int | None = None
 
 
-def new_key(name: str = "client") -> tuple[str, str]:
+def new_key(name: str) -> tuple[str, str]:
     """Return a new random key and its line for the key file."""
     key = secrets.token_urlsafe(32)
     return key, f"{name} {hash_key(key)}"
 
 
 def hash_key(key: str) -> str:
-    """Hash a key; keys are long and random, so a plain SHA-256 cannot be inverted."""
+    """Hash a key; keys are long and random, so a plain SHA-256 cannot be inverted.
+
+    Comparing hashes reveals nothing about the keys by timing.
+    """
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -113,11 +112,6 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     if not keys:
         raise UsageError(f"{path}: no key, so every request would be refused: add a line from qkv serve --new-key")
     return keys
-
-
-def find_key(keys: Mapping[str, ApiKey], given: str) -> ApiKey | None:
-    """Return the client of a key; comparing hashes reveals nothing about the keys by timing."""
-    return keys.get(hash_key(given)) if given else None
 
 
 class RateLimiter:
@@ -163,8 +157,7 @@ class Service:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             bearer = token.strip() if scheme.lower() == "bearer" else ""
             given = given or bearer or request.headers.get("x-api-key", "")
-            key = find_key(self.keys, given)
-            if key is None:
+            if (key := self.keys.get(hash_key(given))) is None:
                 self.metrics.refused.labels("key").inc()
                 reason = "Invalid API key" if given else "An API key is required"
                 raise Refusal(401 if is_openai(request) else 403, reason)
@@ -177,22 +170,9 @@ class Service:
 
     async def run(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """Return the result of a coroutine, which is cancelled on a disconnect or after the time limit."""
-        disconnected = disconnect_of(request.scope)
         try:
-            async with asyncio.timeout(self.limits.timeout) as deadline:
-
-                def cancel(_: object) -> None:
-                    with suppress(RuntimeError):  # the work is done, or the time limit has passed
-                        deadline.reschedule(0)
-
-                disconnected.add_done_callback(cancel)
-                try:
-                    return await work
-                finally:
-                    disconnected.remove_done_callback(cancel)
+            return await run_until_disconnect(request.scope, work, self.limits.timeout)
         except TimeoutError:
-            if disconnected.done():
-                raise Refusal(499, "the client disconnected") from None
             reason = f"not done within {self.limits.timeout:g} s: send less at once, or try again later"
             raise Refusal(504, reason) from None
 
@@ -350,7 +330,22 @@ def is_openai(request: Request) -> bool:
     return request.url.path.startswith("/v1/")
 
 
-def disconnect_of(scope: Scope) -> asyncio.Future[None]:
-    """A future that is done when the client has disconnected (set by `listener.HttpProtocol`)."""
-    future: asyncio.Future[None] = scope["state"]["disconnected"]
-    return future
+async def run_until_disconnect(scope: Scope, work: Coroutine[Any, Any, R], seconds: float | None = None) -> R:
+    """Return the result of a coroutine; a disconnect cancels it (`Refusal`), the time limit too (`TimeoutError`)."""
+    disconnected: asyncio.Future[None] = scope["state"]["disconnected"]  # set by `listener.HttpProtocol`
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+
+            def cancel(_: object) -> None:
+                with suppress(RuntimeError):  # the work is done, or the time limit has passed
+                    deadline.reschedule(0)
+
+            disconnected.add_done_callback(cancel)
+            try:
+                return await work
+            finally:
+                disconnected.remove_done_callback(cancel)
+    except TimeoutError:
+        if disconnected.done():
+            raise Refusal(499, "the client disconnected") from None
+        raise

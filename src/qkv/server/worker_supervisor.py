@@ -14,19 +14,13 @@ from typing import Any
 
 from qkv.core.errors import QkvError
 from qkv.server.middleware import Refusal
-from qkv.worker_pool import ALLOCATOR_ENVIRONMENT, cpu_count
+from qkv.worker_pool import ALLOCATOR_ENVIRONMENT
 
 Event = dict[str, Any]
 START = "from qkv.server.model_worker import main; main()"  # the Python code of a model process
 MAX_LINE = 1 << 28  # bytes of a message: the attention map of a long sentence is large
 RESTART_DELAYS = (0.0, 0.5, 1, 2, 5, 10)  # seconds before the first, second, … restart in a row
 STABLE = 60  # seconds after which a process counts as healthy
-
-
-def threads_per_worker(workers: int) -> int:
-    """Threads of each model process: an equal share of the processors, unless OMP_NUM_THREADS is set."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // workers)
 
 
 class ModelWorker:
@@ -156,9 +150,6 @@ class ModelWorker:
 
 def raise_error(message: Mapping[str, Any]) -> None:
     """Raise the error in a model process's message, if it has one."""
-    if "invalid" in message:
-        raise Refusal(422, message["invalid"])
-    if "failed" in message:
-        raise Refusal(500, message["failed"])
-    if "died" in message:
-        raise Refusal(503, message["died"], retry_after=1)
+    for outcome, status in (("invalid", 422), ("failed", 500), ("died", 503)):
+        if outcome in message:
+            raise Refusal(status, message[outcome])
