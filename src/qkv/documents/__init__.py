@@ -14,7 +14,7 @@ from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
 from qkv.documents import html_text, markdown
 from qkv.documents.docx import WordFile
-from qkv.documents.segments import Segment, TextFormat, Token, split_lines, split_segments
+from qkv.documents.segments import Segment, TextFormat, Token, make_segment, split_lines, split_segments
 
 __all__ = ["FORMATS", "Document", "read_document"]
 
@@ -90,16 +90,13 @@ def read_document(name: str, data: bytes) -> Document:
 def _read_text(text: str) -> list[str | Segment]:
     """One segment per line; blank lines and the white space around a line are kept."""
 
-    def tokens() -> Iterator[Token]:
-        for line in split_lines(text):
-            body = line.rstrip("\r\n")
-            inner = body.strip()
-            begin = body.index(inner)
-            yield Token("boundary", body[:begin])
-            yield Token("text", inner, inner)
-            yield Token("boundary", body[begin + len(inner) :] + line[len(body) :])
-
-    return list(split_segments(tokens(), TextFormat()))
+    parts: list[str | Segment] = []
+    for line in split_lines(text):
+        inner = line.strip()
+        begin = line.index(inner)
+        segment = make_segment([Token("text", inner, inner)], TextFormat())
+        parts += [line[:begin], segment or inner, line[begin + len(inner) :]]
+    return parts
 
 
 # ---- subtitles (SubRip) ----------------------------------------------------------------------------------------------

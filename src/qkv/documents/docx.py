@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qkv.core.errors import UsageError
+from qkv.documents.inline_markup import split_at
 from qkv.documents.segments import NUMBERED_TAG, Segment, TextFormat, Token, make_segment, too_many_marks
 
 if TYPE_CHECKING:
@@ -197,19 +198,17 @@ def _write_paragraph(paragraph: Any, built: str) -> None:
 def _stretches(built: str) -> Iterator[tuple[int | None, str | None]]:
     """Yield (position of the group or None for base formatting, text or None for other content)."""
     inside: list[int] = []
-    done = 0
-    for tag in NUMBERED_TAG.finditer(built):
-        if text := built[done : tag.start()]:
+    for text, tag in split_at(NUMBERED_TAG, built):
+        if text:
             yield inside[-1] if inside else None, html.unescape(text)
-        done = tag.end()
+        if tag is None:
+            break
         if tag[3]:
             yield int(tag[2]), None
         elif tag[1]:
             inside.pop()
         else:
             inside.append(int(tag[2]))
-    if built[done:]:
-        yield None, html.unescape(built[done:])
 
 
 def _copy_run(group: Group, text: str | None) -> Any:

@@ -15,7 +15,7 @@ from functools import partial
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
-from qkv.documents.inline_markup import TAG, UNPAIRED, parse_markup, place_markup, strip_markup
+from qkv.documents.inline_markup import TAG, UNPAIRED, parse_markup, place_markup, split_at, strip_markup
 from qkv.documents.segments import MAX_MARKS, Segment, TextFormat, Token, split_segments
 from qkv.segmentation.sentences import split
 
@@ -92,31 +92,13 @@ def _end_after(text: str, end: str, place: int) -> int:
     return len(text) if position < 0 else position + len(end)
 
 
-# ---- escaping: <, > and & of the text become noncharacters, so that every "<" in it begins a tag ---------------------
+# ---- HTML for the translation API: runs of text with inline tags, and the kept source between them -------------------
 
+# <, > and & of the text become noncharacters, which tokenizers keep, so that every "<" in a run begins a tag.
 NONCHARACTERS = {"<": "\ufdd0", ">": "\ufdd1", "&": "\ufdd2"}
 ESCAPES = str.maketrans(NONCHARACTERS)
 UNESCAPES = str.maketrans({escaped: character for character, escaped in NONCHARACTERS.items()})
 ENTITIES = str.maketrans({escaped: html.escape(character) for character, escaped in NONCHARACTERS.items()})
-
-
-def escape_markup(text: str) -> str:
-    """Replace <, > and & by Unicode noncharacters, which tokenizers keep."""
-    return text.translate(ESCAPES)
-
-
-def unescape_markup(text: str) -> str:
-    """Replace the noncharacters of `escape_markup` by <, > and &."""
-    return text.translate(UNESCAPES)
-
-
-def to_html(text: str) -> str:
-    """Replace the noncharacters of `escape_markup` by HTML entities."""
-    return text.translate(ENTITIES)
-
-
-# ---- HTML for the translation API: runs of text with inline tags, and the kept source between them -------------------
-
 RUN_TAGS = (INLINE - {"acronym", "label"}) | {"code", "kbd", "samp", "var", "wbr", "img"}
 SKIPPED = re.compile(r"<!--.*?(?:-->|$)|<!\[CDATA\[.*?(?:\]\]>|$)|<![^>]*>|<\?[^>]*>", re.DOTALL)
 SKIPPED_ELEMENT = re.compile(
@@ -140,14 +122,14 @@ class HtmlPart:
     @property
     def plain(self) -> str:
         """The text to translate, without tags."""
-        return unescape_markup(strip_markup(self.text))
+        return strip_markup(self.text).translate(UNESCAPES)
 
     def build(self, translation: str, links: Iterable[Link] | None) -> str:
         """Write a translation in place of the text; tags enclose the words aligned with theirs."""
-        written = escape_markup(translation)
+        written = translation.translate(ESCAPES)
         if self.has_tags:
             written = place_markup(self.text, written, links)
-        return f"{self.before}{to_html(written)}{self.after}"
+        return f"{self.before}{written.translate(ENTITIES)}{self.after}"
 
     def split_sentences(self) -> list[HtmlPart]:
         """Split the run at sentence ends outside of all tags, so that tags stay with the words of their sentence."""
@@ -191,10 +173,9 @@ class HtmlPart:
 
     def split_at_tags(self) -> list[HtmlPart]:
         """Split into text and kept tags, for a run that is too long or unbalanced to place its tags."""
-        texts, tags = TAG.sub("\0", self.text).split("\0"), [tag[0] for tag in TAG.finditer(self.text)]
-        parts = [HtmlPart(self.before, kept=True), _text_part(texts[0])]
-        for tag, text in zip(tags, texts[1:], strict=True):
-            parts += [HtmlPart(tag, kept=True), _text_part(text)]
+        parts = [HtmlPart(self.before, kept=True)]
+        for text, tag in split_at(TAG, self.text):
+            parts += [_text_part(text), HtmlPart(tag[0] if tag else "", kept=True)]
         return [part for part in [*parts, HtmlPart(self.after, kept=True)] if part.text or part.before]
 
 
@@ -233,8 +214,7 @@ def _run_part(text: str) -> HtmlPart:
     if not TAG.sub("", text).strip():
         return HtmlPart(text, kept=True)
     part = _text_part(text)
-    escaped, done = "", 0
-    for tag in TAG.finditer(part.text):
-        escaped += escape_markup(html.unescape(part.text[done : tag.start()])) + tag[0]
-        done = tag.end()
-    return replace(part, text=escaped + escape_markup(html.unescape(part.text[done:])))
+    stretches = [
+        html.unescape(stretch).translate(ESCAPES) + (tag[0] if tag else "") for stretch, tag in split_at(TAG, part.text)
+    ]
+    return replace(part, text="".join(stretches))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -56,6 +56,15 @@ class Element:
             yield from child.descendants()
 
 
+def split_at(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, re.Match[str] | None]]:
+    """Yield the text before each match with the match, and the text after the last one with None."""
+    done = 0
+    for match in pattern.finditer(text):
+        yield text[done : match.start()], match
+        done = match.end()
+    yield text[done:], None
+
+
 def strip_markup(text: str) -> str:
     """Remove the tags; the result is the text to translate."""
     return TAG.sub("", text)
@@ -82,10 +91,11 @@ def place_markup(source: str, translation: str, alignment: Iterable[Link] | None
 def parse_markup(source: str) -> tuple[str, Element]:
     """Return the text without tags and the tree of elements; unbalanced tags are an error."""
     root = current = Element()
-    plain, done = "", 0
-    for tag in TAG.finditer(source):
-        plain += source[done : tag.start()]
-        done = tag.end()
+    plain = ""
+    for text, tag in split_at(TAG, source):
+        plain += text
+        if tag is None:
+            break
         if tag["close"]:
             if current.parent is None or current.name != tag["name"]:
                 raise UsageError(f"{tag[0]} closes no open tag: give text whose tags are balanced")
@@ -97,7 +107,6 @@ def parse_markup(source: str) -> tuple[str, Element]:
         current = current if unpaired else child
     if current.parent is not None:
         raise UsageError(f"{current.opening} is not closed: give text whose tags are balanced")
-    plain += source[done:]
     root.end = len(plain)
     return plain, root
 

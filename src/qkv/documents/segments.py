@@ -14,7 +14,7 @@ from functools import cached_property
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
-from qkv.documents.inline_markup import place_markup, strip_markup
+from qkv.documents.inline_markup import place_markup, split_at, strip_markup
 
 WHITE_SPACE = " \t\r\n\f"
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r|$)")
@@ -76,12 +76,10 @@ class Segment:
         less_than = _unused_character(translation + self.tagged.replace(self.less_than, ""))
         tagged, translated = self.tagged.replace(self.less_than, less_than), translation.replace("<", less_than)
         placed = place_markup(tagged, translated, links)
-        out, done = "", 0
-        for tag in NUMBERED_TAG.finditer(placed):
-            out += self.format.escape(placed[done : tag.start()].replace(less_than, "<"))
-            out += self.marks[int(tag[2])][bool(tag[1])]
-            done = tag.end()
-        out += self.format.escape(placed[done:].replace(less_than, "<"))
+        out = ""
+        for stretch, tag in split_at(NUMBERED_TAG, placed):
+            out += self.format.escape(stretch.replace(less_than, "<"))
+            out += self.marks[int(tag[2])][bool(tag[1])] if tag else ""
         return before + self.format.lay_out(out) + after
 
 

@@ -15,10 +15,11 @@ from typing import Any
 from starlette.requests import Request
 
 from qkv.core.errors import QkvError
+from qkv.data.alignments import Link
 from qkv.documents import Document, read_document
 from qkv.server.middleware import Refusal
 from qkv.server.served_models import ServedModel
-from qkv.server.service import Service
+from qkv.server.service import Service, TranslationResult
 
 CHUNK = 64  # segments of a document in the queue at once, so that other requests get their turn
 MAX_NAME = 255  # characters
@@ -99,14 +100,15 @@ class JobStore:
         """Translate a document chunk by chunk, and record the result or the error in its job."""
         try:
             segments, has_markup = document.segments, document.has_markup
-            translated, links = [""] * job.total, [None] * job.total
+            translated: list[str] = [""] * job.total
+            links: list[list[Link] | None] = [None] * job.total
             for begin in range(0, job.total, CHUNK):
                 chunk = range(begin, min(begin + CHUNK, job.total))
                 for markup in (False, True):
                     numbers = [i for i in chunk if has_markup[i] == markup]
                     results = await self._translate_texts(job, model, target, [segments[i] for i in numbers], markup)
-                    for i, (text, link) in zip(numbers, results, strict=True):
-                        translated[i], links[i] = text, link
+                    for i, result in zip(numbers, results, strict=True):
+                        translated[i], links[i] = result.texts[0], result.links
                     job.done += len(numbers)
             job.result = await asyncio.to_thread(document.build, translated, links)
             job.state = "done"
@@ -118,16 +120,13 @@ class JobStore:
             job.expires = time.monotonic() + self.service.limits.retention
 
     async def _translate_texts(
-        self, job: DocumentJob, model: ServedModel, target: str, texts: list[str], markup: bool
-    ) -> list[tuple[str, Any]]:
-        """Return translations, aligned if they have markup; repeats the request if the model process dies."""
+        self, job: DocumentJob, model: ServedModel, target: str, texts: list[str], aligned: bool
+    ) -> list[TranslationResult]:
+        """Translate some segments; repeats the request if the model process dies."""
         client = f"document {job.id}"  # its own place in the fair queue, so that the uploader's other requests pass it
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                if markup:
-                    return [*await self.service.translate_aligned(client, model, target, texts)]
-                results = await self.service.translate(client, model, target, texts, wait_for_room=True)
-                return [(result.texts[0], None) for result in results]
+                return await self.service.translate(client, model, target, texts, aligned=aligned, wait_for_room=True)
             except Refusal as error:
                 if error.status_code != 503 or not attempts_left:
                     raise

@@ -19,9 +19,8 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from qkv.core.errors import UsageError
-from qkv.data.alignments import word_spans
+from qkv.data.alignments import Link, word_spans
 from qkv.documents.html_text import HtmlPart, split_html
-from qkv.segmentation.sentences import Pieces
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
@@ -45,14 +44,17 @@ class TranslationResult:
     truncated: bool
     looped: bool
     blank: bool = False
+    links: list[Link] | None = None  # from words of the source to words of the best translation
 
     @classmethod
-    def combine(cls, texts: list[str], parts: Sequence[Mapping[str, Any]]) -> TranslationResult:
+    def combine(
+        cls, texts: list[str], parts: Sequence[Mapping[str, Any]], links: list[Link] | None = None
+    ) -> TranslationResult:
         """Describe texts that were joined from separately translated parts."""
         summed = ("score", "logprob", "source_tokens", "target_tokens")
         sums = {name: sum(part[name] for part in parts) for name in summed}
         flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
-        return cls(texts, **sums, **flags, blank=not parts)
+        return cls(texts, **sums, **flags, blank=not parts, links=links)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -190,68 +192,46 @@ class Service:
         target: str,
         texts: Sequence[str],
         *,
+        aligned: bool = False,
         wait_for_room: bool = False,
         **options: Any,
     ) -> list[TranslationResult]:
-        """Translate texts sentence by sentence, with the same results as `Translator.translate`."""
+        """Translate texts sentence by sentence, with the same results as `Translator.translate`.
+
+        With `aligned` the results have links between words; with `wait_for_room` the call waits for room in the queue.
+        """
         options = {name: value for name, value in options.items() if value is not None}
         if tag := model.tag(target):
             options["tag"] = tag
         if options.get("sample"):
             options["batch_id"] = secrets.token_hex(8)  # a draw depends on its batch: share it with no other request
-        results = []
-        for pieces, parts in await self._run_sentences("translate", client, model, texts, options, wait_for_room):
-            ranks = zip(*(part["texts"] for part in parts), strict=False)
-            joined = [self._join(model, pieces, rank) for rank in ranks]
-            results.append(TranslationResult.combine(joined or [""], parts))
-        return results
-
-    async def translate_aligned(
-        self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str]
-    ) -> list[tuple[str, list[tuple[int, int]] | None]]:
-        """Return each translation with its links from source words to target words; waits for room in the queue."""
-        options = {"tag": model.tag(target)} if model.tags else {}
-        results = []
-        split_texts = await self._run_sentences("translate_aligned", client, model, texts, options, True)
-        for text, (pieces, parts) in zip(texts, split_texts, strict=True):
-            translations = [part["texts"][0] for part in parts]
-            joined = self._join(model, pieces, translations)
-            part_links = [part["links"] and part["links"][0] for part in parts]
-            links = join_alignments(text, joined, list(pieces), translations, part_links)
-            results.append((joined, links))
-        return results
-
-    async def _run_sentences(
-        self,
-        kind: str,
-        client: Hashable,
-        model: ServedModel,
-        texts: Sequence[str],
-        options: Mapping[str, Any],
-        wait_for_room: bool,
-    ) -> list[tuple[Pieces, list[dict[str, Any]]]]:
-        """Split texts into sentences, and return the sentences of each text with their results."""
         if sum(map(len, texts)) > LONG:
             split_texts = await asyncio.to_thread(lambda: [model.split(text) for text in texts])
         else:
             split_texts = [model.split(text) for text in texts]
         sentences = [sentence for pieces, _ in split_texts for sentence in pieces]
         costs = [cost for _, lengths in split_texts for cost in lengths]
-        group = (kind, model.name, json.dumps(options, sort_keys=True))
-        if wait_for_room:
-            results: list[dict[str, Any]] = []
-            for begin in range(0, len(sentences), SLICE):
-                some = slice(begin, begin + SLICE)
-                results += await self.scheduler.submit(client, group, sentences[some], costs[some], wait_for_room=True)
-        else:
-            results = await self.scheduler.submit(client, group, sentences, costs)
+        group = ("translate_aligned" if aligned else "translate", model.name, json.dumps(options, sort_keys=True))
+        size = SLICE if wait_for_room else max(1, len(sentences))
+        results: list[dict[str, Any]] = []
+        for begin in range(0, len(sentences), size):
+            some = slice(begin, begin + size)
+            results += await self.scheduler.submit(
+                client, group, sentences[some], costs[some], wait_for_room=wait_for_room
+            )
         remaining = iter(results)
-        return [(pieces, [next(remaining) for _ in pieces]) for pieces, _ in split_texts]
-
-    def _join(self, model: ServedModel, pieces: Pieces, translations: Sequence[str]) -> str:
-        """Join the translations of a text's sentences, with spaces if the target language has them."""
-        spaces = self.scheduler.model_cards[model.name]["spaces"] if translations else True
-        return pieces.join(translations, spaces=spaces).strip()
+        spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True  # of the target language
+        joined_results = []
+        for text, (pieces, _) in zip(texts, split_texts, strict=True):
+            parts = [next(remaining) for _ in pieces]
+            ranks = [*zip(*(part["texts"] for part in parts), strict=False)]
+            joined = [pieces.join(rank, spaces=spaces).strip() for rank in ranks] or [""]
+            links = None
+            if aligned and ranks:
+                part_links = [part["links"] and part["links"][0] for part in parts]
+                links = join_alignments(text, joined[0], list(pieces), ranks[0], part_links)
+            joined_results.append(TranslationResult.combine(joined, parts, links))
+        return joined_results
 
     async def translate_html(
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
@@ -302,21 +282,19 @@ def join_alignments(
     sources: Sequence[str],
     targets: Sequence[str],
     links: Sequence[Sequence[Sequence[int]] | None],
-) -> list[tuple[int, int]] | None:
+) -> list[Link] | None:
     """Join the word alignments of the sentences of a text; None if a sentence has none.
 
     Also None if joining without spaces merged two words into one: the word numbers would be wrong.
     """
-    joined: list[tuple[int, int]] = []
+    joined: list[Link] = []
     source_words, target_words = 0, 0  # in the sentences so far
     for source_part, target_part, part_links in zip(sources, targets, links, strict=True):
         if part_links is None:
             return None
         joined += [(source_words + i, target_words + j) for i, j in part_links]
-        source_words, target_words = (
-            source_words + len(word_spans(source_part)),
-            target_words + len(word_spans(target_part)),
-        )
+        source_words += len(word_spans(source_part))
+        target_words += len(word_spans(target_part))
     return joined if (source_words, target_words) == (len(word_spans(source)), len(word_spans(target))) else None
 
 

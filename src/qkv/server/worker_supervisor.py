@@ -47,12 +47,12 @@ class ModelWorker:
         deaths = 0
         while True:
             began = asyncio.get_running_loop().time()
-            await self._start()
+            process = await self._start()
             try:
-                await self._read_messages()
+                await self._read_messages(process)
             finally:
                 self.ready.clear()
-                await self._fail_pending()
+                await self._fail_pending(process)
             if self.closing:
                 return
             if not self.info:
@@ -61,7 +61,7 @@ class ModelWorker:
             deaths = 0 if asyncio.get_running_loop().time() - began > STABLE else deaths + 1
             await asyncio.sleep(RESTART_DELAYS[min(deaths, len(RESTART_DELAYS) - 1)])
 
-    async def _start(self) -> None:
+    async def _start(self) -> asyncio.subprocess.Process:
         self.failure = ""
         threads = str(self.settings["threads"])
         paths = os.pathsep.join(part or os.getcwd() for part in sys.path)
@@ -77,6 +77,7 @@ class ModelWorker:
             start_new_session=True,  # Ctrl-C signals the listening process only
         )
         await self._send(self.settings)
+        return self.process
 
     async def _send(self, message: Event) -> None:
         assert self.process is not None
@@ -85,11 +86,10 @@ class ModelWorker:
             self.process.stdin.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
             await self.process.stdin.drain()
 
-    async def _read_messages(self) -> None:
+    async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
         """Pass each message to its job, until the process ends."""
-        assert self.process is not None
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
+        assert process.stdout is not None
+        async for line in process.stdout:
             message = json.loads(line)
             if "job" in message:
                 if messages := self.jobs.get(message["job"]):
@@ -100,12 +100,11 @@ class ModelWorker:
             else:
                 self.failure = message["failed"]
 
-    async def _fail_pending(self) -> None:
+    async def _fail_pending(self, process: asyncio.subprocess.Process) -> None:
         """End the process and fail its jobs."""
-        assert self.process is not None
         with suppress(ProcessLookupError):
-            self.process.kill()
-        code = await self.process.wait()
+            process.kill()
+        code = await process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.failure = self.failure or f"the model process {how} before its models were loaded"
         for messages in self.jobs.values():
