@@ -30,8 +30,9 @@ for window in (0, 5):
         if fresh:
             origin.scatter_(1, length[:, None], torch.arange(6)[:, None].int())
         twins = keys.clone(), values.clone()
-        plain = kernels.lookup(q, *twins, origin, length, scale=0.3, window=window, new=new)
-        close(kernels.lookup_kernel(q, keys, values, origin, length, scale=0.3, window=window, new=new), plain)
+        plain = kernels.lookup(q, kernels.RowCache(*twins, origin, length), scale=0.3, window=window, new=new)
+        cache = kernels.RowCache(keys, values, origin, length)
+        close(kernels.lookup_kernel(q, cache, scale=0.3, window=window, new=new), plain)
         assert torch.equal(keys, twins[0])
         assert torch.equal(values, twins[1])
 

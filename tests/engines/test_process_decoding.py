@@ -17,6 +17,7 @@ from qkv.assembly import open_run
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import SearchOptions
 from qkv.core.translate import search_all
+from qkv.engines.cpu import native_search
 from qkv.engines.cpu.native_search import CPU, OpenedRun, ProcessDecoding, worker_count
 from qkv.worker_pool import ProcessWorkers
 
@@ -145,8 +146,9 @@ def test_a_script_needs_no_main_guard_and_no_process_remains(tiny: Path, opened:
         os.kill(int(process), 0)
 
 
-def test_as_many_workers_as_cores_unless_there_is_too_little_to_do() -> None:
-    assert worker_count(threads=4) == 4
-    assert worker_count(tokens=10, threads=4) == 1
-    assert worker_count(tokens=10**9, threads=4) == 4
-    assert 1 <= worker_count() <= (os.cpu_count() or 1)
+def test_as_many_workers_as_cores_unless_there_is_too_little_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= worker_count(10**9) <= (os.cpu_count() or 1)
+    monkeypatch.setattr(native_search, "cpu_count", lambda: 4)
+    assert worker_count(10) == 1
+    assert worker_count(3 * native_search.MIN_TOKENS) == 3
+    assert worker_count(10**9) == 4

@@ -178,13 +178,9 @@ CPU = torch.device("cpu")
 MIN_TOKENS = 8192  # source tokens for each process; below this, its start takes longer than it saves
 
 
-def worker_count(tokens: int | None = None, threads: int | None = None) -> int:
-    """Return how many processes to start: one for each core, or fewer for little text.
-
-    `tokens` is the number of source tokens, if known; `threads` limits the number of cores.
-    """
-    cores = threads or cpu_count()
-    return max(1, cores if tokens is None else min(cores, tokens // MIN_TOKENS))
+def worker_count(tokens: int) -> int:
+    """Return how many processes to start for this many source tokens: one for each core, or fewer for little text."""
+    return max(1, min(cpu_count(), tokens // MIN_TOKENS))
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
-from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, StartSearch, check_prefix
+from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, check_prefix
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
 from qkv.engines import LAYERS, SEARCH_STEP, AllowList, number
-from qkv.engines.cuda_decoding.inference_kernels import New, lookup, reorder, triton
+from qkv.engines.cuda_decoding.inference_kernels import RowCache, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.variants import reach_positions, score_of
 from qkv.options import TransformerConfig
@@ -63,10 +63,8 @@ class SlotDecoding:
     The schedulers are cached for the next call: capturing a graph takes longer than decoding a sentence.
     """
 
-    def __init__(
-        self, model: Any, tokenizers: TokenizerPair, *, keep: int = 4, start: StartSearch = start_triton
-    ) -> None:
-        self.model, self.tokenizers, self.keep, self.start = model, tokenizers, keep, start
+    def __init__(self, model: Any, tokenizers: TokenizerPair, *, keep: int = 4) -> None:
+        self.model, self.tokenizers, self.keep = model, tokenizers, keep
         self.schedulers: OrderedDict[Any, SlotScheduler] = OrderedDict()
 
     def supports(self, options: SearchOptions) -> str | None:
@@ -122,7 +120,7 @@ class SlotDecoding:
             while len(self.schedulers) >= self.keep:
                 self.schedulers.popitem(last=False)
             sizes = {"slots": slots, "capacity": capacity, "source": source}
-            self.schedulers[key] = SlotScheduler(self.model, options, self.tokenizers.tgt, start=self.start, **sizes)
+            self.schedulers[key] = SlotScheduler(self.model, options, self.tokenizers.tgt, **sizes)
         self.schedulers.move_to_end(key)
         return self.schedulers[key]
 
@@ -157,19 +155,11 @@ class SlotScheduler:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        model: Any,
-        options: SearchOptions,
-        tgt: Tokenizer,
-        *,
-        slots: int,
-        capacity: int,
-        source: int,
-        start: StartSearch = start_triton,
+        self, model: Any, options: SearchOptions, tgt: Tokenizer, *, slots: int, capacity: int, source: int
     ) -> None:
         self.slots, self.device = slots, model.output.weight.device
         lengths = torch.ones(slots, dtype=torch.long, device=self.device)
-        self.search = start(model, options, tgt, lengths=lengths, capacity=capacity)
+        self.search = start_triton(model, options, tgt, lengths=lengths, capacity=capacity)
         self.search.decoder = SlotCache(model, slots, self.search.rows, capacity, source)
         self.advance: Callable[[], object] = self.search.advance
         self.group = max(1, slots // 8)  # finished sentences replaced at a time, at least: the device is idle meanwhile
@@ -331,31 +321,21 @@ class SlotCache:
 
     def self_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q, k, v = attention.project(x, self.position)  # (rows, heads, 1, width)
-        new, window = (k.squeeze(2), v.squeeze(2)), self.model.config.window
-        return self._attend(attention, q, self.keys[layer], self.values[layer], self.origin, self.position, window, new)
+        cache = RowCache(self.keys[layer], self.values[layer], self.origin, self.position)
+        new = k.squeeze(2), v.squeeze(2)
+        return self._attend(attention, q, cache, window=self.model.config.window, new=new)
 
     def cross_attention(self, layer: int, attention: MultiHeadAttention, x: Tensor) -> Tensor:
-        keys, values = self.source_keys[layer], self.source_values[layer]
-        return self._attend(attention, attention.project_query(x), keys, values, self.sentence, self.source_length)
+        cache = RowCache(self.source_keys[layer], self.source_values[layer], self.sentence, self.source_length)
+        return self._attend(attention, attention.project_query(x), cache)
 
-    def _attend(
-        self,
-        attention: MultiHeadAttention,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        origin: Tensor,
-        length: Tensor,
-        window: int = 0,
-        new: New | None = None,
-    ) -> Tensor:
+    def _attend(self, attention: MultiHeadAttention, q: Tensor, cache: RowCache, **options: Any) -> Tensor:
         q = q.squeeze(2)
         score, weight = score_of(attention)
         if weight is not None:  # general (Luong): qᵀW replaces the query
             q = torch.einsum("rhd,hde->rhe", q, weight)
         scale = 1 / math.sqrt(attention.d_k) if score == "scaled" else 1.0
-        heads = lookup(q, keys, values, origin, length, scale=scale, window=window, new=new)
-        return attention.merge(heads[:, :, None])
+        return attention.merge(lookup(q, cache, scale=scale, **options)[:, :, None])
 
     def advance(self, tokens: int) -> None:
         self.position.add_(tokens).clamp_(max=self.origin.shape[1] - 1)  # free slots are counted, too

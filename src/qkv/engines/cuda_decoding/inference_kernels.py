@@ -11,7 +11,7 @@ import math
 import os
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,25 +28,24 @@ CHUNK = 64  # vocabulary entries in a chunk; `scan_kernel` computes the maximum 
 New = tuple[Tensor, Tensor]  # the newest key and value of each row: (rows, heads, width)
 
 
-def lookup(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    origin: Tensor,
-    length: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    new: New | None = None,
-) -> Tensor:
+class RowCache(NamedTuple):
+    """KV cache with an indirection table: position t of row r is stored at [origin[r, t], t]."""
+
+    keys: Tensor  # (places, capacity, heads, d_k)
+    values: Tensor  # (places, capacity, heads, d_v)
+    origin: Tensor  # (rows, capacity)
+    length: Tensor  # (rows,): positions of each row
+
+
+def lookup(q: Tensor, cache: RowCache, *, scale: float, window: int = 0, new: New | None = None) -> Tensor:
     """softmax(q · keys) · values for queries q (rows, heads, d_k): (rows, heads, d_v).
 
-    `keys` (places, capacity, heads, d_k) and `values` store position t of row r at [origin[r, t], t], with the cache
-    indirection table `origin` (rows, capacity). Row r has `length[r]` positions; a `window` restricts attention to the
-    last position and `window` positions before it. `new` keys and values are first stored at position `length[r]`.
+    A `window` restricts attention to the last position and `window` positions before it. `new` keys and values are
+    first stored at position `length[r]`.
     """
     if triton is not None and q.is_cuda:
-        return lookup_kernel(q, keys, values, origin, length, scale=scale, window=window, new=new)
+        return lookup_kernel(q, cache, scale=scale, window=window, new=new)
+    keys, values, origin, length = cache
     if new is not None:
         row = torch.arange(len(q), device=q.device)
         keys[row, length], values[row, length] = new
@@ -59,17 +58,8 @@ def lookup(
     return F.scaled_dot_product_attention(q[:, :, None], k, v, allowed[:, None, None], scale=scale).squeeze(2)
 
 
-def lookup_kernel(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    origin: Tensor,
-    length: Tensor,
-    *,
-    scale: float,
-    window: int,
-    new: New | None,
-) -> Tensor:
+def lookup_kernel(q: Tensor, cache: RowCache, *, scale: float, window: int, new: New | None) -> Tensor:
+    keys, values, origin, length = cache
     (rows, heads, d_k), d_v = q.shape, values.shape[3]
     output = q.new_empty(rows, heads, d_v)
     q, new_k, new_v = (x if x.stride(1) == x.shape[2] else x.contiguous() for x in (q, *(new or (q, q))))

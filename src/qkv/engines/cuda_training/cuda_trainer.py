@@ -240,7 +240,8 @@ class CudaGraphs:
     @torch.no_grad()
     def add_gradient(self, batch: PackedBatch, seed: int) -> None:
         """Run one pass; add its gradient, loss and tokens to the update."""
-        self.passes.seed.copy_(_seed_words(seed), non_blocking=True)
+        words = torch.randint(-(2**31), 2**31, (2,), generator=torch.Generator().manual_seed(seed))  # of 32 bits
+        self.passes.seed.copy_(words.to(torch.int32), non_blocking=True)
         self.totals[2] += batch.tokens
         if self.pool is None:
             self.totals[:2] += self.passes.run(batch)
@@ -326,9 +327,3 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             function()
         return graph
-
-
-def _seed_words(seed: int) -> Tensor:
-    """Expand a seed to two random 32-bit words."""
-    drawn = torch.randint(-(2**31), 2**31, (2,), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(torch.int32)
