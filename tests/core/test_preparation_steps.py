@@ -268,10 +268,11 @@ def test_the_first_of_equal_pairs_stays(monkeypatch: pytest.MonkeyPatch, at_once
 
 
 def test_slices() -> None:
-    assert list(slices(5)) == [(0, 5)]
+    assert list(slices(5)) == [slice(0, 5)]
     size = preparation.HASHES_AT_ONCE
-    assert list(slices(2 * size + 1)) == [(0, size), (size, 2 * size), (2 * size, 2 * size + 1)]
-    assert list(slices(size)) == [(0, size)]
+    parts = [slice(0, size), slice(size, 2 * size), slice(2 * size, 2 * size + 1)]
+    assert list(slices(2 * size + 1)) == parts
+    assert list(slices(size)) == [slice(0, size)]
     assert size == 16_777_216
 
 

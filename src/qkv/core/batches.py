@@ -283,21 +283,19 @@ class PairBatches(UpdateStream):
     `cut` returns a function that segments the ids of both sides again (BPE-dropout); `align` adds the alignment.
     """
 
+    measured = ("src", "tgt")  # the sides whose lengths decide the plan
+
     def __init__(
         self, store: TokenStore, tokenizers: TokenizerPair, *, cut: Cut = None, align: Align = None, **options: Any
     ) -> None:
         super().__init__(store, **options)
         self.tokenizers, self.align = tokenizers, align
         self.cut = cut(tokenizers) if cut else None
-        self.src_widths, self.tgt_widths = self.widths()
+        self.src_widths, self.tgt_widths = (store.lengths(side) + 1 for side in self.measured)
         if not options.get("micro_tokens"):
             chosen = store.micro_tokens.get(self.tokens)
             self.micro_tokens = chosen or choose_micro_tokens(self.src_widths, self.tgt_widths, self.tokens)
             store.micro_tokens[self.tokens] = self.micro_tokens
-
-    def widths(self) -> tuple[Lengths, Lengths]:
-        """Return the tokens of every row on both sides, <s> or </s> included."""
-        return np.asarray(self.store.lengths("src")) + 1, np.asarray(self.store.lengths("tgt")) + 1
 
     def make_plan(self, epoch: int) -> list[PlannedUpdate]:
         indices = visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)

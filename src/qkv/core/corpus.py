@@ -106,7 +106,6 @@ class TextBlock:
 
 
 def find_file(name: str, root: str) -> Path:
-    """Return the path of a text file, relative to a folder."""
     if not (path := Path(root, name)).is_file():
         raise UsageError(f"{path}: no such file")
     return path

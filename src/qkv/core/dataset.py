@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,12 +63,10 @@ class TokenStore:
         return sum(self._counts)
 
     def row(self, column: str, i: int) -> NDArray[Any]:
-        """Return the ids of sentence i."""
         length, end = int(self.lengths(column)[i]), int(self._ends[column][i])
         return self._ids[column][end - length : end]
 
     def src(self, i: int) -> NDArray[Any]:
-        """Return the source sentence i."""
         return self.row("src", i)
 
     def tgt(self, i: int) -> NDArray[Any]:
@@ -76,7 +74,6 @@ class TokenStore:
         return self.row("tgt", i)
 
     def rows(self, column: str, indices: NDArray[np.int64]) -> Rows:
-        """Return many sentences at once."""
         lengths = self.lengths(column)[indices].astype(np.int64)
         shift = self._ends[column][indices] - np.cumsum(lengths)  # from the place in the result to that in the store
         return Rows(self._ids[column][np.arange(int(lengths.sum())) + np.repeat(shift, lengths)], lengths)
@@ -122,9 +119,8 @@ class PreparedText:
         return self.folder / "valid.src.txt", self.folder / "valid.tgt.txt"
 
     @classmethod
-    def open(cls, folder: str | Path) -> PreparedText:
+    def open(cls, folder: Path) -> PreparedText:
         """Open a prepared text and compare its files with their checksums."""
-        folder = Path(folder)
         manifest = read_manifest(folder)
         for name, digest in manifest.get("checksums", {}).items():  # a store of an older version has none
             whole = (folder / name).is_file() and files.content_hash(folder / name) == digest
@@ -150,20 +146,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 Encoded = dict[str, bytes]  # of each file of a prepared text, the next bytes
 
 
-def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], rows: Sequence[Sequence[bytes]]) -> Encoded:
-    """Concatenate rows, column by column: the ids of all, and their lengths."""
-    encoded = {}
-    for number, (column, dtype) in enumerate(dtypes.items()):
-        ids = [row[number] for row in rows]
-        encoded[f"{part}.{column}.ids"] = b"".join(ids)
-        encoded[f"{part}.{column}.lengths"] = np.array([len(each) // dtype.itemsize for each in ids], "<u4").tobytes()
+def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], columns: Sequence[Sequence[bytes]]) -> Encoded:
+    """Concatenate the rows of each column: their ids, and their lengths."""
+    encoded: Encoded = {}
+    for (name, dtype), rows in zip(dtypes.items(), columns, strict=True):
+        lengths = np.array([len(row) for row in rows], "<u4") // dtype.itemsize
+        encoded |= {f"{part}.{name}.ids": b"".join(rows), f"{part}.{name}.lengths": lengths.tobytes()}
     return encoded
-
-
-@lru_cache(maxsize=1)
-def load_tokenizers(path: Path) -> TokenizerPair:
-    """Read the tokenizers once in each process."""
-    return TokenizerPair.load(path)
 
 
 class StoreFolder:
@@ -216,31 +205,32 @@ class StoreFolder:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
+    def publish(self, draft: Path, manifest: dict[str, Any]) -> PreparedText:
+        """Write the manifest, flush all files and rename the draft, in place of an older prepared text.
 
-def publish(draft: Path, place: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, flush all files and rename the draft, in place of an older prepared text.
-
-    If another process has published the same text meanwhile, its result stays and the draft is dropped.
-    """
-    paths = sorted(path for path in draft.iterdir() if path.is_file())
-    checksums = {path.name: files.content_hash(path) for path in paths}
-    manifest = manifest | {"format": "qkv-store", "version": VERSION, "checksums": checksums}
-    files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
-    for path in (*paths, draft):
-        files.sync(path)
-    while True:
-        try:
-            os.rename(draft, place)
-            break
-        except OSError:
-            if not place.exists():
-                raise
-        with suppress(QkvError):
-            PreparedText.open(place)  # not damaged
-            if all(read_manifest(place).get(key) == manifest[key] for key in ("settings", "checksums")):
-                return
-        with suppress(FileNotFoundError):  # another process was faster
-            os.rename(place, draft / f"old-{secrets.token_hex(4)}")
-    files.sync(place.parent)
-    for old in place.glob("old-*"):
-        shutil.rmtree(old)
+        If another process has published the same text meanwhile, its result stays and the draft is dropped.
+        """
+        place = self.place(manifest["settings"], [about["hash"] for about in manifest["inputs"]])
+        paths = sorted(draft.iterdir())
+        checksums = {path.name: files.content_hash(path) for path in paths}
+        manifest = manifest | {"format": "qkv-store", "version": VERSION, "checksums": checksums}
+        files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
+        for path in (*paths, draft):
+            files.sync(path)
+        while True:
+            try:
+                os.rename(draft, place)
+                break
+            except OSError:
+                if not place.exists():
+                    raise
+            with suppress(QkvError):  # damaged
+                text, other = PreparedText.open(place), read_manifest(place)
+                if (other.get("settings"), other.get("checksums")) == (manifest["settings"], checksums):
+                    return text
+            with suppress(FileNotFoundError):  # another process was faster
+                os.rename(place, draft / f"old-{secrets.token_hex(4)}")
+        files.sync(place.parent)
+        for old in place.glob("old-*"):
+            shutil.rmtree(old)
+        return PreparedText.open(place)

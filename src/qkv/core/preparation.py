@@ -8,12 +8,11 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 from __future__ import annotations
 
 import hashlib
-import shutil
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -80,6 +79,8 @@ def is_even(lengths: Sequence[int], *, ratio: float) -> bool:
 
 # ---- the work on one block, in any process ---------------------------------------------------------------------------
 
+load_tokenizers = lru_cache(maxsize=1)(TokenizerPair.load)  # once in each process
+
 
 class Sentences:
     """Text in sentences: repeated, empty and filtered ones are dropped, some are held out for validation.
@@ -95,7 +96,6 @@ class Sentences:
         self.reasons += [each.name for each in self.filters]
 
     def blocks(self, corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap) -> list[list[TextBlock]]:
-        """Divide the text of each corpus into blocks."""
         return list(parallel_map(split_into_blocks, ((corpus,) for corpus in corpora)))
 
     def first_filter(self, stage: str, values: Sequence[Any], given: bool) -> int:
@@ -144,28 +144,33 @@ class Sentences:
         self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
     ) -> tuple[Encoded, list[int]]:
         """Tokenise a block: return what it adds to each file, and how many of its pairs have each disposition."""
-        tokenizers, corpus = dataset.load_tokenizers(path), block.corpus
+        tokenizers, corpus = load_tokenizers(path), block.corpus
         sides = [tokenizers.src, tokenizers.tgt][-corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
+        sizes = [side.dtype.itemsize for side in sides]
         column = corpus.column and corpus.column.read(block, tokenizers)
-        more = [b""] * (len(dtypes) - len(sides))
-        kept: dict[int, list[list[bytes]]] = {Disposition.TRAIN: [], Disposition.VALID: []}
-        raw, counts = list[list[str]](), [0] * len(self.reasons)
+        none = [b""] * (len(dtypes) - len(sides))  # of a column that other corpora have
+        train, valid = Disposition.TRAIN, Disposition.VALID
+        kept: dict[int, list[list[bytes]]] = {part: [[] for _ in dtypes] for part in (train, valid)}  # of each column
+        raw, counts = [list[str]() for _ in sides], [0] * len(self.reasons)
         for row, (texts, disposition) in enumerate(zip(block.texts(self.data.on_bad), dispositions, strict=True)):
             if texts is not None and disposition in kept:
                 ids = [self.pack(text, side, corpus.format) for text, side in zip(texts, sides, strict=True)]
-                lengths = [len(packed) // side.dtype.itemsize for packed, side in zip(ids, sides, strict=True)]
-                disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
+                if self.filters:
+                    lengths = [len(packed) // size for packed, size in zip(ids, sizes, strict=True)]
+                    disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
                 if disposition in kept:
                     ids[0] = tag + ids[0]
-                    kept[disposition].append([*ids, column(row, texts, ids)] if column else ids + more)
-                if disposition == Disposition.VALID:
-                    raw.append([self.raw(text, corpus.format) for text in texts])
+                    ids += [column(row, texts, ids)] if column else none
+                    for rows, packed in zip(kept[disposition], ids, strict=True):
+                        rows.append(packed)
+                if disposition == valid:
+                    for lines, text in zip(raw, texts, strict=True):
+                        lines.append(self.raw(text, corpus.format))
             counts[disposition] += 1
-        encoded = dataset.join_rows("train", dtypes, kept[Disposition.TRAIN])
-        encoded |= dataset.join_rows("valid", dtypes, kept[Disposition.VALID])
-        for name, lines in zip(dtypes, zip(*raw, strict=True), strict=False):  # the columns begin with the sides
-            encoded[f"valid.{name}.txt"] = "".join(lines).encode()
+        encoded = {f"valid.{name}.txt": "".join(lines).encode() for name, lines in zip(dtypes, raw, strict=False)}
+        for part in (train, valid):
+            encoded |= dataset.join_rows(part.name.lower(), dtypes, kept[part])
         return encoded, counts
 
     def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:
@@ -225,9 +230,7 @@ def prepare(
     if reused := store.find(settings, inputs):
         return reused
     try:
-        with store.draft() as draft:
-            scratch = draft / "scratch"
-            scratch.mkdir()
+        with store.draft() as draft, store.draft() as scratch:
             plain, digests = unpack(corpora, scratch, parallel_map, progress)
             if reused := store.find(settings, [{"hash": digest} for digest in digests]):
                 return reused
@@ -238,40 +241,35 @@ def prepare(
             manifest = scan.tokenise(draft, tokenizers)
             if changed := [path for path, about in zip(paths, inputs, strict=True) if file_state(path) != about]:
                 raise QkvError(f"{changed[0]}: the file changed while it was being read: start again")
-            del scan
-            shutil.rmtree(scratch)
             hashed = [{**about, "hash": digest} for about, digest in zip(inputs, digests, strict=True)]
-            place = store.place(settings, digests)
-            dataset.publish(draft, place, {**manifest, "settings": settings, "inputs": hashed})
+            return store.publish(draft, {**manifest, "settings": settings, "inputs": hashed})
     except OSError as error:
         raise QkvError(f"{error.filename or store.folder}: preparing the text failed: {error.strerror}") from None
-    return PreparedText.open(place)
 
 
+@dataclass
 class Scan:
     """All pairs of the text: their blocks, and in a file their hashes and dispositions."""
 
-    def __init__(
-        self,
-        text: Sentences,
-        corpora: Sequence[Corpus],
-        scratch: Path,
-        parallel_map: ParallelMap,
-        progress: Progress,
-    ) -> None:
-        self.text, self.corpora, self.parallel_map, self.progress = text, corpora, parallel_map, progress
-        self.notes: list[dict[str, Any]] = [{} for _ in corpora]  # more numbers for the report, set by `choose`
-        divided = text.blocks(corpora, scratch, parallel_map)
+    text: Sentences
+    corpora: Sequence[Corpus]
+    scratch: Path
+    parallel_map: ParallelMap
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.notes: list[dict[str, Any]] = [{} for _ in self.corpora]  # more numbers for the report, set by `choose`
+        divided = self.text.blocks(self.corpora, self.scratch, self.parallel_map)
         self.counts = [sum(block.count for block in blocks) for blocks in divided]  # pairs of each corpus
-        self.trained = sum(n for n, corpus in zip(self.counts, corpora, strict=True) if not corpus.given)
+        self.trained = sum(n for n, corpus in zip(self.counts, self.corpora, strict=True) if not corpus.given)
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
         self.stops = np.cumsum([block.count for _, block in self.blocks]).tolist()
-        self.rows = np.memmap(scratch / "rows", ROW, "w+", shape=(self.stops[-1],))
+        self.rows = np.memmap(self.scratch / "rows", ROW, "w+", shape=(self.stops[-1],))
         self.dispositions = self.rows["disposition"]
-        found = parallel_map(text.scan, ((block,) for _, block in self.blocks))
+        found = self.parallel_map(self.text.scan, ((block,) for _, block in self.blocks))
         for (_, block), stop, rows in zip(self.blocks, self.stops, found, strict=True):
             self.rows[stop - block.count : stop] = np.frombuffer(rows, ROW)
-            progress("scan", stop, self.stops[-1])
+            self.progress("scan", stop, self.stops[-1])
 
     def tasks(self) -> Iterator[tuple[TextBlock, bytes]]:
         """Yield every block with the dispositions of its pairs."""
@@ -296,40 +294,38 @@ class Scan:
 
     def tokenise(self, draft: Path, tokenizers: TokenizerPair) -> dict[str, Any]:
         """Write ids, lengths and validation text of all kept pairs; return the manifest."""
-        sides = ["src", "tgt"][-self.corpora[0].sides :]
         dtypes = {"src": tokenizers.src.dtype, "tgt": tokenizers.tgt.dtype}
-        dtypes |= {corpus.column.name: corpus.column.dtype for corpus in self.corpora if corpus.column}
-        columns = {name: dtype for name, dtype in dtypes.items() if name in sides or name not in ("src", "tgt")}
+        sides = list(dtypes)[-self.corpora[0].sides :]
+        more = {corpus.column.name: corpus.column.dtype for corpus in self.corpora if corpus.column}
+        columns = {side: dtypes[side] for side in sides} | more
         reasons, counts = self.text.reasons, np.zeros((len(self.corpora), len(self.text.reasons)), np.int64)
         tasks = ((*task, columns, draft / dataset.TOKENIZERS_FILE) for task in self.tasks())
         results = self.parallel_map(self.text.encode, tasks)
-        for (corpus, _), stop, (encoded, found) in zip(self.blocks, self.stops, results, strict=True):
-            counts[corpus] += found
+        for (number, _), stop, (encoded, found) in zip(self.blocks, self.stops, results, strict=True):
+            counts[number] += found
             for name, content in encoded.items():
                 with (draft / name).open("ab") as file:
                     file.write(content)
             self.progress("tokenise", stop, self.stops[-1])
-        report = [
-            {"name": str(corpus), "part": "valid" if corpus.given else "train", "read": sum(found)}
-            | dict(zip(reasons, found, strict=True))
-            | note
-            for corpus, found, note in zip(self.corpora, counts.tolist(), self.notes, strict=True)
-        ]
+        report = []
+        for corpus, fates, note in zip(self.corpora, counts.tolist(), self.notes, strict=True):
+            numbers = dict(zip(["read", *reasons], [sum(fates), *fates], strict=True))
+            report.append({"name": str(corpus), "part": "valid" if corpus.given else "train", **numbers, **note})
         manifest: dict[str, Any] = {
             "sides": sides,
-            "dtypes": {name: dtype.str for name, dtype in dtypes.items()},
+            "dtypes": {name: dtype.str for name, dtype in (dtypes | more).items()},
             "tokenizer": tokenizers.fingerprint,
             "report": report,
         }
-        given = [number for number, corpus in enumerate(self.corpora) if corpus.given]
-        train = [number for number, corpus in enumerate(self.corpora) if not corpus.given]
-        for part, corpora in ((Disposition.TRAIN, train), (Disposition.VALID, given or train)):  # held out from all
+        train = sum(not corpus.given for corpus in self.corpora)  # their number: they come first
+        valid = slice(train, None) if train < len(self.corpora) else slice(train)  # a set of its own, or from all
+        for part, corpora in ((Disposition.TRAIN, slice(train)), (Disposition.VALID, valid)):
             name, pairs = part.name.lower(), counts[corpora, part].tolist()
             if not sum(pairs):
                 totals = {"read": counts.sum()} | dict(zip(reasons[2:], counts.sum(axis=0)[2:], strict=True))
                 listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in totals.items() if n)
                 raise QkvError(f"nothing is left for {name} after filtering: {listed}")
-            manifest[name] = {"pairs": pairs, "weights": [self.corpora[number].weight for number in corpora]}
+            manifest[name] = {"pairs": pairs, "weights": [corpus.weight for corpus in self.corpora[corpora]]}
         return manifest
 
 
@@ -341,11 +337,12 @@ def mark_duplicates(pairs: Hashes, dispositions: Dispositions) -> None:
     parts = np.uint64(len(pairs) // HASHES_AT_ONCE + 1)
     for part in range(int(parts)):
         found = [np.empty(0, np.int64)]
-        for start, stop in slices(len(pairs)):
-            found.append(start + np.flatnonzero((pairs[start:stop] % parts == part) & (dispositions[start:stop] == 0)))
-        rows = np.concatenate(found)
-        _, first = np.unique(pairs[rows], return_index=True)
-        dispositions[np.delete(rows, first)] = Disposition.DUPLICATE
+        for rows in slices(len(pairs)):
+            usable = dispositions[rows] == Disposition.TRAIN
+            found.append(rows.start + np.flatnonzero((pairs[rows] % parts == part) & usable))
+        members = np.concatenate(found)
+        _, first = np.unique(pairs[members], return_index=True)
+        dispositions[np.delete(members, first)] = Disposition.DUPLICATE
 
 
 def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int) -> None:
@@ -365,8 +362,8 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
     while total < goal and share < 1:  # among a share of the sources, and a larger share if their pairs are not enough
         share, total, chosen = min(1.0, 8 * share), 0, []
         parts = []
-        for start, stop in slices(len(sources)):
-            part = sources[start:stop][dispositions[start:stop] == Disposition.TRAIN]
+        for rows in slices(len(sources)):
+            part = sources[rows][dispositions[rows] == Disposition.TRAIN]
             parts.append(part[_mix(part, seed) <= share * (2.0**64 - 1)])
         candidates, counts = np.unique(np.concatenate(parts), return_counts=True)
         order = np.argsort(_mix(candidates, seed))
@@ -379,10 +376,9 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
             f"sources: give a validation set: {VALIDATION_OPTIONS}"
         )
-    for start, stop in slices(len(dispositions)):
-        part = dispositions[start:stop]
-        held_out = np.isin(sources[start:stop], np.array(chosen, np.uint64))
-        part[held_out & (part == Disposition.TRAIN)] = Disposition.VALID
+    for rows in slices(len(sources)):
+        held_out = np.isin(sources[rows], np.array(chosen, np.uint64)) & (dispositions[rows] == Disposition.TRAIN)
+        dispositions[rows][held_out] = Disposition.VALID
 
 
 def _mix(values: Hashes, seed: int) -> Hashes:
@@ -391,6 +387,6 @@ def _mix(values: Hashes, seed: int) -> Hashes:
     return (values ^ (values >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
 
 
-def slices(length: int) -> Iterator[tuple[int, int]]:
+def slices(length: int) -> Iterator[slice]:
     """Divide so many rows, which may not fit into memory together."""
-    return ((start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))
+    return (slice(start, min(start + HASHES_AT_ONCE, length)) for start in range(0, length, HASHES_AT_ONCE))

@@ -13,7 +13,7 @@ import json
 import re
 import struct
 import unicodedata
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,7 @@ CACHED_LENGTH = 64  # characters of a cached chunk at most: longer ones are rare
 VOCABULARY_SIZES = ((1_000_000, 32_000), (150_000, 16_000), (20_000, 8_000), (5_000, 4_000), (0, 2_000))
 LONG_CHUNK = re.compile(r"([^ ]{256})[^ ]+")  # learning time grows with the square of a chunk's length
 
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key", bound=str | bytes)
 Value = TypeVar("Value")
 
 
@@ -67,18 +67,18 @@ def pre_tokenizer(pattern: str = PIECES) -> tokenizers.pre_tokenizers.PreTokeniz
 
 
 class BoundedCache(dict[Key, Value]):
-    """Dictionary that computes missing values and holds a bounded number of them.
+    """Dictionary that computes missing values and holds a bounded number of them, for keys that are not too long.
 
     When full, all entries move to a second dictionary, which replaces the older one; entries in use move back.
     """
 
-    def __init__(self, compute: Callable[[Key], Value], keep: Callable[[Key], bool], size: int) -> None:
-        self.compute, self.keep, self.size = compute, keep, size
+    def __init__(self, compute: Callable[[Key], Value], longest: int, size: int) -> None:
+        self.compute, self.longest, self.size = compute, longest, size
         self.older: dict[Key, Value] = {}
 
     def __missing__(self, key: Key) -> Value:
         value = self.older[key] if key in self.older else self.compute(key)
-        if self.keep(key):
+        if len(key) <= self.longest:
             if len(self) >= self.size:
                 self.older = dict(self)
                 self.clear()
@@ -121,12 +121,11 @@ class Tokenizer:
         models = tokenizers.models
         self.library = tokenizers.Tokenizer(models.Unigram(scored) if scored else models.BPE(self.index, list(merges)))
         self.library.pre_tokenizer = pre_tokenizer()
-        self._packed = BoundedCache(self._pack_chunk, lambda chunk: len(chunk) <= CACHED_LENGTH, CACHE_SIZE)
+        self._packed = BoundedCache(self._pack_chunk, CACHED_LENGTH, CACHE_SIZE)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without <s> and </s>; a lone surrogate, which no file can hold, is refused."""
-        ids: list[int] = np.frombuffer(self.pack(text), self.dtype).tolist()
-        return ids
+        return np.frombuffer(self.pack(text), self.dtype).tolist()
 
     def pack(self, text: str) -> bytes:
         """Return `encode(text)` as the bytes of an array of `dtype`, as the store keeps them."""
@@ -143,7 +142,6 @@ class Tokenizer:
         return self._bytes[token]
 
     def tag(self, name: str) -> int:
-        """Return the id of a language tag."""
         if name not in self.tags:
             known = ", ".join(self.tags) or "none"
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
@@ -195,7 +193,6 @@ class TokenizerPair:
 
     @property
     def shared(self) -> bool:
-        """Whether both sides have one vocabulary."""
         return self.src is self.tgt
 
     @property
@@ -203,14 +200,13 @@ class TokenizerPair:
         """A hash of everything that decides the ids."""
         return hashlib.blake2b(self._to_json().encode(), digest_size=16).hexdigest()
 
-    def save(self, path: str | Path) -> None:
-        """Write both to one JSON file, atomically."""
-        files.write_text(Path(path), self._to_json())
+    def save(self, path: Path) -> None:
+        files.write_text(path, self._to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> TokenizerPair:
+    def load(cls, path: Path) -> TokenizerPair:
         """Read a file written by `save`."""
-        plain = files.read_json(Path(path), "tokenizer", VERSION, "copy it anew, or use the qkv that wrote it")
+        plain = files.read_json(path, "tokenizer", VERSION, "copy it anew, or use the qkv that wrote it")
         try:
             sides = [Tokenizer.from_dict(side) for side in plain["sides"]]
             src, tgt = sides if len(sides) == 2 else sides * 2
@@ -249,7 +245,6 @@ def learn_tokenizers(
     learner: Learner = learn_bpe,
 ) -> TokenizerPair:
     """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
-
     base = len(SPECIALS) + len(tags) + len(PRINTABLE)
     if options.vocab and options.vocab < base:
         raise UsageError(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv.core.batches import Batch, Indices, Lengths, PairBatches, PlannedUpdate, UpdateStream, pad, visits
+from qkv.core.batches import Batch, Indices, PairBatches, PlannedUpdate, UpdateStream, pad, visits
 from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock
 from qkv.core.dataset import TokenStore
 from qkv.core.errors import UsageError
@@ -80,10 +80,11 @@ class RunningText(Sentences):
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
     def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:
-        if layout == PARTS:
+        if layout.key == LINES.key:
+            return pack_text(side, text)
+        if layout.key == PARTS.key:
             return side.pack(text[1:]) if text.startswith("+") else pack_text(side, text[1:])
-        end_of_document = b"" if layout == LINES else side.eos.to_bytes(side.dtype.itemsize, "little")
-        return pack_text(side, text) + end_of_document
+        return pack_text(side, text) + side.eos.to_bytes(side.dtype.itemsize, "little")
 
     def raw(self, text: str, layout: LineFormat) -> str:
         if layout != PARTS:
@@ -171,13 +172,11 @@ def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray
 class MaskedBatches(PairBatches):
     """Lines of plain text of similar length, with a share of the tokens masked to be predicted."""
 
+    measured = ("tgt", "tgt")
+
     def __init__(self, store: TokenStore, tokenizers: TokenizerPair, *, masked: float, **options: Any) -> None:
         super().__init__(store, tokenizers, **options)
         self.masked = masked
-
-    def widths(self) -> tuple[Lengths, Lengths]:
-        widths = np.asarray(self.store.lengths("tgt")) + 1
-        return widths, widths
 
     def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
         random = [np.random.default_rng((*seed, int(i), 5)) for i in micro]

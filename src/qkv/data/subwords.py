@@ -126,8 +126,8 @@ def newline_of(tokenizer: Tokenizer) -> int:
 
 def pack_text(tokenizer: Tokenizer, text: str) -> bytes:
     """Return the packed ids of running text: each line encoded by itself, with a newline after each."""
-    newline = np.array([newline_of(tokenizer)], tokenizer.dtype).tobytes()
-    return b"".join(tokenizer.pack(line) + newline for line in text.split("\n"))
+    newline = newline_of(tokenizer).to_bytes(tokenizer.dtype.itemsize, "little")
+    return newline.join(map(tokenizer.pack, text.split("\n"))) + newline
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -202,9 +202,7 @@ class BpeDropout:
         first_bytes = [tokenizer.bytes_of(token)[:1] for token in range(tokenizer.size)]
         self._starts_chunk = np.array([byte in (b" ", b"") for byte in first_bytes])  # a tag has no bytes
         longest = CACHED_LENGTH * tokenizer.dtype.itemsize
-        self._chunks: BoundedCache[bytes, _Chunk] = BoundedCache(
-            lambda data: _Chunk(tokenizer, data), lambda data: len(data) <= longest, CACHED_CHUNKS
-        )
+        self._chunks = BoundedCache[bytes, _Chunk](lambda data: _Chunk(tokenizer, data), longest, CACHED_CHUNKS)
 
     def segment(
         self, ids: NDArray[Any], lengths: NDArray[np.int64], seeds: NDArray[np.uint64]

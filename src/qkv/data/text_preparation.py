@@ -96,7 +96,7 @@ def count_repeated(scan: Scan) -> list[int]:
     usable = scan.dispositions[scan.trained :] == Disposition.VALID
     pairs, valid = scan.rows["pair"], scan.rows["pair"][scan.trained :]
     wanted = np.unique(valid[usable])
-    common = [wanted[np.isin(wanted, pairs[start:stop])] for start, stop in slices(scan.trained)]
+    common = [wanted[np.isin(wanted, pairs[rows])] for rows in slices(scan.trained)]
     repeated = usable & np.isin(valid, np.concatenate(common))
     sizes = [count if corpus.given else 0 for corpus, count in zip(scan.corpora, scan.counts, strict=True)]
     return [int(part.sum()) for part in np.split(repeated, np.cumsum(sizes)[:-1])]
