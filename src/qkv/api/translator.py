@@ -33,6 +33,7 @@ from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
 from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
+from qkv.explain.decoding_tree import EncodedSource
 from qkv.segmentation.sentences import Pieces, split
 from qkv.worker_pool import ProcessWorkers
 
@@ -339,8 +340,8 @@ class Translator(Explainer):
         begin, end = spans[position] if position < len(spans) else (len(written), len(written))
         before, present = written[:begin], tgt.decode(written[begin:end]).strip()
         boundaries = WordBoundaries(tgt)
-        source_ids = torch.tensor([[*ids, self.tokenizers.src.eos]], device=self.device)
-        candidates = word_alternatives(self.runner.plain, source_ids, before, boundaries, n + 1)
+        encoded = EncodedSource(self.runner.plain, self.tokenizers, ids, self.device)
+        candidates = word_alternatives(encoded, before, boundaries, n + 1)
         others = [(tokens, logprob) for tokens, logprob in candidates if tgt.decode(tokens).strip() != present][:n]
         options = dataclasses.replace(request.options, processors=(NewWordAfterPrefix(boundaries),))
         request = dataclasses.replace(request, options=options)

@@ -111,8 +111,8 @@ class AttentionMap:
         return rows, self.source if _is_cross(name) or name.startswith("encoder") else self.fed
 
     def _measure(self, name: str, weights: NDArray[np.float32]) -> HeadMeasures:
-        keys_are_source = _is_cross(name) or name.startswith("encoder")
-        rare = np.asarray(self.rare) if self.rare and keys_are_source else None
+        _, keys = self.labels(name)
+        rare = np.asarray(self.rare) if self.rare and keys is self.source else None
         return measure_head(weights, cross=_is_cross(name), rare=rare)
 
     def _plain(self) -> dict[str, Any]:

@@ -171,19 +171,25 @@ ROUNDS = 40  # limit on the number of calls
 
 @dataclass(frozen=True)
 class WordBoundaries:
-    """For each token of a vocabulary, whether it can start a new word and whether its word may continue."""
+    """For each token of a vocabulary, whether it can start a new word and whether its word may continue: (vocab,)."""
 
     tokenizer: Tokenizer
 
     @cached_property
     def begins(self) -> Tensor:
-        """Mark the tokens that never continue a word of letters or digits: (vocab,)."""
+        """Mark the tokens that never continue a word of letters or digits."""
         return torch.tensor([not _letter(self._text(token)[:1]) for token in range(self.tokenizer.size)])
 
     @cached_property
     def ends(self) -> Tensor:
-        """Mark the tokens that end in a letter or digit, after which the word may continue: (vocab,)."""
+        """Mark the tokens that end in a letter or digit, after which the word may continue."""
         return torch.tensor([_letter(self._text(token)[-1:]) for token in range(self.tokenizer.size)])
+
+    @cached_property
+    def ends_punctuation(self) -> Tensor:
+        """Mark the tokens that end a word of punctuation: those that start with a space, and </s>."""
+        tgt = self.tokenizer
+        return torch.tensor([token == tgt.eos or tgt.bytes_of(token).startswith(b" ") for token in range(tgt.size)])
 
     def _text(self, token: int) -> str:
         return self.tokenizer.bytes_of(token).decode("utf-8", "replace")
@@ -213,11 +219,7 @@ class NewWordAfterPrefix:
 
 @torch.inference_mode()
 def word_alternatives(
-    model: StepModel,
-    source: Tensor,
-    prefix: Sequence[int],
-    boundaries: WordBoundaries,
-    n: int,
+    source: EncodedSource, prefix: Sequence[int], boundaries: WordBoundaries, n: int
 ) -> list[tuple[list[int], float]]:
     """Return the n most probable words after a prefix as tokens, each with its log-probability, best first.
 
@@ -225,7 +227,6 @@ def word_alternatives(
     beginnings are continued until none is more probable than the n-th word, because longer words are less probable.
     """
     tgt = boundaries.tokenizer
-    encoded = model.encode(source, torch.tensor([source.shape[1]], device=source.device))
     beginnings: list[tuple[float, list[int]]] = [(0.0, [])]  # a heap of (−log-probability, tokens)
     words: dict[str, tuple[list[int], float]] = {}
     for _ in range(ROUNDS):
@@ -234,12 +235,12 @@ def word_alternatives(
             break
         batch = [heapq.heappop(beginnings) for _ in range(min(BATCH, len(beginnings)))]
         rows = [[tgt.bos, *prefix, *tokens] for _, tokens in batch]
-        next_log_probs = _next_log_probs(model, encoded, rows, source.device)
+        next_log_probs = _next_log_probs(source, rows)
         next_log_probs[:, [tgt.pad, tgt.bos]] = -math.inf
         for (cost, tokens), log_probs in zip(batch, next_log_probs, strict=True):
             continuing = log_probs.clone()
             if tokens:
-                may_end = boundaries.begins if boundaries.ends[tokens[-1]] else _ends_punctuation(tgt)
+                may_end = boundaries.begins if boundaries.ends[tokens[-1]] else boundaries.ends_punctuation
                 ended = float(log_probs[may_end].logsumexp(0)) - cost
                 word = tgt.decode(tokens).strip()
                 if word and ended > words.get(word, (tokens, -math.inf))[1]:
@@ -252,15 +253,10 @@ def word_alternatives(
     return sorted(words.values(), key=lambda pair: -pair[1])[:n]
 
 
-def _next_log_probs(model: StepModel, encoded: Any, rows: list[list[int]], device: torch.device) -> Tensor:
+def _next_log_probs(source: EncodedSource, rows: list[list[int]]) -> Tensor:
     """Return the log-probabilities of the token after each row: (rows, vocab), on the CPU."""
-    width = max(map(len, rows))
+    width, device = max(map(len, rows)), source.source.device
     padded = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], device=device)
-    logits, _ = model.step(padded, model.start(encoded, len(rows)))  # the causal mask hides the padding
+    logits, _ = source.step(padded, source.start(source.encoded, len(rows)))  # the causal mask hides the padding
     last = torch.tensor([len(row) - 1 for row in rows], device=device)
     return logits[torch.arange(len(rows), device=device), last].log_softmax(-1, dtype=torch.float).cpu()
-
-
-def _ends_punctuation(tgt: Tokenizer) -> Tensor:
-    """Mark the tokens that end a word of punctuation: those that start with a space, and </s>."""
-    return torch.tensor([token == tgt.eos or tgt.bytes_of(token).startswith(b" ") for token in range(tgt.size)])

@@ -115,20 +115,17 @@ def _charts(systems: Sequence[System]) -> list[str]:
     labels = [bucket.name for bucket in buckets[0]]
     counts = [bucket.sentences for bucket in buckets[0]]
     note = "Sentences grouped by the number of source words; n is the number of sentences."
-    bleu = [[bucket.bleu for bucket in each] for each in buckets]
-    chrf = [[bucket.chrf for bucket in each] for each in buckets]
-    points = [str(5 * i) for i in range(20)]
+    charts = []
+    for title, metric in (("BLEU", "bleu"), ("chrF2", "chrf")):
+        values = [[getattr(bucket, metric) for bucket in each] for each in buckets]
+        charts.append(_points(f"{title} by words of the source", note, names, labels, counts, values))
+    note, labels = "Number of sentences in each interval of five points.", [str(5 * i) for i in range(20)]
     by_score = [chrf_histogram(system.diagnosis) for system in systems]
-    about_scores = "Number of sentences in each interval of five points."
-    tenths = [*(f"{i / 10:.1f}" for i in range(RATIOS)), f"{RATIOS / 10:.0f}+"]
+    charts.append(_bars("Sentences by chrF2", note, names, labels, by_score, "chrF2 of the sentence"))
+    note = "Characters of the output / characters of the reference, rounded to tenths."
+    labels = [*(f"{i / 10:.1f}" for i in range(RATIOS)), f"{RATIOS / 10:.0f}+"]
     by_ratio = [ratio_histogram(system.diagnosis) for system in systems]
-    about_ratios = "Characters of the output / characters of the reference, rounded to tenths."
-    return [
-        _points("BLEU by words of the source", note, names, labels, counts, bleu),
-        _points("chrF2 by words of the source", note, names, labels, counts, chrf),
-        _bars("Sentences by chrF2", about_scores, names, points, by_score, "chrF2 of the sentence"),
-        _bars("Sentences by length ratio", about_ratios, names, tenths, by_ratio, "length ratio"),
-    ]
+    return [*charts, _bars("Sentences by length ratio", note, names, labels, by_ratio, "length ratio")]
 
 
 def chrf_histogram(diagnosis: Diagnosis) -> list[int]:

@@ -239,13 +239,9 @@ def _card(run: Run) -> dict[str, str]:
 def _state(run: Run, history: History) -> dict[str, str]:
     """Return steps, time, tokens and skipped updates so far."""
     step = max([0, *(int(s or 0) for s in [*history.train["step"], *history.valid["step"]])])
-    finished = run.scores.get("finished")
-    end = (
-        "finished"
-        if finished is not None and finished >= step
-        else f"not finished, of at most {run.config.train.steps:,}"
-    )
-    facts = {"steps": f"{max(step, finished or 0):,} ({end})" if step else "none logged yet"}
+    finished = run.scores.get("finished", -1)  # the step at which the training ended
+    end = "finished" if finished >= step else f"not finished, of at most {run.config.train.steps:,}"
+    facts = {"steps": f"{max(step, finished):,} ({end})" if step else "none logged yet"}
     seconds, tokens = (
         max((v for v in [*history.train[name], *history.valid[name]] if v is not None), default=None)
         for name in ("seconds", "tokens")
