@@ -30,7 +30,6 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
-from qkv.engines import unpadded
 from qkv.options import (
     AttentionModelConfig,
     Config,
@@ -43,9 +42,10 @@ from qkv.options import (
     TransformerConfig,
     TranslationConfig,
 )
-from qkv.training import distributed
+from qkv.training import distributed, unpadded
 from qkv.training.distributed import ShardedTrainStep
-from qkv.training.memory_limits import MemoryLimitedStep, loss_in_parts, recompute_layers
+from qkv.training.memory_limits import MemoryLimitedStep, recompute_layers
+from qkv.training.unpadded import loss_in_parts
 
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine

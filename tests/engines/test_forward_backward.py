@@ -22,8 +22,8 @@ from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackw
 from qkv.engines.cuda_training.packed_batch import TILES, PackedBatch, pack
 from qkv.engines.cuda_training.vocabulary_kernels import r_drop_loss_and_gradients
 from qkv.options import DecoderOnlyConfig, TransformerConfig
-from qkv.training.memory_limits import loss_in_parts
 from qkv.training.regularization import r_drop_loss
+from qkv.training.unpadded import loss_in_parts
 
 VOCAB = 50
 

@@ -15,11 +15,12 @@ from qkv.core.search import BeamSearch, SearchOptions
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import Transformer
 from qkv.decoding.beam_variants import DecodingOptions
-from qkv.engines import AllowList, cpu, cuda_training, unpadded
+from qkv.engines import cpu, cuda_training
 from qkv.engines.cpu import native_search
 from qkv.engines.cuda_decoding import continuous_batching, search_kernels
 from qkv.engines.cuda_training import cuda_trainer
-from qkv.options import Config, DecoderOnlyConfig, TrainConfig, TransformerConfig
+from qkv.options import AllowList, Config, DecoderOnlyConfig, TrainConfig, TransformerConfig
+from qkv.training import unpadded
 
 UNKNOWN = object()
 

@@ -30,10 +30,10 @@ from qkv.core.transformer import (
     Transformer,
     sinusoids,
 )
-from qkv.engines.unpadded import ShortDropout
 from qkv.models.variants import PreNormResidual, VariantFeedForward, record_attention
 from qkv.options import TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
+from qkv.training.unpadded import ShortDropout
 
 Array = NDArray[np.float64]
 TINY = TransformerConfig(d_model=8, d_ff=12, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)

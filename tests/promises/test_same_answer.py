@@ -22,7 +22,7 @@ from qkv.core.transformer import Transformer
 from qkv.core.translate import search_all
 from qkv.decoding.search_request import score_all
 from qkv.models.variants import record_attention
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 from random_models import NAMES, SPEC, VARIANTS, VOCAB, model_of, shaken, some_text
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from qkv.options import (
     TransformerConfig,
 )
 from qkv.training import memory_limits
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 
 LINKS = torch.tensor([[0, 1, 1], [1, 0, 0], [2, 1, 0], [2, 0, 1]])
 

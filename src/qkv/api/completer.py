@@ -22,7 +22,7 @@ from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.models.variants import DecoderOnly
 from qkv.training.lm_tasks import running_text
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 
 TOKENS = 200  # default length of a completion
 

@@ -26,9 +26,8 @@ from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import Transformer
 from qkv.decoding.search_request import tag_before
-from qkv.engines import SIZES
 from qkv.models.variants import score_of
-from qkv.options import Config, DecodeConfig, TransformerConfig
+from qkv.options import SIZES, Config, DecodeConfig, TransformerConfig
 
 # Packages that the exported folder needs; the first is the hub's name for the format.
 REQUIREMENTS = {"ctranslate2": "ctranslate2 tokenizers", "huggingface": "transformers torch"}

@@ -42,7 +42,7 @@ from qkv.engines.cuda_training.cuda_trainer import CudaGraphs
 from qkv.engines.cuda_training.packed_batch import PackedBatch, pack
 from qkv.lab.result_tables import ResultTable
 from qkv.options import TrainConfig
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 from qkv.worker_pool import ProcessWorkers
 
 OURS = "qkv"

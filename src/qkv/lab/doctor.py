@@ -20,7 +20,7 @@ from qkv.core.translate import search_all
 from qkv.data.subwords import learn
 from qkv.decoding.search_request import score_all
 from qkv.options import TokenizerConfig, TrainConfig, TransformerConfig
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "sacrebleu", "rich", "typer", "tensorboard")
 

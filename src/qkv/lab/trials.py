@@ -44,7 +44,7 @@ from qkv.data.formats import read_lines
 from qkv.evaluation.metrics import bleu_tokenizer
 from qkv.models.rnn import Layer
 from qkv.options import Config, TransformerConfig
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 from qkv.worker_pool import cpu_count, exit_with_parent
 
 RESULT = "result.json"

@@ -21,7 +21,7 @@ from qkv.data.subwords import decode_text, newline_of
 from qkv.decoding.logits_processors import Sampling, generate
 from qkv.evaluation.metrics import TextLoss
 from qkv.options import EncoderOnlyConfig
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import loss_in_parts
 
 SAMPLE_TOKENS = 48  # written by a language model at each validation, for people
 

@@ -26,7 +26,7 @@ from qkv.core.batches import Batch
 from qkv.core.loss import smoothed_cross_entropy
 from qkv.core.transformer import Model, Transformer
 from qkv.models.variants import attention_scores, score_of
-from qkv.training.memory_limits import ROWS, loss_in_parts
+from qkv.training.unpadded import ROWS, loss_in_parts
 
 # ---- R-Drop ----------------------------------------------------------------------------------------------------------
 

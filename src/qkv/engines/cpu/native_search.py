@@ -25,9 +25,10 @@ from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import StepModel
 from qkv.core.translate import batches_by_length, search_all
 from qkv.decoding.constraints import Avoid
-from qkv.engines import SEARCH_STEP, AllowList
+from qkv.engines import SEARCH_STEP
 from qkv.engines.cpu.native_library import INTEGER, POINTER, library
 from qkv.engines.cpu.native_transformer import NativeState, NativeTransformer
+from qkv.options import AllowList
 from qkv.worker_pool import ProcessWorkers, cpu_count
 
 MAX_ROWS = 64  # rows of a sentence; above this, sorting is faster than insertion

@@ -25,11 +25,11 @@ from qkv.core.attention import EncoderOutput, MultiHeadAttention, wrappers
 from qkv.core.search import Hypothesis, Ids, Search, SearchOptions, check_prefix
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer
-from qkv.engines import LAYERS, SEARCH_STEP, AllowList, number
+from qkv.engines import SEARCH_STEP
 from qkv.engines.cuda_decoding.inference_kernels import RowCache, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.variants import reach_positions, score_of
-from qkv.options import TransformerConfig
+from qkv.options import LAYERS, AllowList, TransformerConfig, number
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from qkv.core.search import BeamSearch, GreedySearch, Search, SearchOptions, log_sum_exp, start_search
 from qkv.core.tokenizer import Tokenizer
 from qkv.core.transformer import StepModel
-from qkv.engines import SEARCH_STEP, AllowList
+from qkv.engines import SEARCH_STEP
 from qkv.engines.cuda_decoding.inference_kernels import CHUNK, scan_kernel, tl, triton
+from qkv.options import AllowList
 
 SEARCH = AllowList("search", SearchOptions, **SEARCH_STEP)
 MAX_ROWS, MAX_CHUNKS = 16, 1024  # of a sentence, limited by the registers of a program

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from qkv.engines import LAYERS, AllowList
 from qkv.engines.cuda_training.packed_batch import PADDING
-from qkv.options import ModelConfig, TransformerConfig
+from qkv.options import LAYERS, AllowList, ModelConfig, TransformerConfig
 
 MODEL = AllowList("model", TransformerConfig, **LAYERS, kind=("transformer",), attention=("scaled", "dot"), window=(0,))
 

@@ -24,12 +24,11 @@ from qkv.core.device import ALONE, World, choose_precision
 from qkv.core.trainer import Outcome
 from qkv.core.transformer import Transformer
 from qkv.core.validation import update_options
-from qkv.engines import FLAG, AllowList, number, text
 from qkv.engines.cuda_decoding.inference_kernels import triton
 from qkv.engines.cuda_training import refused_model
 from qkv.engines.cuda_training.forward_backward import FlatWeights, ForwardBackward
 from qkv.engines.cuda_training.packed_batch import LONGEST, TILES, PackedBatch, PackedPairs, PackedUpdate
-from qkv.options import Config, TrainConfig, TransformerConfig
+from qkv.options import FLAG, AllowList, Config, TrainConfig, TransformerConfig, number, text
 from qkv.training.matrix_optimizers import Soap
 from qkv.training.memory_limits import MemoryLimitedStep
 from qkv.training.regularization import Ema

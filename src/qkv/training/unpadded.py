@@ -1,7 +1,11 @@
-"""Training without padding: the tokens of a batch are one long row, padded to rows inside attention alone.
+"""Training without padding, and without the logits of a whole batch: plain PyTorch, for every device.
 
-Embedding, projections, feed-forward and norms work on (1, tokens, d_model), so that no time is spent on padding. Inside
-attention, the heads are padded to (batch, heads, length, width) and packed again.
+The tokens of a batch are one long row, padded to rows inside attention alone. Embedding, projections, feed-forward and
+norms work on (1, tokens, d_model), so that no time is spent on padding. Inside attention, the heads are padded to
+(batch, heads, length, width) and packed again.
+
+The loss is computed in parts: `loss_in_parts` projects some hundred tokens at a time to the vocabulary and takes the
+gradients at once, so that the logits of a whole batch never exist. Values and gradients are those of the core's loss.
 """
 
 from __future__ import annotations
@@ -14,9 +18,8 @@ from torch import Tensor, nn
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, padding_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
-from qkv.engines import LAYERS, AllowList, number
 from qkv.models.variants import reach_positions
-from qkv.options import ModelConfig, TransformerConfig
+from qkv.options import LAYERS, AllowList, ModelConfig, TransformerConfig, number
 
 MODEL = AllowList(
     "model",
@@ -148,3 +151,68 @@ class UnpaddedContext:
         k, v = map(self.source.pad, attention.project_memory(self.encoded.values))
         heads = attend(attention, self.own.pad(attention.project_query(x)), k, v, self.encoded.mask)
         return attention.merge(self.own.pack(heads))
+
+
+# ---- the loss in parts -----------------------------------------------------------------------------------------------
+
+ROWS = 512  # tokens projected at once: their logits stay in the cache of a CPU; a GPU takes twice as many
+
+
+def loss_in_parts(hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, pad: int) -> tuple[Tensor, Tensor]:
+    """Return what `label_smoothed_loss` of the core returns, in less time and memory; `hidden` may be padded, too."""
+    real = labels != pad
+    hidden, labels = hidden[real] if hidden.dim() > labels.dim() else hidden, labels[real]  # (tokens, d_model)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, nll = _LossInParts.apply(hidden, weight, labels, smoothing, needs_grad)  # type: ignore[no-untyped-call]
+    return loss, nll
+
+
+class _LossInParts(torch.autograd.Function):
+    """Computes the gradients in the forward pass; the backward pass only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, smoothing: float, needs_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return loss and −log p; the softmax is in fp32, whatever the inputs are."""
+        ctx.dtypes, device = (hidden.dtype, weight.dtype), hidden.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        with torch.autocast(device, enabled=False):
+            hidden, weight = hidden.to(compute), weight.to(compute)
+            loss = hidden.new_zeros((), dtype=torch.float32)
+            nll = loss.clone()
+            mean = weight.float().mean(0)  # its product with a hidden state is the mean of the logits
+            d_hidden = torch.empty_like(hidden) if needs_grad else None
+            d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+            parts = max(1, round(len(hidden) / (ROWS if hidden.is_cpu else 2 * ROWS)))
+            # Equal parts: a short last part would pass over all of d_weight too.
+            rows = max(1, -(-len(hidden) // parts))
+            for first in range(0, len(hidden), rows):
+                part = slice(first, first + rows)
+                h, y = hidden[part], labels[part, None]
+                logits = (h @ weight.T).float()  # (rows, vocab)
+                own, largest = logits.gather(-1, y), logits.amax(-1, keepdim=True)  # (rows, 1)
+                p = logits.sub_(largest).exp_()
+                z = p.sum(-1, keepdim=True)
+                log_z = largest + z.log()
+                part_nll = (log_z - own).sum()
+                loss += (1 - smoothing) * part_nll + smoothing * (log_z.sum() - (h.float() @ mean).sum())
+                nll += part_nll
+                if d_hidden is not None and d_weight is not None:
+                    # d loss / d logits = softmax − targets; the ε/V of every target is subtracted through the mean
+                    d_logits = p.div_(z).scatter_add_(-1, y, p.new_full(y.shape, smoothing - 1)).to(hidden.dtype)
+                    d_hidden[part] = d_logits @ weight - smoothing * mean
+                    if h.dtype == torch.float32:  # not `addmm_`, which torch's operation counter misses
+                        torch.addmm(d_weight, d_logits.T, h, out=d_weight)
+                    else:
+                        d_weight += d_logits.T @ h
+            if d_weight is not None:
+                d_weight -= smoothing / len(weight) * hidden.float().sum(0)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return (d_hidden * d_loss).to(ctx.dtypes[0]), (d_weight * d_loss).to(ctx.dtypes[1]), None, None, None

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from qkv.core.loss import label_smoothed_loss
-from qkv.training import memory_limits
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training import unpadded
+from qkv.training.unpadded import loss_in_parts
 
 Array = NDArray[np.float64]
 
@@ -44,11 +44,11 @@ def test_loss_in_parts_and_gradient(tokens: int, vocab: int, epsilon: float, row
     labels = torch.randint(1, vocab, (2, tokens))
     labels[1] = 0
     value, d_hidden, d_weight = smoothed(array(hidden[0]), array(weight), labels[0].numpy(), epsilon)
-    whole, memory_limits.ROWS = memory_limits.ROWS, rows
+    whole, unpadded.ROWS = unpadded.ROWS, rows
     try:
         fused, nll = loss_in_parts(hidden, weight, labels, smoothing=epsilon, pad=0)
     finally:
-        memory_limits.ROWS = whole
+        unpadded.ROWS = whole
     plain, plain_nll = label_smoothed_loss(hidden[labels != 0], weight, labels, epsilon, 0)
     torchs = F.cross_entropy(hidden[0] @ weight.T, labels[0], reduction="sum", label_smoothing=epsilon)
     for loss in (fused, plain, torchs):
@@ -64,13 +64,13 @@ def test_loss_in_parts_and_gradient(tokens: int, vocab: int, epsilon: float, row
 
 def test_loss_without_gradients_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    in_parts = memory_limits._LossInParts.apply
+    in_parts = unpadded._LossInParts.apply
 
     def spy(*arguments: Any) -> Any:
         asked.append(arguments[-1])
         return in_parts(*arguments)
 
-    monkeypatch.setattr(memory_limits._LossInParts, "apply", spy)
+    monkeypatch.setattr(unpadded._LossInParts, "apply", spy)
     hidden, weight, labels = torch.randn(1, 3, 4), torch.randn(5, 4, requires_grad=True), torch.tensor([[1, 2, 0]])
     with torch.no_grad():
         without, _ = loss_in_parts(hidden, weight, labels, smoothing=0.1, pad=0)
@@ -99,7 +99,7 @@ def test_parts_have_about_equal_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         return gather(self, *arguments)
 
     monkeypatch.setattr(torch.Tensor, "gather", counted)
-    monkeypatch.setattr(memory_limits, "ROWS", 100)
+    monkeypatch.setattr(unpadded, "ROWS", 100)
     for tokens, parts in [(1, [1]), (140, [140]), (160, [80, 80]), (301, [101, 101, 99]), (1000, [100] * 10)]:
         sizes.clear()
         loss_in_parts(

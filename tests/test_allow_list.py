@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.engines import AllowList, number
+from qkv.options import AllowList, number
 
 
 @dataclass(frozen=True)

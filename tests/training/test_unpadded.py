@@ -15,12 +15,11 @@ from qkv.core.batches import Batch
 from qkv.core.dataset import PreparedText
 from qkv.core.transformer import Transformer
 from qkv.data.text_preparation import prepare_text
-from qkv.engines.unpadded import ShortDropout, Unpadded
 from qkv.explain.attention_heads import head_counts, mute_heads
 from qkv.models.variants import record_attention
 from qkv.options import Config, EncoderOnlyConfig, TransformerConfig
 from qkv.training import memory_limits
-from qkv.training.memory_limits import loss_in_parts
+from qkv.training.unpadded import ShortDropout, Unpadded, loss_in_parts
 
 SPEC = TransformerConfig(d_model=16, d_ff=24, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 OPTIONS: list[dict[str, Any]] = [
