@@ -59,3 +59,14 @@ def test_html_is_split_at_block_elements() -> None:
     assert [part.is_balanced for part in parts if not part.kept] == [True] * 3
     assert not html_text.split_html("a <b>c")[0].is_balanced
     assert not html_text.split_html("a <b><i>c</b></i>")[0].is_balanced
+
+
+def test_very_many_tags_are_not_placed() -> None:
+    """Placing them would take too long, or exceed the depth of recursion; the text is split at them."""
+    source = "<b>" * 1500 + "cat" + "</b>" * 1500
+    (part,) = html_text.split_html(source)
+    assert not part.is_balanced
+    assert [each.text for each in part.split_at_tags() if not each.kept] == ["cat"]
+    (few,) = html_text.split_html("<b>" * 100 + "cat" + "</b>" * 100)
+    assert few.is_balanced
+    assert few.build("gatto", [(0, 0)]) == "<b>" * 100 + "gatto" + "</b>" * 100

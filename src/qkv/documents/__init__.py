@@ -18,15 +18,7 @@ from qkv.documents.segments import Segment, TextFormat, Token, make_segment, spl
 
 __all__ = ["FORMATS", "Document", "read_document"]
 
-MEDIA_TYPES = {
-    "txt": "text/plain; charset=utf-8",
-    "md": "text/markdown; charset=utf-8",
-    "html": "text/html; charset=utf-8",
-    "htm": "text/html; charset=utf-8",
-    "srt": "application/x-subrip; charset=utf-8",
-    "docx": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
-}
-FORMATS: tuple[str, ...] = tuple(MEDIA_TYPES)
+WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 BOM = b"\xef\xbb\xbf"
 Join = Callable[[Iterable[str | None]], bytes]  # the built text of each segment, None if unchanged → the file
 
@@ -63,25 +55,26 @@ class Document:
 def read_document(name: str, data: bytes) -> Document:
     """Parse a document; the suffix of its name selects the format."""
     suffix = PurePath(name).suffix.lower().removeprefix(".")
-    if suffix not in MEDIA_TYPES:
+    if suffix not in FORMATS:
         raise UsageError(f"{name}: not a document that can be translated: send one of {', '.join(FORMATS)}")
     if suffix == "docx":
         word = WordFile(data, name)
-        return Document(name, MEDIA_TYPES[suffix], word.segments, word.write)
+        return Document(name, WORD_TYPE, word.segments, word.write)
+    media_type, read = TEXT_FORMATS[suffix]
     bom = BOM if data.startswith(BOM) else b""
     try:
         text = data[len(bom) :].decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start + len(bom)].count(b"\n") + 1
         raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
-    parts = READERS[suffix](text)
+    parts = read(text)
     segments = [part for part in parts if isinstance(part, Segment)]
 
     def join(built: Iterable[str | None]) -> bytes:
         texts = iter([part.raw if text is None else text for part, text in zip(segments, built, strict=True)])
         return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
-    return Document(name, MEDIA_TYPES[suffix], segments, join)
+    return Document(name, f"{media_type}; charset=utf-8", segments, join)
 
 
 # ---- plain text ------------------------------------------------------------------------------------------------------
@@ -161,10 +154,11 @@ def _wrap_lines(text: str, lines: int, newline: str) -> str:
     return text
 
 
-READERS: dict[str, Callable[[str], list[str | Segment]]] = {
-    "txt": _read_text,
-    "md": markdown.read_markdown,
-    "html": html_text.read_html,
-    "htm": html_text.read_html,
-    "srt": _read_subtitles,
+TEXT_FORMATS: dict[str, tuple[str, Callable[[str], list[str | Segment]]]] = {
+    "txt": ("text/plain", _read_text),
+    "md": ("text/markdown", markdown.read_markdown),
+    "html": ("text/html", html_text.read_html),
+    "htm": ("text/html", html_text.read_html),
+    "srt": ("application/x-subrip", _read_subtitles),
 }
+FORMATS = (*TEXT_FORMATS, "docx")

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import parse_qsl
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -95,9 +95,6 @@ class Metrics:
         self.tokens.labels(model).inc(tokens)
         self.batch_size.observe(sentences)
         self.batch_seconds.observe(seconds)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 # ---- the middleware: limits on the body, security headers, requests from other sites ---------------------------------

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
+from prometheus_client import generate_latest
 from pydantic import BaseModel, Field
 
 from qkv import __version__
@@ -192,4 +193,4 @@ async def metrics(request: Request) -> Response:
     service.metrics.waiting.set(service.scheduler.waiting)
     service.metrics.waiting_tokens.set(service.scheduler.queue.cost)
     service.metrics.ready.set(sum(worker.ready.is_set() for worker in service.scheduler.workers))
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(generate_latest(service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
