@@ -17,8 +17,8 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.completer import LanguageModel
-    from qkv.api.text_encoder import Encoder
-    from qkv.evaluation.metrics import Comparison
+    from qkv.api.text_encoder import Encoder, GapScores
+    from qkv.evaluation.metrics import Comparison, TextLoss
     from qkv.explain.evaluation_page import System
     from qkv.explain.word_alignment import Alignment
 
@@ -140,11 +140,10 @@ def _evaluate_text(model: LanguageModel | Encoder, file: str | None, as_json: bo
 
     if isinstance(model, LanguageModel):
         text = "".join(line + "\n" for line in read_nonempty(file)) if file else ""
-        scores = model.evaluate(text) if file else model.evaluate_held_out()
-        print(json.dumps({**scores.to_dict(), "perplexity": scores.perplexity}) if as_json else scores)
+        scores: TextLoss | GapScores = model.evaluate(text) if file else model.evaluate_held_out()
     else:
-        filled = model.evaluate(read_nonempty(file or str(model.run.store / "valid.tgt.txt")))
-        print(json.dumps(filled.to_dict()) if as_json else filled)
+        scores = model.evaluate(read_nonempty(file or str(model.run.store / "valid.tgt.txt")))
+    print(json.dumps({**scores.to_dict(), "perplexity": scores.perplexity}) if as_json else scores)
 
 
 # ---- explain, heads, align, report -----------------------------------------------------------------------------------

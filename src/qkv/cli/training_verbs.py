@@ -130,16 +130,6 @@ PASSED_ON = """
     dtype device workers
 """.split()
 
-Output = Annotated[
-    str,
-    option(
-        "Output file (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.", "--output", "-o"
-    ),
-]
-Seed = Annotated[int, option("Random seed of sampling and noise.")]
-Candidates = Annotated[int | None, option("Number of candidates for --rerank or --references.")]
-BadLines = Annotated[arguments.OnBad, option("Line that is not UTF-8: error, or skip.")]
-
 
 def augment(
     context: typer.Context,
@@ -152,7 +142,12 @@ def augment(
         ),
     ],
     text: arguments.TextFile = "-",
-    output: Output = "-",
+    output: Annotated[
+        str,
+        option(
+            "Output (.tsv, .jsonl); resumes an interrupted run. - writes .tsv to standard output.", "--output", "-o"
+        ),
+    ] = "-",
     references: Annotated[
         str | None, option("Distillation: references, line by line; the candidate closest to the reference is chosen.")
     ] = None,
@@ -183,9 +178,9 @@ def augment(
     top_k: arguments.TopK = None,
     top_p: arguments.TopP = None,
     min_p: arguments.MinP = None,
-    seed: Seed = 1,
+    seed: Annotated[int, option("Random seed of sampling and noise.")] = 1,
     rerank: arguments.Rerank = None,
-    candidates: Candidates = None,
+    candidates: Annotated[int | None, option("Number of candidates for --rerank or --references.")] = None,
     no_split: arguments.NoSplit = False,
     tag: arguments.Tag = "",
     others: arguments.With = None,
@@ -193,7 +188,7 @@ def augment(
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "auto",
     workers: arguments.Workers = None,
-    on_bad: BadLines = "error",
+    on_bad: Annotated[arguments.OnBad, option("Line that is not UTF-8: error, or skip.")] = "error",
 ) -> None:
     """Make training pairs from text and a model's translations.
 
