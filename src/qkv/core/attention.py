@@ -86,9 +86,7 @@ class MultiHeadAttention(nn.Module):
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """The weights of equation 1 as printed, which `attend` does not keep: (batch, heads, queries, keys)."""
-        if causal:
-            mask = causal_mask(q.shape[-2], k.shape[-2], q.device)
-        return attention_weights(q, k, mask)
+        return attention_weights(q, k, causal_mask(q.shape[-2], k.shape[-2], q.device) if causal else mask)
 
     def merge(self, heads: Tensor) -> Tensor:
         """Concatenate heads (batch, heads, queries, d_v) and multiply by W^O: (batch, queries, d_model)."""

@@ -109,15 +109,6 @@ class SearchState:
         """Where only </s> may follow: (sentences,)."""
         return self.length >= self.longest
 
-    def finish(self, totals: Tensor, scores: Tensor, rows: Tensor) -> None:
-        """Keep the n best of the finished and the new (sentences, new), which continue `rows` with </s>; -inf: none."""
-        length, cut = (part[:, None].expand_as(totals) for part in (self.length, self.at_limit))
-        entries = torch.cat([self.finished_scores, torch.stack([scores, totals, length, cut], dim=-1)], dim=1)
-        _, order = top_k(entries[:, :, 0], self.finished_scores.shape[1])
-        written = torch.cat([self.finished_tokens, self.tokens.take_along_dim(rows[:, :, None], 1)], dim=1)
-        self.finished_scores.copy_(entries.take_along_dim(order[:, :, None], 1))
-        self.finished_tokens.copy_(written.take_along_dim(order[:, :, None], 1))
-
     def go_on(self, rows: Tensor | None, tokens: Tensor, logprob: Tensor, done: Tensor) -> None:
         """Continue `rows` (None: each its own) with one token each: all (sentences, rows), but `done` (sentences,)."""
         if rows is not None:
@@ -131,6 +122,9 @@ class SearchState:
 
 class Search:
     """Sentences that each grow by one token per step; subclasses choose the token in `extend`."""
+
+    # Choose from logits (sentences × rows, vocab); return the row that each row continues, None if itself.
+    extend: Callable[[Tensor], Tensor | None]
 
     def __init__(
         self,
@@ -181,10 +175,6 @@ class Search:
         logits, self.decoder = self.model.step(self.state.newest.view(-1, 1), self.decoder)
         if (rows := self.extend(logits[:, -1])) is not None:
             self.decoder = self.decoder.select(rows)
-
-    def extend(self, logits: Tensor) -> Tensor | None:
-        """Choose from logits (sentences × rows, vocab); return the row that each row continues, if not itself."""
-        raise NotImplementedError
 
     def allowed(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return values (sentences, rows, vocab), -inf where forbidden, their shift (sentences, rows), and preferences.
@@ -281,8 +271,15 @@ class BeamSearch(Search):
         kept = self.going_on(ends)
         # A hypothesis is finished if its </s> is among the first `beam`. Twice as many are ranked: `beam` do not end.
         final = totals[:, :beam].masked_fill(~ends[:, :beam], -math.inf)
-        if not self.eager or bool((final > -math.inf).any()):
-            state.finish(final, self.finish_score(final, parents[:, :beam]), parents[:, :beam])
+        if not self.eager or bool((final > -math.inf).any()):  # keep the n best of the finished and these
+            rows = parents[:, :beam]
+            length, cut = (part[:, None].expand_as(final) for part in (state.length, state.at_limit))
+            new = torch.stack([self.finish_score(final, rows), final, length, cut], dim=-1)
+            entries = torch.cat([state.finished_scores, new], dim=1)
+            written = torch.cat([state.finished_tokens, state.tokens.take_along_dim(rows[:, :, None], 1)], dim=1)
+            order = top_k(entries[:, :, 0], self.options.n_best)[1][:, :, None]
+            state.finished_scores.copy_(entries.take_along_dim(order, 1))
+            state.finished_tokens.copy_(written.take_along_dim(order, 1))
         if self.on_step:
             self.on_step(scores, flat, totals, kept)
         totals = totals.masked_fill(ends, -math.inf).gather(1, kept)
