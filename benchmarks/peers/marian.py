@@ -21,9 +21,10 @@ from qkv.lab.contenders import (
     Setting,
     Sources,
     TrainingSetup,
-    eager_and_compiled,
     in_batches,
 )
+
+from ._standard_loop import eager_and_compiled
 
 PACKAGE = "transformers"
 

@@ -16,9 +16,10 @@ from qkv.lab.contenders import (
     DecodingSetup,
     Setting,
     TrainingSetup,
-    eager_and_compiled,
     search_with,
 )
+
+from ._standard_loop import eager_and_compiled
 
 ENGINE = "torch.nn.Transformer"
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.lab.contenders import Setting, StandardLoop, TrainingSetup
+from qkv.lab.contenders import Setting, TrainingSetup
+
+from ._standard_loop import StandardLoop
 
 PACKAGE = "x-transformers"
 

@@ -149,7 +149,7 @@ def test_dropout_is_on_while_training_is_timed() -> None:
         if (
             setting.exact
             and "compiled" not in setting.name
-            and isinstance(loop := setting.open(subject), contenders.StandardLoop)
+            and isinstance(loop := setting.open(subject), contenders.PlainQkv)
         ):
             assert torch.equal(loop.logits(batch), loop.logits(batch))
             losses = {loop.loss(batch.inputs, batch.labels).item() for _ in range(3)}
@@ -214,7 +214,7 @@ def test_contenders_that_cannot_be_prepared_are_reported(little: None, monkeypat
         raise RuntimeError("no compiler\nis here")
 
     plain = contenders.Setting(contenders.OURS, "plain", contenders.PlainQkv, exact=True)
-    entered = [contenders.eager_and_compiled("other", broken)[0], plain]
+    entered = [contenders.Setting("other", "eager", broken), plain]
     monkeypatch.setattr(contenders, "training_settings", lambda device, modules: entered)
     result = training_speed.measure_training(seconds=0.0, device="cpu", tokens=64)
     assert result["missing"] == {"other eager": "no compiler"}

@@ -16,16 +16,7 @@ from qkv.api import auto_recipe
 from qkv.assembly import trainer_for
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import UsageError
-from qkv.lab import trials
-from qkv.lab.result_tables import (
-    Experiment,
-    ResultTable,
-    difference,
-    mean_and_deviation,
-    pooled_deviation,
-    result_table,
-    successful,
-)
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, TranslationConfig, option_path
 
@@ -57,7 +48,7 @@ def measure(config: Config, changes: Sequence[str], *, equal: str = "time", **sh
     With `equal="time"` a change with slower updates gets fewer of them, from the time per update measured beforehand,
     and its schedule is scaled. `shared` has the options of an `Experiment`; its steps are of the unchanged recipe.
     """
-    experiment = Experiment(**shared)
+    experiment = result_tables.Experiment(**shared)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if not isinstance(config.model, TranslationConfig):
@@ -123,23 +114,23 @@ def seconds_per_update(config: Config, prepared: PreparedText) -> float:
     return auto_recipe.seconds_a_pass(config, prepared) / auto_recipe.updates_a_pass(config, prepared)
 
 
-def _table(title: str, by_name: dict[str, list[Result]]) -> ResultTable:
-    bleus = {name: [result.bleu for result in good] for name, good in successful(by_name).items()}
-    spread = pooled_deviation(bleus.values())
+def _table(title: str, by_name: dict[str, list[Result]]) -> result_tables.ResultTable:
+    bleus = {name: [result.bleu for result in good] for name, good in result_tables.successful(by_name).items()}
+    spread = result_tables.pooled_deviation(bleus.values())
 
     def cells(name: str, good: list[Result]) -> Sequence[str]:
         gained = ""
         if name != BASELINE and good and bleus[BASELINE]:
-            gain = difference(bleus[name], bleus[BASELINE], spread)
+            gain = result_tables.difference(bleus[name], bleus[BASELINE], spread)
             verdict = "significant" if gain.significant else "within the noise"
             gained = str(gain) if math.isnan(gain.noise) else f"{gain}: {verdict}"
         return (
-            mean_and_deviation(bleus[name]),
-            mean_and_deviation([result.loss for result in good], 3),
+            result_tables.mean_and_deviation(bleus[name]),
+            result_tables.mean_and_deviation([result.loss for result in good], 3),
             gained,
             f"{good[0].steps:,}" if good else "failed",
-            mean_and_deviation([result.seconds for result in good], 0),
+            result_tables.mean_and_deviation([result.seconds for result in good], 0),
         )
 
     columns = ("change", "BLEU", "loss at the end", "BLEU gained", "updates", "seconds of training")
-    return result_table(title, columns, by_name, cells)
+    return result_tables.result_table(title, columns, by_name, cells)

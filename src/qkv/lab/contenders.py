@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.assembly import Run, open_run, optimizer_for, start_search_for
@@ -103,55 +102,29 @@ class TrainingLoop:
         raise NotImplementedError
 
 
-class StandardLoop(TrainingLoop):
-    """The usual training loop: loss under autocast, backward, fused Adam.
+class PlainQkv(TrainingLoop):
+    """The usual training loop (loss under autocast, backward, fused Adam), by default over qkv's plain model."""
 
-    `model` is called with (source, lengths, target) and returns logits. With `compiled`, torch compiles model and loss
-    for the single batch shape.
-    """
-
-    def __init__(self, setup: TrainingSetup, model: nn.Module, *, compiled: bool = False) -> None:
+    def __init__(self, setup: TrainingSetup, model: nn.Module | None = None) -> None:
         self.device, self.smoothing = setup.device.type, setup.spec.label_smoothing
-        self.model = model.to(setup.device).train()
-        self.run = torch.compile(self.loss, dynamic=False) if compiled else self.loss
+        self.model = (model or copy.deepcopy(setup.model)).to(setup.device).train()
         betas = (setup.spec.beta1, setup.spec.beta2)
         parameters = self.model.parameters()
         self.optimizer = torch.optim.Adam(parameters, lr=RATE, betas=betas, eps=setup.spec.eps, fused=True)
 
     def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        """Return the mean loss over tokens without padding."""
-        logits = self.model(*batch)  # (batch, target, vocab)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, label_smoothing=self.smoothing)
+        """Return the mean loss over tokens without padding, in parts: all logits are never held at once."""
+        hidden = self.model.hidden_at(labels != PAD, *batch)
+        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=self.smoothing, pad=PAD)
+        return loss / (labels != PAD).sum()
 
     def step(self, batch: Batch) -> int:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            loss = self.run(batch.inputs, batch.labels)
+            loss = self.loss(batch.inputs, batch.labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return batch.tokens
-
-
-def eager_and_compiled(engine: str, make: Callable[[TrainingSetup], nn.Module]) -> list[Setting]:
-    """Return the usual loop over a model with the same weights, without and with torch's compiler."""
-
-    def open_loop(setup: TrainingSetup, compiled: bool) -> StandardLoop:
-        return StandardLoop(setup, make(setup), compiled=compiled)
-
-    ways = {"eager": False, "compiled": True}
-    return [Setting(engine, how, partial(open_loop, compiled=way), exact=True) for how, way in ways.items()]
-
-
-class PlainQkv(StandardLoop):
-    """qkv's plain model and its loss in parts, which never holds all logits at once."""
-
-    def __init__(self, setup: TrainingSetup) -> None:
-        super().__init__(setup, copy.deepcopy(setup.model))
-
-    def loss(self, batch: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        hidden = self.model.hidden_at(labels != PAD, *batch)
-        loss, _ = loss_in_parts(hidden, self.model.output.weight, labels, smoothing=self.smoothing, pad=PAD)
-        return loss / (labels != PAD).sum()
 
 
 class FusedQkv(TrainingLoop):
@@ -334,16 +307,11 @@ def find_peers(folder: Path, what: str) -> list[ModuleType]:
 
 @cache
 def _load_modules(folder: Path) -> list[ModuleType]:
-    """Execute the modules of exactly this folder; the search path of Python does not matter."""
-    modules = []
-    for path in sorted(folder.glob("[!_]*.py")):
-        spec = spec_from_file_location(f"{folder.name}.{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[spec.name] = module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        modules.append(module)
-    return modules
+    """Import the modules of exactly this folder as a package; the search path of Python does not matter."""
+    package = ModuleType(f"{folder.name} of {folder.parent}".replace(".", "_"))
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    return [import_module(f"{package.__name__}.{path.stem}") for path in sorted(folder.glob("[!_]*.py"))]
 
 
 def select(available: Sequence[Setting], only: Sequence[str], what: str) -> list[Setting]:

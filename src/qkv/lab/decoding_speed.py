@@ -26,16 +26,7 @@ from qkv.core.tokenizer import BOS, EOS, PAD, PRINTABLE, SPECIALS, Tokenizer, To
 from qkv.core.transformer import Transformer
 from qkv.data.formats import LineReader
 from qkv.lab import contenders, training_speed
-from qkv.lab.contenders import (
-    DecodeFunction,
-    DecodingSetup,
-    DecodingTask,
-    Setting,
-    Sources,
-    Timed,
-    median_and_range,
-    synchronize,
-)
+from qkv.lab.contenders import DecodeFunction, DecodingSetup, DecodingTask, Setting, Sources, Timed
 from qkv.lab.result_tables import ResultTable, check_outputs, publish
 from qkv.lab.training_speed import choose_size
 from qkv.options import Config, TransformerConfig
@@ -84,10 +75,10 @@ class Measurement(Timed):
 
     def run(self) -> None:
         time.sleep(PAUSE)
-        synchronize(self.device)
+        contenders.synchronize(self.device)
         start = time.perf_counter()
         outputs = self.decode(self.sources, self.task)
-        synchronize(self.device)
+        contenders.synchronize(self.device)
         seconds = time.perf_counter() - start
         # Some engines return </s>, some do not.
         self.tokens = sum(token != EOS for hypotheses in outputs for token in hypotheses[0])
@@ -141,11 +132,20 @@ def measure_decoding(
         available = contenders.decoding_settings(chosen, modules)
         decoders, missing = _open(subject, contenders.select(available, only, "setting"))
         reference = available[0].open(subject)
-        rows = [
-            row
-            for beam in beams
-            for row in _measure_in_turns(decoders, reference, text, beam, batches, seconds, chosen)
-        ]
+        rows = []
+        for beam in beams:
+            group = [
+                Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode, chosen)
+                for batch in batches
+                for setting, decode in decoders.items()
+                if not setting.most or batch <= setting.most
+            ]
+            if not group:
+                raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
+            _compare(group, reference, text.fixed)
+            say(f"beam {beam}: outputs compared, timing {len(group)} rows")
+            contenders.run_in_turns(group, seconds, f"beam {beam}: ")
+            rows += group
         result = contenders.surroundings(modules) | {
             "model": f"{run or size}, {parameter_count(subject.model):,} parameters",
             "text": text.name,
@@ -229,31 +229,7 @@ def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> lis
     return drawn
 
 
-# ---- comparing and timing --------------------------------------------------------------------------------------------
-
-
-def _measure_in_turns(
-    decoders: dict[Setting, DecodeFunction],
-    reference: DecodeFunction,
-    text: Text,
-    beam: int,
-    batches: Sequence[int],
-    seconds: float,
-    device: torch.device,
-) -> list[Measurement]:
-    """Compare the outputs of all settings and batch sizes at one beam size, then time them in turn."""
-    rows = [
-        Measurement(setting, DecodingTask(beam, batch, text.extra), text.of(setting, batch), decode, device)
-        for batch in batches
-        for setting, decode in decoders.items()
-        if not setting.most or batch <= setting.most
-    ]
-    if not rows:
-        raise UsageError("--batch: these settings support batches of up to 64: give a smaller one")
-    _compare(rows, reference, text.fixed)
-    say(f"beam {beam}: outputs compared, timing {len(rows)} rows")
-    contenders.run_in_turns(rows, seconds, f"beam {beam}: ")
-    return rows
+# ---- comparing --------------------------------------------------------------------------------------------
 
 
 def _compare(rows: Sequence[Measurement], reference: DecodeFunction, fixed: bool) -> None:
@@ -323,7 +299,7 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
             f"beam {ratio['beam']}, {'any batch' if ratio['batch'] is None else 'batch ' + str(ratio['batch'])}",
             "fp32" if ratio["fp32"] else "any",
             ratio["peer"],
-            median_and_range(ratio),
+            contenders.median_and_range(ratio),
             ratio["ours"],
             ratio["theirs"],
         )
@@ -337,7 +313,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     latency = f", {row['ms_per_token']:.2f} ms per token" if row["ms_per_token"] and row["beam"] == 1 else ""
-    return median_and_range(row) + latency
+    return contenders.median_and_range(row) + latency
 
 
 # ---- qkv lab speed ---------------------------------------------------------------------------------------------------

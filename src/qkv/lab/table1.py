@@ -391,8 +391,7 @@ def _panel(axes: Axes, rows: dict[str, Any], symbol: str, held: str) -> None:
     for name, row in rows.items():
         first, exponents = row["points"][0], row["measured"]
         spans = [other for other in exponents if other not in "nd"]  # r or k, fixed too
-        at = max(common or {point[held] for point in row["points"]})
-        points = [p for p in row["points"] if p[held] == at and all(p[span] == first[span] for span in spans)]
+        points = [p for p in row["points"] if p[held] == max(common) and all(p[span] == first[span] for span in spans)]
         label = ", ".join([name, *(f"{span} = {first[span]}" for span in spans)])
         axes.plot(
             [p[symbol] for p in points],
@@ -410,5 +409,4 @@ def _panel(axes: Axes, rows: dict[str, Any], symbol: str, held: str) -> None:
     axes.grid(True, color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, title="time ∝")
-    if common:
-        axes.set_title(f"{held} = {max(common):,}", fontsize=10)
+    axes.set_title(f"{held} = {max(common):,}", fontsize=10)

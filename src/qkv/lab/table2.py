@@ -21,16 +21,7 @@ from qkv.core.dataset import PreparedText
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
-from qkv.lab import trials
-from qkv.lab.result_tables import (
-    Experiment,
-    ResultTable,
-    difference,
-    mean_and_deviation,
-    pooled_deviation,
-    result_table,
-    successful,
-)
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result, Trial
 from qkv.options import Config, ConvS2SConfig, ModelConfig, RnnConfig, TransformerConfig, TranslationConfig
 from qkv.presets import demo
@@ -66,7 +57,7 @@ def measure(
     factors on the standard learning rate; `norm` (post, as in the paper, or pre) is the Transformer's. `shared` has the
     options of an `Experiment`.
     """
-    experiment = Experiment(**shared)
+    experiment = result_tables.Experiment(**shared)
     if equal not in EQUAL:
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if norm not in ("post", "pre"):
@@ -110,8 +101,9 @@ def measure(
     text = trials.describe_text(base, prepared)
     figures = {"text": text, "equal": equal, "norm": norm, "learning_rates": chosen, "remarks": remarks}
     title = f"RNN, ConvS2S and Transformer at equal parameters and equal {equal}, {experiment.seeds} seeds; {text}"
-    tables = [result_table(title, COLUMNS, by_name, _cells), ResultTable(PAPER_TITLE, PAPER_COLUMNS, PAPER)]
-    return experiment.publish(figures, {"tried": first} | by_name, tables, remarks)
+    table = result_tables.result_table(title, COLUMNS, by_name, _cells)
+    papers = result_tables.ResultTable(PAPER_TITLE, PAPER_COLUMNS, PAPER)
+    return experiment.publish(figures, {"tried": first} | by_name, [table, papers], remarks)
 
 
 # ---- equal parameters ------------------------------------------------------------------------------------------------
@@ -205,15 +197,15 @@ def cost_to_reach(result: Result, loss: float) -> tuple[float, float]:
 
 def verdict(by_name: Mapping[str, Sequence[Result]]) -> list[str]:
     """Judge "better BLEU at a fraction of the training cost" against each competitor and overall, with figures."""
-    good = successful(by_name)
+    good = result_tables.successful(by_name)
     if missing := [name for name, results in good.items() if not results]:
         return [f"better BLEU at a fraction of the training cost: NOT MEASURED ({', '.join(missing)} failed)"]
-    spread = pooled_deviation([[result.bleu for result in results] for results in good.values()])
+    spread = result_tables.pooled_deviation([[result.bleu for result in results] for results in good.values()])
     lines, signs = [], []
     for name in good:
         if name == OURS:
             continue
-        gap = difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
+        gap = result_tables.difference([r.bleu for r in good[OURS]], [r.bleu for r in good[name]], spread)
         cost = _cost_of_reaching(good[OURS], good[name])
         back = _cost_of_reaching(good[name], good[OURS])
         lines.append(
@@ -252,9 +244,9 @@ def _cells(name: str, good: list[Result]) -> Sequence[str]:
         return ["–"] * (len(COLUMNS) - 1)
     seconds = statistics.fmean(result.seconds for result in good)
     return (
-        mean_and_deviation([result.bleu for result in good]),
-        mean_and_deviation([result.test_bleu for result in good if result.test_bleu is not None]),
-        mean_and_deviation([result.loss for result in good], 4),
+        result_tables.mean_and_deviation([result.bleu for result in good]),
+        result_tables.mean_and_deviation([result.test_bleu for result in good if result.test_bleu is not None]),
+        result_tables.mean_and_deviation([result.loss for result in good], 4),
         f"{good[0].parameters / 1e6:.2f} M",
         f"{statistics.fmean(result.flops for result in good):.2e}",
         f"{seconds:,.0f}",

@@ -16,15 +16,7 @@ from typing import Any
 
 from qkv.core.device import choose_device
 from qkv.core.errors import UsageError
-from qkv.lab import trials
-from qkv.lab.result_tables import (
-    Experiment,
-    difference,
-    mean_and_deviation,
-    pooled_deviation,
-    result_table,
-    successful,
-)
+from qkv.lab import result_tables, trials
 from qkv.lab.trials import Result
 from qkv.options import Config, TransformerConfig
 from qkv.presets import PRESETS, TABLE_3
@@ -78,7 +70,7 @@ def measure(*, rows: Sequence[str] = (), width: float = 0.0, depth: float = 0.0,
 
     The device sets `width` and `depth` that are 0; `shared` has the options of an `Experiment`.
     """
-    experiment = Experiment(**shared)
+    experiment = result_tables.Experiment(**shared)
     if unknown := set(rows) - set(ROWS):
         raise UsageError(f"--row {', '.join(sorted(unknown))}: choose among {', '.join(ROWS)}")
     device = experiment.device
@@ -101,7 +93,7 @@ def measure(*, rows: Sequence[str] = (), width: float = 0.0, depth: float = 0.0,
         f"Table 3 at width × {scale.width:g}, depth × {scale.depth:g}, {scale.steps:,} updates of {scale.tokens:,} "
         f"tokens, {experiment.seeds} seeds; {text}"
     )
-    table = result_table(title, COLUMNS, by_name, _cells, label=_label)
+    table = result_tables.result_table(title, COLUMNS, by_name, _cells, label=_label)
     return experiment.publish(figures, by_name, [table], [str(each) for each in conclusions])
 
 
@@ -135,8 +127,8 @@ def _label(name: str) -> str:
 def _cells(name: str, good: list[Result]) -> Sequence[str]:
     ppl, bleu, millions = PAPER[name]
     return (
-        mean_and_deviation([result.perplexity for result in good]),
-        mean_and_deviation([result.bleu for result in good]),
+        result_tables.mean_and_deviation([result.perplexity for result in good]),
+        result_tables.mean_and_deviation([result.bleu for result in good]),
         *((f"{good[0].parameters / 1e6:.2f} M", f"{good[0].steps:,}") if good else ("–", "–")),
         f"{ppl:.2f}  {bleu:.1f}  {millions:>3} M",
     )
@@ -196,7 +188,7 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
     The noise is two standard errors, from the deviation between seeds pooled over all rows. With one seed the verdict
     is always "within the noise".
     """
-    good = successful(by_name)
+    good = result_tables.successful(by_name)
     candidates = [name for name in claim.better if name != claim.worse and good.get(name)]
     if not candidates or not good.get(claim.worse):
         return Conclusion(claim.text, UNKNOWN, "rows are missing or failed")
@@ -207,7 +199,9 @@ def judge(claim: Claim, by_name: Mapping[str, Sequence[Result]]) -> Conclusion:
         # Perplexities are compared as losses, because the noise of a perplexity grows with its value.
         what = "loss" if measure == PERPLEXITY else "bleu"
         values = {name: [getattr(result, what) for result in results] for name, results in good.items()}
-        gap = difference(values[best], values[claim.worse], pooled_deviation(values.values()))
+        gap = result_tables.difference(
+            values[best], values[claim.worse], result_tables.pooled_deviation(values.values())
+        )
         gains.append(gap if what == "bleu" else dataclasses.replace(gap, value=-gap.value))
         means = " against ".join(f"{_mean(results, measure.lower()):.2f}" for results in pair)
         words.append(f"{measure} {means} ({'loss ' if what == 'loss' else ''}{gap})")

@@ -28,14 +28,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import BOS, EOS, PAD
 from qkv.core.transformer import Transformer
 from qkv.lab import contenders
-from qkv.lab.contenders import (
-    Setting,
-    Timed,
-    TrainingLoop,
-    TrainingSetup,
-    median_and_range,
-    synchronize,
-)
+from qkv.lab.contenders import Setting, Timed, TrainingLoop, TrainingSetup
 from qkv.lab.result_tables import ResultTable, check_outputs, publish
 from qkv.options import TrainConfig, TransformerConfig
 
@@ -72,14 +65,14 @@ class Measurement(Timed):
     def run(self) -> None:
         assert self.loop is not None
         tokens, stalled = 0, 0.0
-        synchronize(self.device)
+        contenders.synchronize(self.device)
         started = time.perf_counter()
         for _ in range(self.steps):
             requested = time.perf_counter()
             batch = next(self.feed)
             stalled += time.perf_counter() - requested
             tokens += self.loop.step(batch)
-        synchronize(self.device)
+        contenders.synchronize(self.device)
         seconds = time.perf_counter() - started
         self.speeds.append(tokens / seconds)
         self.rates.append(self.steps / seconds)
@@ -149,7 +142,7 @@ def measure_training(
 
 def choose_size(name: str, device: torch.device) -> tuple[str, TransformerConfig, int]:
     """Return name, model and vocabulary of a size; by default one that suits the device."""
-    name = name or ("small" if device.type == "cpu" else "base")
+    name = name or ("base" if device.type == "cuda" else "small")
     if name not in SIZES:
         raise UsageError(f"--model {name}: choose one of {', '.join(SIZES)}")
     return name, *SIZES[name]
@@ -213,11 +206,11 @@ def matrix_peak(device: torch.device) -> float:
     a, b = (torch.randn(rows, rows, device=device, dtype=numbers) for _ in range(2))
     times = []
     for _ in range(6):
-        synchronize(device)
+        contenders.synchronize(device)
         started = time.perf_counter()
         for _ in range(4):
             a @ b
-        synchronize(device)
+        contenders.synchronize(device)
         times.append((time.perf_counter() - started) / 4)
     return 2 * rows**3 / min(times)
 
@@ -271,13 +264,13 @@ def _prepare(setting: Setting, setup: TrainingSetup, batches: list[Batch]) -> Me
     started = time.perf_counter()
     for _ in range(WARM_UP):
         loop.step(next(feed))
-    synchronize(device)
+    contenders.synchronize(device)
     row = Measurement(setting, device, feed, loop, warm_up=opening + time.perf_counter() - started)
     if device.type == "cuda":
         row.memory = torch.cuda.max_memory_allocated(device) - before
     started = time.perf_counter()
     loop.step(next(feed))
-    synchronize(device)
+    contenders.synchronize(device)
     row.steps = max(1, round(ROUND / (time.perf_counter() - started)))
     say(f"{setting.name}: ready after {row.warm_up:.1f} s")
     return row
@@ -313,7 +306,7 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
     lines = [
         (
             row["contender"],
-            median_and_range(row),
+            contenders.median_and_range(row),
             f"{row['steps_per_second']:.3g}",
             f"{row['peak_share']:.1%}",
             f"{row['stall_share']:.1%}",
@@ -322,7 +315,7 @@ def _result_tables(result: dict[str, Any]) -> list[ResultTable]:
         )
         for row in result["rows"]
     ]
-    ratios = [(ratio["ours"], ratio["peer"], median_and_range(ratio)) for ratio in result["ratios"]]
+    ratios = [(ratio["ours"], ratio["peer"], contenders.median_and_range(ratio)) for ratio in result["ratios"]]
     title = f"training, {result['model']}; {result['batch']}; {result['precision']}"
     return [ResultTable(title, columns, lines), *contenders.ratio_table(("ours", "peer", "ratio"), ratios)]
 

@@ -17,7 +17,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, redirect_stderr, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -187,11 +187,10 @@ def run_all(trials: Sequence[Trial], folder: Path, *, jobs: int = 1, test: FileP
         result = results.get(attempt.named.key)
         return result is not None and not result.error and (test is None or result.test == list(test))
 
-    waiting = [(trial, attempt) for trial, attempt in zip(trials, attempts, strict=True) if not is_done(attempt)]
+    waiting = [attempt for attempt in attempts if not is_done(attempt)]
     say(f"{folder}: {len(trials)} trials, {len(trials) - len(waiting)} already done")
-    opened = (_open(trial, attempt) for trial, attempt in waiting)
     started = time.monotonic()
-    with closing(_run_parallel(opened, jobs) if jobs > 1 else _run_sequential(opened)) as finished:
+    with closing(_run_parallel(iter(waiting), jobs) if jobs > 1 else _run_sequential(waiting)) as finished:
         for number, result in enumerate(finished, 1):
             results[result.key] = result
             seconds = (time.monotonic() - started) / number * (len(waiting) - number)
@@ -225,20 +224,16 @@ def cached_seconds(trial: Trial, folder: Path, seconds: Callable[[Config, Prepar
 
 
 def _attempt(trial: Trial, folder: Path, test: FilePair | None) -> Attempt:
+    """Return a trial with its run folder, which is created if it does not exist."""
     named = Result(trial.name, trial.config.train.seed, key_of(trial))
     slug = re.sub(r"[^\w.]+", "_", trial.name)
-    return Attempt(named, folder / "runs" / f"{slug}-{named.seed}-{named.key}", test)
+    run = Run(folder / "runs" / f"{slug}-{named.seed}-{named.key}")
+    if not run.exists():
+        Run.create(run.path, trial.config, trial.text.tokenizers, store=stored_at(run.path, trial.text.folder))
+    return Attempt(named, run.path, test)
 
 
-def _open(trial: Trial, attempt: Attempt) -> Attempt:
-    """Create the run folder."""
-    if not Run(attempt.folder).exists():
-        store = stored_at(attempt.folder, trial.text.folder)
-        Run.create(attempt.folder, trial.config, trial.text.tokenizers, store=store)
-    return attempt
-
-
-def _run_sequential(attempts: Iterator[Attempt]) -> Generator[Result, None, None]:
+def _run_sequential(attempts: Iterable[Attempt]) -> Generator[Result, None, None]:
     for attempt in attempts:
         try:
             yield attempt.run()
