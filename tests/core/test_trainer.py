@@ -14,7 +14,7 @@ import torch
 
 from conftest import sentences, updates, weights, write_pairs
 from core_runs import entries, prepare_text, settings, train, trainer_for
-from qkv.core import checkpoint, files, optimizer
+from qkv.core import files, optimizer
 from qkv.core import trainer as trainer_module
 from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText
@@ -285,7 +285,7 @@ def test_a_validation_logs_tokens_and_seconds_so_far(
         now[0] += 100
         return Validation(1.0, None, "")
 
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Trainer, "start", step)
     monkeypatch.setattr(trainer_module, "save_state", save)
     monkeypatch.setattr(TranslationTask, "validate", found)

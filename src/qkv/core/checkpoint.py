@@ -2,7 +2,8 @@
 
 A state is a folder `state/step-N`: weights, optimizer, progress, and the moving average of the weights if there is one.
 It is written under another name and renamed when it is complete and flushed to disk, so a folder with that name is
-complete; the previous state is removed only afterwards.
+complete; the previous state is removed only afterwards. `step` is a training step (`PlainTrainStep`), of which a state
+records the model, the optimizer and the average.
 """
 
 from __future__ import annotations
@@ -10,20 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from qkv.core import files
-from qkv.core.batches import Position, Update
-from qkv.core.device import World
+from qkv.core.batches import Position
 from qkv.core.errors import QkvError
-from qkv.core.run import Run, by_step, load_weights
+from qkv.core.run import Run, by_step, load_weights, read_record
 
 
 @dataclass
@@ -51,44 +49,7 @@ class Progress:
         return Position(self.epoch, self.update)
 
 
-class Clock:
-    """Counts the seconds of a training into its progress, and those of them that it waits for data."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.since, self.tokens, self.stalled = progress, time.perf_counter(), progress.tokens, 0.0
-
-    def wait_for(self, updates: Iterator[Update]) -> Update:
-        before = time.perf_counter()
-        update = next(updates)
-        self.stalled += time.perf_counter() - before
-        return update
-
-    def read(self, training: bool = True) -> tuple[float, float]:
-        """Count the seconds since the last reading, and begin again: as training, or as validating and saving.
-
-        Return tokens a second and the share of time without data.
-        """
-        progress, now = self.progress, time.perf_counter()
-        seconds, tokens, stalled = now - self.since, progress.tokens - self.tokens, self.stalled
-        progress.seconds += seconds
-        progress.training_seconds += seconds if training else 0.0
-        self.since, self.tokens, self.stalled = now, progress.tokens, 0.0
-        return tokens / max(1e-9, seconds), stalled / max(1e-9, seconds)
-
-
-class Trained(Protocol):
-    """Parts of a training step that a state records."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    average: Any  # a WeightAverage, or None
-    world: World
-
-
-# ---- state -----------------------------------------------------------------------------------------------------------
-
-
-def save_state(run: Run, progress: Progress, step: Trained) -> None:
+def save_state(run: Run, progress: Progress, step: Any) -> None:
     """Write the state of this update, then remove older ones; when this returns, on any rank, it is on disk."""
     own, average, world = dict(step.model.named_parameters()), step.average, step.world
     slots = {f"{name}/{slot}": v for name, p in own.items() for slot, v in step.optimizer.state.get(p, {}).items()}
@@ -120,26 +81,22 @@ def latest_state(run: Run) -> Path | None:
     return max(by_step(run.path / "state").items(), default=(0, None))[1]
 
 
-def restore_state(folder: Path, step: Trained) -> Progress:
+def restore_state(folder: Path, step: Any) -> Progress:
     """Load a state into model, optimizer and average; return its progress."""
     start_from(folder / "weights.safetensors", step)
-    own, optimizer, average, world = dict(step.model.named_parameters()), step.optimizer, step.average, step.world
-    kept = folder / "ema.safetensors"
-    if average is not None and kept.exists():  # an average that this resume adds begins at the weights
-        load_weights(average.tensors(), files.read_tensors(kept), kept, world)
-    optimizer.state.clear()
+    own, ema = dict(step.model.named_parameters()), folder / "ema.safetensors"
+    if step.average is not None and ema.exists():  # an average that this resume adds begins at the weights
+        load_weights(step.average.tensors(), files.read_tensors(ema), ema, step.world)
+    step.optimizer.state.clear()
     for key, value in files.read_tensors(folder / "optimizer.safetensors").items():
         name, _, slot = key.rpartition("/")
         if name not in own:
             raise QkvError(f"{folder}: the optimizer state is of another model: it has {name}")
-        optimizer.state[own[name]][slot] = world.part(value, own[name])
-    try:
-        return Progress(**json.loads((folder / "progress.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        raise QkvError(f"{folder / 'progress.json'}: damaged: restore it from a copy, or train again") from None
+        step.optimizer.state[own[name]][slot] = step.world.part(value, own[name])
+    return read_record(folder / "progress.json", Progress)
 
 
-def start_from(weights: Path, step: Trained) -> None:
+def start_from(weights: Path, step: Any) -> None:
     """Load the weights of another training, without its optimizer and progress."""
     tensors = files.read_tensors(weights)
     load_weights(dict(step.model.named_parameters()), tensors, weights, step.world)
@@ -156,11 +113,11 @@ def clear_away(run: Run, progress: Progress) -> None:
             path.unlink()
 
 
-# ---- average (paper, section 6.1: the last 5 checkpoints for base, the last 20 for big) ------------------------------
-
-
 def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of the weights in several files, summed in float64, with at most two of them in memory."""
+    """Return the mean of the weights in several files, summed in float64, with at most two of them in memory.
+
+    The paper (section 6.1) averages the last 5 checkpoints of the base model and the last 20 of the big one.
+    """
     first, *others = checkpoints
     own = files.read_tensors(first)
     total = {name: tensor.double() for name, tensor in own.items()}

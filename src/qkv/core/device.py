@@ -43,11 +43,7 @@ class World:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-
-    @property
-    def first(self) -> bool:
-        """Whether this process prepares the text, validates, and writes files and messages."""
-        return self.rank == 0
+        self.first = rank == 0  # prepares the text, validates, and writes files and messages
 
     def broadcast(self, word: str = "") -> str:
         """Return rank 0's word on every rank; the other ranks wait for it."""

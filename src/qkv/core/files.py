@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from qkv.core.errors import QkvError, UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def read_tensors(path: Path, metadata: dict[str, str] | None = None) -> dict[str, Tensor]:
     """Read a safetensors file, and its metadata into `metadata`; refuse a missing, truncated or foreign file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             if metadata is not None:
@@ -76,8 +76,6 @@ def sync(path: Path) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    from safetensors import SafetensorError
-
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

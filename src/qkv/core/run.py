@@ -22,13 +22,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.transformer import Model, Transformer
 
+Record = TypeVar("Record")
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
@@ -57,16 +58,9 @@ class Run:
         from qkv import __version__
 
         run = cls(path)
-        about = {
-            "format": FORMAT,
-            "qkv": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "",
-            **more,
-        }
-        path.mkdir(parents=True, exist_ok=True)
+        versions = {"qkv": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        begun = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {"format": FORMAT, **versions, "begun": begun, "command": "", **more}
         tokenizers.save(path / "tokenizer.json")
         run.write_config(config)
         files.write_text(path / "run.json", json.dumps(about, indent=2) + "\n")
@@ -91,7 +85,7 @@ class Run:
     @cached_property
     def about(self) -> dict[str, Any]:
         """The content of run.json: format, versions, date and command of the creation."""
-        return _read_json(self.path / "run.json")
+        return read_record(self.path / "run.json", dict)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -129,15 +123,14 @@ class Run:
     def tokenizers(self) -> TokenizerPair:
         return TokenizerPair.load(self.path / "tokenizer.json")
 
-    @cached_property
+    @property
     def scores(self) -> dict[str, Any]:
         """Validation scores by name of the weights; `chosen` is the name used by default."""
         path = self.path / "scores.json"
-        return _read_json(path) if path.exists() else {}
+        return read_record(path, dict) if path.exists() else {}
 
     def write_scores(self, scores: dict[str, Any]) -> None:
         files.write_text(self.path / "scores.json", json.dumps(scores, indent=2) + "\n")
-        self.__dict__.pop("scores", None)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -181,14 +174,12 @@ class Run:
         files.write_tensors(self.path / "weights" / f"{name}.safetensors", dict(model.named_parameters()), about)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_record(path: Path, kind: Callable[..., Record]) -> Record:
+    """Return the object in a JSON file of a run, as a dict or another class; refuse a damaged file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        values = None
-    if not isinstance(values, dict):
-        raise QkvError(f"{path}: damaged: restore it from a copy, or train again")
-    return values
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise QkvError(f"{path}: damaged: restore it from a copy, or train again") from None
 
 
 def by_step(folder: Path) -> dict[int, Path]:
@@ -200,8 +191,7 @@ def by_step(folder: Path) -> dict[int, Path]:
 def load_weights(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path, world: World = ALONE) -> None:
     """Copy tensors into parameters; refuse other names or shapes, naming the first tensor that differs."""
     for name in [*into, *tensors]:
-        ours = tuple(into[name].shape) if name in into else "nothing"
-        theirs = tuple(tensors[name].shape) if name in tensors else "nothing"
+        ours, theirs = (tuple(each[name].shape) if name in each else "nothing" for each in (into, tensors))
         if ours != theirs:
             raise QkvError(f"{path}: weights of another model: {name} is {theirs} in the file and {ours} in the config")
     with torch.no_grad():
@@ -222,37 +212,28 @@ class LogSink(Protocol):
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
 class JsonlLog:
     """Log sink that appends `train` and `valid` events to log.jsonl, one line of JSON each."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append an event; at the start of a resumed run, drop the lines of steps that will come again."""
         if kind == "start":
-            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-            kept = "".join(f"{line}\n" for line in text.split("\n") if _is_past(line, step, values["validated"]))
+            self.path.touch()
+            text, kept = self.path.read_text(encoding="utf-8"), ""
+            for line in text.split("\n"):
+                with suppress(ValueError, KeyError, TypeError):  # a killed run may have cut its last line
+                    entry = json.loads(line)
+                    last = values["validated"] if entry["event"] == "valid" else step
+                    kept += f"{line}\n" if entry["step"] <= last else ""
             if kept != text:
                 files.write_text(self.path, kept)
-            self.path.touch()
         elif kind in ("train", "valid"):
-            entry = {"event": kind, "step": step} | {name: _json_value(value) for name, value in values.items()}
+            entry = {"event": kind, "step": step, **values}
+            for name, value in values.items():
+                if isinstance(value, float):  # six digits; JSON has no infinity and no NaN
+                    entry[name] = float(f"{value:.6g}") if math.isfinite(value) else None
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-
-def _is_past(line: str, step: int, validated: int) -> bool:
-    """Return whether a line of the log is kept; a killed run may have cut its last line."""
-    try:
-        entry = json.loads(line)
-        return bool(entry["step"] <= (validated if entry["event"] == "valid" else step))
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _json_value(value: Any) -> Any:
-    """Round a number to six digits; JSON has no infinity and no NaN, so those become None."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None

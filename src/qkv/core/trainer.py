@@ -7,10 +7,11 @@ and stops in good order on a signal.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -18,15 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.batches import Batch, Update, UpdateStream
-from qkv.core.checkpoint import (
-    Clock,
-    Progress,
-    average_checkpoints,
-    clear_away,
-    latest_state,
-    restore_state,
-    save_state,
-)
+from qkv.core.checkpoint import Progress, average_checkpoints, clear_away, latest_state, restore_state, save_state
 from qkv.core.config import Config, TrainConfig
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_precision
@@ -179,7 +172,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.model, self.device, self.world = self.train_step.model, self.train_step.device, self.train_step.world
         self.in_flight: deque[tuple[int, Update, Callable[[], Outcome]]] = deque()
-        self.outcome: Outcome  # of the last update waited for
         self.go_on_from(Progress(micro_tokens=self.updates.micro_tokens))
 
     def go_on_from(self, progress: Progress) -> None:
@@ -187,8 +179,6 @@ class Trainer:
         self.progress = progress
         self.updates.micro_tokens = progress.micro_tokens or self.updates.micro_tokens
         self.planned: dict[int, Plan] = {}  # by the number of the next update
-
-    # ---- one update, counted -----------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Return the schedule's plan of the next update."""
@@ -213,7 +203,7 @@ class Trainer:
         progress = self.progress
         while len(self.in_flight) > but:
             number, update, read = self.in_flight.popleft()
-            self.outcome = outcome = read()
+            self.outcome = outcome = read()  # the last one is logged
             progress.tokens += outcome.tokens
             progress.skipped += not outcome.finite
             progress.skipped_in_a_row = 0 if outcome.finite else progress.skipped_in_a_row + 1
@@ -231,8 +221,6 @@ class Trainer:
         self.start(update)
         self.settle()
         return self.outcome
-
-    # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def fit(self, run: Run, sinks: Sequence[LogSink] = ()) -> bool:
         """Train from the newest state in the run folder until the schedule ends; False if it has ended before.
@@ -259,38 +247,44 @@ class Trainer:
             self.say(self.updates.describe(progress.epoch))
             if state:
                 self.say(f"going on from step {progress.step:,}")
-            clock = Clock(progress)
+            self.counted_until, logged, stalled = time.perf_counter(), replace(progress), 0.0
             while True:
                 stop = world.largest(received[0] if received else 0)
                 due = progress.step % options.validate_every == 0 or self.done()
                 if stop or due:
                     self.settle()
-                    clock.read()
+                    self.count_seconds()
                 if stop:
                     save_state(run, progress, self.train_step)
                     command = f"qkv train --resume --run {run.path}"
                     message = f"stopped at step {progress.step} and saved: go on with `{command}`"
                     raise Interrupted(stop, message if world.first else "")
                 if due and progress.validated < progress.step:
-                    self.validate(run, clock)
+                    self.validate(run)
                 if self.done():
                     break
-                self.start(clock.wait_for(updates))
-                logged = self.sinks and progress.step % options.log_every == 0
-                self.settle(but=0 if logged else self.train_step.max_in_flight)
+                waiting = time.perf_counter()
+                update = next(updates)
+                stalled += time.perf_counter() - waiting
+                self.start(update)
+                log_due = self.sinks and progress.step % options.log_every == 0
+                self.settle(but=0 if log_due else self.train_step.max_in_flight)
                 self.log("progress")
-                if logged:
-                    outcome, (speed, stalled) = self.outcome, clock.read()
+                if log_due:
+                    self.count_seconds()
+                    seconds = max(1e-9, progress.training_seconds - logged.training_seconds)
+                    speed, outcome = (progress.tokens - logged.tokens) / seconds, self.outcome
                     found = {"loss": outcome.loss, "nll": outcome.nll, "norm": outcome.gradient_norm}
                     rates = {"learning_rate": progress.learning_rate, "tokens": progress.tokens}
-                    times = {"tokens_per_second": speed, "stalled": stalled, "seconds": progress.seconds}
+                    times = {"tokens_per_second": speed, "stalled": stalled / seconds, "seconds": progress.seconds}
                     self.log("train", epoch=progress.epoch, **found, **rates, skipped=progress.skipped, **times)
+                    logged, stalled = replace(progress), 0.0
             if world.first:
                 self.finish(run)
             world.broadcast()
         return True
 
-    def validate(self, run: Run, clock: Clock) -> None:
+    def validate(self, run: Run) -> None:
         """Validate, keep the weights among the last ones, and as the best ones if they are; then save the state.
 
         Rank 0 does it, and the other ranks learn whether training goes on.
@@ -305,16 +299,15 @@ class Trainer:
                 for old in run.checkpoints()[: -max(1, options.average)]:
                     old.unlink()
                 value = result.value(options.metric)
+                progress.worse += 1
                 if progress.best is None or value > progress.best:
                     progress.best, progress.best_step, progress.worse = value, progress.step, 0
                     run.keep_weights("best", model, progress.step)
                     best = {"step": progress.step, **result.to_dict()}
                     run.write_scores({"best": best, "chosen": "best", "metric": options.metric})
-                else:
-                    progress.worse += 1
         progress.validated = progress.step
         progress.worse = int(self.world.broadcast(str(progress.worse)))  # decides whether training goes on
-        clock.read(training=False)
+        self.count_seconds(training=False)
         if result is not None:
             minutes, seconds = divmod(int(progress.seconds), 60)
             better = "  best" if progress.best_step == progress.step else ""
@@ -323,7 +316,7 @@ class Trainer:
             times = {"seconds": progress.seconds, "training_seconds": progress.training_seconds}
             self.log("valid", **measured, tokens=progress.tokens, **times)
         save_state(run, progress, self.train_step)
-        clock.read(training=False)  # saving does not count as training either
+        self.count_seconds(training=False)  # saving does not count as training either
 
     def finish(self, run: Run) -> None:
         """Average the last checkpoints, and use the average by default if it validates better than the best weights."""
@@ -340,6 +333,13 @@ class Trainer:
             self.say(f"average of {len(kept)}  {result}")
         run.write_scores(scores)
         self.say(f"using {scores['chosen']} weights by default: {run.path}")
+
+    def count_seconds(self, training: bool = True) -> None:
+        """Count the seconds since the last call: as training, or as validating and saving."""
+        now = time.perf_counter()
+        seconds, self.counted_until = now - self.counted_until, now
+        self.progress.seconds += seconds
+        self.progress.training_seconds += seconds if training else 0.0
 
     def log(self, kind: str, **values: Any) -> None:
         for sink in self.sinks:
