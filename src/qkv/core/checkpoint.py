@@ -60,13 +60,19 @@ def save_state(run: Run, progress: Progress, step: Any) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     # An earlier stop at this step saved the same tensors; the progress may have changed.
     saved = world.broadcast("saved" if folder.exists() else "")
-    for name, values in ({} if saved else tensors).items():  # one in memory at a time
-        whole = world.gather(values)
+    try:
+        for name, values in ({} if saved else tensors).items():  # one in memory at a time
+            whole = world.gather(values)
+            if world.first:
+                files.write_tensors(unfinished / f"{name}.safetensors", whole)
         if world.first:
-            files.write_tensors(unfinished / f"{name}.safetensors", whole)
+            record = json.dumps(dataclasses.asdict(progress), indent=2) + "\n"
+            files.write_text((folder if saved else unfinished) / "progress.json", record)
+    except BaseException:  # half a state would keep a full disk full
+        if world.first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     if world.first:
-        record = json.dumps(dataclasses.asdict(progress), indent=2) + "\n"
-        files.write_text((folder if saved else unfinished) / "progress.json", record)
         if not saved:
             unfinished.rename(folder)
             files.sync(folder.parent)
