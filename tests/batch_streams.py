@@ -27,7 +27,7 @@ def both() -> TokenizerPair:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeStore:
     """Random sentences of two corpora, the second tagged; the interface of a TokenStore without its files."""
 
@@ -35,7 +35,6 @@ class FakeStore:
     sentences: int = 120
     sides: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
     plans: dict[Any, Any] = field(default_factory=dict)
-    micro_tokens: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(9)
@@ -56,9 +55,17 @@ class FakeStore:
         return np.array([len(row) for row in self.sides[side]], np.uint32)
 
 
-def updates_of(**options: Any) -> PairBatches:
+def realistic(pairs: int, median: float, spread: float, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Log-normal source lengths, targets a little longer and following them, cut at 255 tokens; </s> included."""
+    random = np.random.default_rng(seed)
+    src = np.exp(random.normal(np.log(median), spread, pairs)).clip(1, 255).astype(np.int64)
+    tgt = (src * np.exp(random.normal(0.05, 0.18, pairs))).clip(1, 255).astype(np.int64)
+    return src + 1, tgt + 1
+
+
+def updates_of(kind: type[PairBatches] = PairBatches, **options: Any) -> PairBatches:
     store: Any = options.pop("store", None) or FakeStore()
-    return PairBatches(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
+    return kind(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
 
 
 def plain(step: Update) -> Any:

@@ -30,6 +30,7 @@ from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Layers, Model, Transformer
 from qkv.core.validation import Task, TranslationTask, corpus_bleu
+from qkv.data.pair_updates import PairUpdates
 from qkv.options import (
     AttentionModelConfig,
     Config,
@@ -257,7 +258,7 @@ def task_for(config: Config) -> Task:
             return MaskedLanguageModelTask()
         case _:
             start, bleu = partial(_start_search, config), partial(_bleu, config)
-            return TranslationTask(start, bleu, loss_in_parts, **batch_hooks_for(config))
+            return TranslationTask(start, bleu, loss_in_parts, partial(PairUpdates, **batch_options_for(config)))
 
 
 def _start_search(config: Config, *arguments: Any, **options: Any) -> Search:
@@ -270,18 +271,10 @@ def _bleu(config: Config, hypotheses: Sequence[str], references: Sequence[str]) 
     return corpus_bleu(hypotheses, references, bleu_tokenizer(config.data.tgt_lang))
 
 
-def batch_hooks_for(config: Config) -> dict[str, Any]:
+def batch_options_for(config: Config) -> dict[str, Any]:
     """Return what the options add to batches of pairs: BPE-dropout and alignments."""
-    hooks: dict[str, Any] = {}
-    if config.tokenizer.dropout:
-        from qkv.data.subwords import pair_dropout
-
-        hooks["cut"] = partial(pair_dropout, probability=config.tokenizer.dropout, max_length=config.data.max_length)
-    if config.train.guided_alignment:
-        from qkv.data.alignments import batch_alignment
-
-        hooks["align"] = batch_alignment
-    return hooks
+    align = config.train.guided_alignment > 0
+    return {"dropout": config.tokenizer.dropout, "max_length": config.data.max_length, "align": align}
 
 
 def train_step_for(config: Config, world: World = ALONE) -> type[PlainTrainStep]:
@@ -311,7 +304,7 @@ def updates_for(
     packed_updates = getattr(step or train_step_for(config, world), "packed_updates", None)  # of the CUDA engine
     updates: UpdateStream
     if packed_updates is not None:
-        updates = packed_updates(config, text, device, world, **batch_hooks_for(config))
+        updates = packed_updates(config, text, device, world, **batch_options_for(config))
     else:
         updates = task_for(config).updates(text, config, device, world)
     updates.wrap = prefetch

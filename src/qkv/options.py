@@ -175,6 +175,7 @@ MODEL_KINDS: dict[str, type[ModelConfig]] = {
 class TrainConfig(config.TrainConfig):
     """The optimisation: batch size, schedule, regularisation, devices, validation."""
 
+    micro_tokens: int = option(0, "padded tokens a side in one micro-batch; 0: chosen for under 5 % padding", low=0)
     checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     parallel: str = option(
         "data",

@@ -12,15 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from batch_streams import FakeStore, both, pairs_in, plain, updates_of
+from batch_streams import FakeStore, both, pairs_in, plain, realistic, updates_of
 from qkv.core import batches
 from qkv.core.batches import (
     PlannedUpdate,
     Position,
-    choose_micro_tokens,
     collate,
     cut,
-    pad_share,
     plan_epoch,
     share,
     visits,
@@ -35,20 +33,8 @@ def arrays(pairs: list[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.
     return src, tgt
 
 
-def realistic(pairs: int, median: float, spread: float, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Log-normal source lengths, targets a little longer and following them, cut at 255 tokens; </s> included."""
-    random = np.random.default_rng(seed)
-    src = np.exp(random.normal(np.log(median), spread, pairs)).clip(1, 255).astype(np.int64)
-    tgt = (src * np.exp(random.normal(0.05, 0.18, pairs))).clip(1, 255).astype(np.int64)
-    return src + 1, tgt + 1
-
-
 def flat(updates: list[PlannedUpdate]) -> list[list[list[int]]]:
     return [[micro.tolist() for micro in update] for update in updates]
-
-
-def micros_of(updates: list[PlannedUpdate]) -> list[NDArray[np.int64]]:
-    return [micro for update in updates for micro in update]
 
 
 def sizes(update: PlannedUpdate, src: NDArray[np.int64], tgt: NDArray[np.int64]) -> list[int]:
@@ -150,51 +136,6 @@ def test_ranks_partition_every_update(pairs: list[tuple[int, int]], world: int, 
     assert flat([share(update, 0, 1)]) == flat([update])
 
 
-# ---- padding ---------------------------------------------------------------------------------------------------------
-
-
-def test_pad_share_by_hand() -> None:
-    src, tgt = np.array([2, 4, 3]), np.array([5, 5, 1])
-    # Source: 2 + 4 of 2 × 4, and 3 of 3; target: 10 of 10, and 1 of 1. So 2 of 22 are padding.
-    assert pad_share([np.array([0, 1]), np.array([2])], src, tgt) == pytest.approx(2 / 22)
-
-
-@pytest.mark.parametrize("tokens", [4096, 25_000])
-@pytest.mark.parametrize(("median", "spread"), [(22, 0.6), (9, 0.35)], ids=["news", "talk"])
-def test_padding_stays_under_five_percent(median: float, spread: float, tokens: int) -> None:
-    pairs = 30_000
-    src, tgt = realistic(pairs, median, spread)
-    micro_tokens = choose_micro_tokens(src, tgt, tokens)
-    assert tokens // micro_tokens in (2**k for k in range(10))
-    assert micro_tokens >= max(src.max(), tgt.max(), batches.MIN_TOKENS)
-    for epoch in range(3):
-        indices = visits(np.zeros(pairs, np.int64), (1.0,), seed=7, epoch=epoch)
-        updates = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=micro_tokens, seed=7, epoch=epoch)
-        assert pad_share(micros_of(updates), src, tgt) < 0.05
-    twice = plan_epoch(indices, src, tgt, tokens=tokens, micro_tokens=2 * micro_tokens, seed=7, epoch=epoch)
-    assert micro_tokens == tokens or pad_share(micros_of(twice), src, tgt) > 0.045  # the largest that will do
-
-
-def test_micro_batches_are_worth_a_pass_even_if_padded() -> None:
-    src, tgt = realistic(300, 22, 0.6)
-    assert batches.MIN_TOKENS <= choose_micro_tokens(src, tgt, 25_000) < 2 * batches.MIN_TOKENS
-
-
-def test_the_smallest_micro_batch_is_reached() -> None:
-    src, tgt = realistic(300, 22, 0.6)  # so few sentences that all sizes have more than 5 % padding
-    short = np.minimum(src, 200), np.minimum(tgt, 200)
-    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS) == batches.MIN_TOKENS
-    assert choose_micro_tokens(*short, 2 * batches.MIN_TOKENS - 2) == 2 * batches.MIN_TOKENS - 2
-    assert choose_micro_tokens(*short, 4 * batches.MIN_TOKENS) == batches.MIN_TOKENS
-
-
-def test_micro_batches_hold_the_longest_sentence() -> None:
-    src, tgt = np.random.default_rng(0).integers(1, 900, (2, 40))  # so few and so different that all padding is large
-    src[7] = 900
-    assert choose_micro_tokens(src, tgt, 1000) == 1000
-    assert choose_micro_tokens(src, tgt, 4000) == 1000
-
-
 # ---- the loader ------------------------------------------------------------------------------------------------------
 
 
@@ -235,17 +176,16 @@ def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(batches, name, lambda *a, **k: calls.append(name) or real(*a, **k))
 
     count("plan_epoch")
-    count("choose_micro_tokens")
     store = FakeStore(sentences=2000)
-    streams = [updates_of(store=store, micro_tokens=0) for _ in range(3)]
+    streams = [updates_of(store=store) for _ in range(3)]
     for updates in streams:
         updates.describe(0)
         assert len(updates.plan(0)) == len(streams[0].plan(0))
         list(islice(updates.starting(Position(0, 0)), 2))
-    assert Counter(calls) == {"plan_epoch": 1, "choose_micro_tokens": 1}
+    assert len(calls) == 1
     other = updates_of(store=store, micro_tokens=50)
     other.plan(0)
-    assert calls.count("plan_epoch") == 2, "another size is another plan"
+    assert len(calls) == 2, "another size is another plan"
     for epoch in range(5):
         streams[0].plan(epoch)
     assert len(store.plans) <= batches.PLANS_CACHED

@@ -131,7 +131,7 @@ def test_updates_are_those_of_the_config(prepared: PreparedText) -> None:
     options = {"tokens_per_step": 700, "micro_tokens": 300, "seed": 9, "device": "cpu"}
     config = Config.from_dict({"train": options, "data": {"max_length": 50}})
     world = World(1, 2)
-    updates: Any = TranslationTask(cut=None).updates(prepared, config, CPU, world)
+    updates: Any = TranslationTask().updates(prepared, config, CPU, world)
     assert isinstance(updates, PairBatches)
     expected = {"tokens": 700, "micro_tokens": 300, "seed": 9, "rank": 1, "world": 2, "device": CPU}
     assert update_options(config, CPU, world) == expected

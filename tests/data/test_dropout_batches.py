@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,12 +16,11 @@ from qkv.core.batches import (
     Position,
     Update,
 )
-from qkv.data.subwords import pair_dropout
+from qkv.data.pair_updates import PairUpdates
 
 
 def stream(dropout: float = 0.0, **options: Any) -> PairBatches:
-    cut = {"cut": partial(pair_dropout, probability=dropout)} if dropout else {}
-    return updates_of(**cut, **options)
+    return updates_of(PairUpdates, dropout=dropout, **options)
 
 
 def test_dropout_keeps_the_text_and_follows_the_seed() -> None:

@@ -48,7 +48,7 @@ HEAVY = [
         "validation",
     )
 ]
-HEAVY += ["qkv.core.batches", "qkv.data.lm_data"]
+HEAVY += ["qkv.core.batches", "qkv.data.lm_data", "qkv.data.pair_updates"]
 VERBS = """
     train translate augment complete fill score evaluate explain align heads report serve export config doctor average
     lab

@@ -21,6 +21,7 @@ from qkv.core.errors import QkvError, UsageError
 from qkv.core.trainer import Trainer
 from qkv.data import alignments, text_preparation
 from qkv.data.alignments import batch_alignment
+from qkv.data.pair_updates import AlignedBatch
 from qkv.data.text_preparation import prepare_text
 from qkv.models.variants import record_attention
 from qkv.options import Config, CorpusConfig, DataConfig, TokenizerConfig
@@ -100,7 +101,7 @@ def test_guided_alignment_uses_the_weights_of_the_forward_pass(trainer: Callable
 def mass(trainer: Trainer, batch: Batch) -> float:
     """The mean weight of the guided head on linked tokens."""
     guide = GuidedAlignment(trainer.model, weight=1.0, smoothing=0.0, pad=0)
-    assert batch.alignment is not None
+    assert isinstance(batch, AlignedBatch)
     with torch.no_grad(), guide.recording() as seen:
         trainer.model.hidden(*batch.inputs)
         row, source, target = batch.alignment.unbind(1)
@@ -127,7 +128,7 @@ def test_without_the_weight_alignments_change_nothing(trainer: Callable[..., Tra
     """Bit for bit what a corpus without alignments gives; and a batch then holds none."""
     plain, given_ = trainer(align=False), trainer(guided_alignment=0.0)
     for ours, theirs in zip(updates(plain, 6), updates(given_, 6), strict=True):
-        assert all(batch.alignment is None for batch in (*ours.micro_batches, *theirs.micro_batches))
+        assert all(type(batch) is Batch for batch in (*ours.micro_batches, *theirs.micro_batches))
         assert plain.step(ours) == given_.step(theirs)
     after = weights(given_)
     assert all(torch.equal(weight, after[name]) for name, weight in weights(plain).items())
@@ -150,11 +151,11 @@ def test_micro_batches_do_not_change_the_guided_step(trainer: Callable[..., Trai
 
 
 def _rows(batch: Batch, first: int, stop: int) -> Batch:
-    assert batch.alignment is not None
+    assert isinstance(batch, AlignedBatch)
     own = batch.alignment[(batch.alignment[:, 0] >= first) & (batch.alignment[:, 0] < stop)]
     labels = batch.labels[first:stop]
     inputs = tuple(each[first:stop] for each in batch.inputs)
-    return Batch(inputs, labels, int((labels != 0).sum()), own - torch.tensor([first, 0, 0]))
+    return AlignedBatch(inputs, labels, int((labels != 0).sum()), own - torch.tensor([first, 0, 0]))
 
 
 def test_a_guided_run_resumes_to_the_same_bits(aligned: tuple[str, str, str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError
 from qkv.core.trainer import Trainer
+from qkv.data.pair_updates import AlignedBatch
 from qkv.data.text_preparation import prepare_text
 from qkv.options import (
     AttentionModelConfig,
@@ -128,15 +129,15 @@ def test_the_largest_batch_is_tried_first(trainer: Make, monkeypatch: pytest.Mon
 def test_rows_are_taken_with_their_links() -> None:
     source, lengths = torch.arange(1, 7).reshape(3, 2), torch.tensor([2, 2, 2])
     labels = torch.tensor([[5, 2], [2, 0], [4, 2]])
-    batch = Batch((source, lengths, labels), labels, 5, LINKS)
+    batch = AlignedBatch((source, lengths, labels), labels, 5, LINKS)
     part = memory_limits.take(batch, 1, 3)
     assert part.tokens == 3
     assert part.source.tolist() == [[3, 4], [5, 6]]
-    assert part.alignment is not None
+    assert isinstance(part, AlignedBatch)
     assert part.alignment.tolist() == [[0, 0, 0], [1, 1, 0], [1, 0, 1]]
     nothing = memory_limits.idle(batch)
     assert (nothing.tokens, nothing.labels.tolist()) == (0, [[0, 0]])
-    assert nothing.alignment is not None
+    assert isinstance(nothing, AlignedBatch)
     assert len(nothing.alignment) == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -22,7 +21,7 @@ from qkv.core.batches import (
     Position,
 )
 from qkv.core.dataset import Rows
-from qkv.data.subwords import pair_dropout
+from qkv.data.pair_updates import PairUpdates
 
 
 def test_an_error_in_the_thread_reaches_the_reader() -> None:
@@ -69,9 +68,8 @@ def test_the_thread_stays_only_a_little_ahead(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_prefetched_updates_are_those_of_the_stream(dropout: float) -> None:
-    cut = {"cut": partial(pair_dropout, probability=dropout)} if dropout else {}
-    whole = list(islice(updates_of(**cut).starting(Position(0, 0)), 20))
+    whole = list(islice(updates_of(PairUpdates, dropout=dropout).starting(Position(0, 0)), 20))
     for start in (0, 7):
         position = whole[start - 1].after if start else Position(0, 0)
-        tail = islice(prefetch(updates_of(**cut).starting(position)), 20 - start)
+        tail = islice(prefetch(updates_of(PairUpdates, dropout=dropout).starting(position)), 20 - start)
         assert [plain(step) for step in tail] == [plain(step) for step in whole[start:]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ Lengths = NDArray[np.integer]
 PlannedUpdate = list[Indices]  # the micro-batches of one optimizer step
 Seed = tuple[int, ...]
 
-MAX_PADDING = 0.05  # share of padding that micro-batches of the chosen size stay below
-MIN_TOKENS = 512  # of a micro-batch: smaller ones cost more time than their padding would
 PLANS_CACHED = 2
 CPU = torch.device("cpu")
 
@@ -109,25 +107,6 @@ def share(update: PlannedUpdate, rank: int, world: int) -> PlannedUpdate:
     return [part for part in parts if len(part)]
 
 
-def pad_share(micros: Sequence[Indices], src: Lengths, tgt: Lengths) -> float:
-    """Return the share of padding among the tokens of micro-batches, over both sides."""
-    sides = [lengths[micro] for micro in micros for lengths in (src, tgt)]
-    padded = sum(int(lengths.max()) * len(lengths) for lengths in sides)
-    return 1 - sum(int(lengths.sum()) for lengths in sides) / max(1, padded)
-
-
-def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
-    """Return the largest micro-batch, tokens / 2ᵏ, with under 5 % padding: a small corpus needs smaller ones.
-
-    None is smaller than the longest sentence, nor than `MIN_TOKENS`.
-    """
-    indices = np.random.default_rng(0).permutation(len(src))[:sample]
-    least = 2 * max(MIN_TOKENS, int(src.max()), int(tgt.max()))
-    while tokens >= least and pad_share(micro_batches(indices, src, tgt, tokens), src, tgt) >= MAX_PADDING:
-        tokens //= 2
-    return tokens
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +120,6 @@ class Batch:
     inputs: tuple[Tensor, ...]  # the arguments of the model's `hidden`
     labels: Tensor  # (batch, length); <pad> where nothing is to be predicted
     tokens: int  # labels that are not <pad>
-    alignment: Tensor | None = None  # (links, 3): row, position in the source, position in the labels
 
     @property
     def source(self) -> Tensor:
@@ -155,10 +133,9 @@ class Batch:
     def target(self) -> Tensor:
         return self.inputs[2]  # (batch, target)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         inputs = tuple(move(tensor, device) for tensor in self.inputs)
-        alignment = None if self.alignment is None else move(self.alignment, device)
-        return Batch(inputs, move(self.labels, device), self.tokens, alignment)
+        return replace(self, inputs=inputs, labels=move(self.labels, device))
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -241,9 +218,9 @@ class UpdateStream(ABC):
     def batch(self, micro: Indices, seed: Seed) -> Batch:
         """Return the tensors of a micro-batch; all randomness in it follows from the seed."""
 
-    @abstractmethod
     def describe(self, epoch: int) -> str:
         """Describe the plan of an epoch in one line."""
+        return f"a pass over the text is {len(self.plan(epoch)):,} updates of up to {self.tokens:,} tokens a side"
 
     def plan(self, epoch: int) -> list[PlannedUpdate]:
         """Return the plan of an epoch, computed once."""
@@ -273,29 +250,15 @@ class UpdateStream(ABC):
         return Update([self.batch(micro, seed).to(self.device) for micro in planned], after)
 
 
-Cut = Callable[[TokenizerPair], Callable[[list[Rows], Indices, Seed], list[Rows]]] | None
-Align = Callable[[TokenStore, Indices], Tensor] | None
-
-
 class PairBatches(UpdateStream):
-    """Sentence pairs, batched with others of similar length.
-
-    `cut` returns a function that segments the ids of both sides again (BPE-dropout); `align` adds the alignment.
-    """
+    """Sentence pairs, batched with others of similar length."""
 
     measured = ("src", "tgt")  # the sides whose lengths decide the plan
 
-    def __init__(
-        self, store: TokenStore, tokenizers: TokenizerPair, *, cut: Cut = None, align: Align = None, **options: Any
-    ) -> None:
+    def __init__(self, store: TokenStore, tokenizers: TokenizerPair, **options: Any) -> None:
         super().__init__(store, **options)
-        self.tokenizers, self.align = tokenizers, align
-        self.cut = cut(tokenizers) if cut else None
+        self.tokenizers = tokenizers
         self.src_widths, self.tgt_widths = (store.lengths(side) + 1 for side in self.measured)
-        if not options.get("micro_tokens"):
-            chosen = store.micro_tokens.get(self.tokens)
-            self.micro_tokens = chosen or choose_micro_tokens(self.src_widths, self.tgt_widths, self.tokens)
-            store.micro_tokens[self.tokens] = self.micro_tokens
 
     def make_plan(self, epoch: int) -> list[PlannedUpdate]:
         indices = visits(self.store.corpus, self.store.weights, seed=self.seed, epoch=epoch)
@@ -304,19 +267,9 @@ class PairBatches(UpdateStream):
         options = {"tokens": self.tokens, "micro_tokens": self.micro_tokens, "seed": self.seed, "epoch": epoch}
         return plan_epoch(indices, self.src_widths, self.tgt_widths, **options)
 
-    def describe(self, epoch: int) -> str:
-        plan = self.plan(epoch)
-        padding = pad_share([micro for update in plan for micro in update], self.src_widths, self.tgt_widths)
-        return (
-            f"a pass over the text is {len(plan):,} updates of up to {self.tokens:,} tokens a side, "
-            f"in batches of up to {self.micro_tokens:,}; {padding:.1%} of them padding"
-        )
-
     def sides(self, micro: Indices, seed: Seed) -> list[Rows]:
-        rows = [self.store.rows(side, micro) for side in ("src", "tgt")]
-        return self.cut(rows, micro, seed) if self.cut else rows
+        return [self.store.rows(side, micro) for side in ("src", "tgt")]
 
     def batch(self, micro: Indices, seed: Seed) -> Batch:
         sources, targets = (np.split(ids, np.cumsum(lengths))[:-1] for ids, lengths in self.sides(micro, seed))
-        batch = collate(sources, targets, self.tokenizers)
-        return replace(batch, alignment=self.align(self.store, micro)) if self.align else batch
+        return collate(sources, targets, self.tokenizers)

@@ -140,7 +140,7 @@ class TrainConfig:
     steps: int = option(100_000, "optimizer updates", low=1)
     epochs: float = option(0.0, "stop after this many passes over the data; 0: no limit", low=0.0)
     tokens_per_step: int = option(25_000, "padded tokens a side in one update, over all devices", low=1)
-    micro_tokens: int = option(0, "padded tokens a side in one micro-batch; 0: chosen for under 5 % padding", low=0)
+    micro_tokens: int = option(0, "padded tokens a side in one micro-batch; 0: tokens_per_step", low=0)
     beta1: float = option(0.9, "Adam's decay of the first moment", low=0.0, high=1.0)
     beta2: float = option(0.98, "Adam's decay of the second moment", low=0.0, high=1.0)
     eps: float = option(1e-9, "Adam's epsilon", low=0.0)

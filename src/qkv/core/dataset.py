@@ -57,7 +57,6 @@ class TokenStore:
             if len(self._lengths[name]) != len(self) or len(self._ids[name]) != self._ends[name][-1]:
                 raise QkvError(f"{folder}/{part}.{name}.ids: cut off or damaged: delete {folder} and prepare again")
         self.plans: dict[tuple[Any, ...], Any] = {}  # of epochs, shared by all streams over this store
-        self.micro_tokens: dict[int, int] = {}  # size of micro-batches for updates of so many tokens
 
     def __len__(self) -> int:
         return sum(self._counts)

@@ -74,7 +74,7 @@ class Task(Protocol):
 class TranslationTask:
     """Sentence pairs, measured by the loss and by BLEU of greedy translations.
 
-    `start`, `bleu` and `loss` replace the plain ones; `options` go to the stream of updates.
+    `start`, `bleu`, `loss` and `batches` replace the plain ones.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class TranslationTask:
         start: StartSearch = start_search,
         bleu: Callable[[Sequence[str], Sequence[str]], float] = corpus_bleu,  # of hypotheses and references
         loss: Loss = label_smoothed_loss,
-        **options: Any,
+        batches: Callable[..., UpdateStream] = PairBatches,
     ) -> None:
-        self.start, self.bleu, self.loss, self.options = start, bleu, loss, options
+        self.start, self.bleu, self.loss, self.batches = start, bleu, loss, batches
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream:
-        return PairBatches(text.train, text.tokenizers, **self.options, **update_options(config, device, world))
+        return self.batches(text.train, text.tokenizers, **update_options(config, device, world))
 
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the model on the held-out pairs; dropout is off meanwhile."""

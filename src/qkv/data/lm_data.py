@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qkv.core.batches import Batch, Indices, PairBatches, PlannedUpdate, UpdateStream, pad, visits
+from qkv.core.batches import Batch, Indices, PlannedUpdate, UpdateStream, pad, visits
 from qkv.core.corpus import LINES, Corpus, LineFormat, ParallelMap, TextBlock
 from qkv.core.dataset import TokenStore
 from qkv.core.errors import UsageError
 from qkv.core.preparation import Disposition, Scan, Sentences
 from qkv.core.tokenizer import PAD, Tokenizer, TokenizerPair
+from qkv.data.pair_updates import PairUpdates
 from qkv.data.subwords import newline_of, pack_text
 
 # A text with too few lines to hold some out is divided at spaces. "+" marks a part that does not end its line.
@@ -169,7 +170,7 @@ def text_blocks(ids: NDArray[Any], tokenizer: Tokenizer, length: int) -> NDArray
     return filled[np.arange(count)[:, None] * length + np.arange(length + 1)]
 
 
-class MaskedBatches(PairBatches):
+class MaskedBatches(PairUpdates):
     """Lines of plain text of similar length, with a share of the tokens masked to be predicted."""
 
     measured = ("tgt", "tgt")

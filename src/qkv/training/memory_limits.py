@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from qkv.core.batches import Batch, PairBatches, Position, Update, UpdateStream
 from qkv.core.errors import QkvError
 from qkv.core.tokenizer import PAD
 from qkv.core.trainer import Outcome, PlainTrainStep
+from qkv.data.pair_updates import AlignedBatch
 
 # ---- micro-batches that do not fit -----------------------------------------------------------------------------------
 
@@ -115,17 +117,19 @@ def size(batch: Batch) -> int:
 
 def take(batch: Batch, first: int, stop: int) -> Batch:
     """Return some rows of a batch."""
-    links = batch.alignment
-    if links is not None:
-        links = links[(links[:, 0] >= first) & (links[:, 0] < stop)] - links.new_tensor([first, 0, 0])
-    labels = batch.labels[first:stop]
-    return Batch(tuple(each[first:stop] for each in batch.inputs), labels, int((labels != PAD).sum()), links)
+    inputs, labels = tuple(each[first:stop] for each in batch.inputs), batch.labels[first:stop]
+    part = replace(batch, inputs=inputs, labels=labels, tokens=int((labels != PAD).sum()))
+    if not isinstance(part, AlignedBatch):
+        return part
+    links = part.alignment[(part.alignment[:, 0] >= first) & (part.alignment[:, 0] < stop)]
+    return replace(part, alignment=links - links.new_tensor([first, 0, 0]))
 
 
 def idle(batch: Batch) -> Batch:
     """Return one row of a batch with nothing to predict: a pass without a gradient."""
     row = take(batch, 0, 1)
-    return Batch(row.inputs, torch.full_like(row.labels, PAD), 0, None if row.alignment is None else row.alignment[:0])
+    row = replace(row, labels=torch.full_like(row.labels, PAD), tokens=0)
+    return replace(row, alignment=row.alignment[:0]) if isinstance(row, AlignedBatch) else row
 
 
 # ---- activations computed twice --------------------------------------------------------------------------------------

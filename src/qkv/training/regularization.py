@@ -25,6 +25,7 @@ from qkv.core.attention import Attend, MultiHeadAttention, around_attention
 from qkv.core.batches import Batch
 from qkv.core.loss import smoothed_cross_entropy
 from qkv.core.transformer import Model, Transformer
+from qkv.data.pair_updates import AlignedBatch
 from qkv.models.variants import attention_scores, score_of
 from qkv.training.unpadded import ROWS, loss_in_parts
 
@@ -87,7 +88,7 @@ def guided_layer(layers: int) -> int:
 def guided_loss(log_weights: Tensor, links: Tensor) -> Tensor:
     """Return −Σ p·log a over all aligned target tokens, p = 1/n for each of the n source tokens of a token.
 
-    `log_weights` (batch, target, source) belong to the queries that predict the tokens; `links` is a Batch's alignment.
+    `log_weights` (batch, target, source) belong to the queries that predict the tokens; `links` is a batch's alignment.
     """
     row, source, target = links.unbind(1)
     count = log_weights.new_zeros(log_weights.shape[:2])  # (batch, target)
@@ -107,7 +108,7 @@ class GuidedAlignment:
 
     def __call__(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return loss and −log p, summed over the batch; `hidden` keeps whole rows of queries and keys."""
-        assert batch.alignment is not None
+        assert isinstance(batch, AlignedBatch)
         with self.recording() as seen:
             hidden = model.hidden(*batch.inputs)  # (batch, target, d_model)
         loss, nll = loss_in_parts(hidden, model.output.weight, batch.labels, smoothing=self.smoothing, pad=self.pad)

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qkv.core.batches import Indices, PairBatches, PlannedUpdate, Position, Update, move, share
+from qkv.core.batches import Indices, PlannedUpdate, Position, Update, UpdateStream, move, share
 from qkv.core.dataset import Rows, TokenStore
 from qkv.core.tokenizer import TokenizerPair
+from qkv.data.pair_updates import PairUpdates
 
 TILES = (16, 32, 64, 128, 1024)  # maximum tokens on the longer side of a row
 LONGEST = TILES[-1]
@@ -151,7 +152,7 @@ class PackedUpdate(Update):
         return super().tokens + sum(batch.tokens for batch in self.packed)
 
 
-class PackedPairs(PairBatches):
+class PackedPairs(PairUpdates):
     """Sentence pairs in packed batches of about `packed_tokens` tokens a side, in the order of the padded plan.
 
     A row is packed if its longer side has at most `longest` tokens.
@@ -170,8 +171,7 @@ class PackedPairs(PairBatches):
         self.packed_tokens, self.longest = packed_tokens, longest
 
     def describe(self, epoch: int) -> str:
-        updates = len(self.plan(epoch))
-        return f"a pass over the text is {updates:,} updates of up to {self.tokens:,} tokens a side, without padding"
+        return f"{UpdateStream.describe(self, epoch)}, without padding"
 
     def make(self, planned: PlannedUpdate, seed: tuple[int, ...], after: Position) -> PackedUpdate:
         longest = self.longest // 2 if self.cut else self.longest  # BPE-dropout may make a row longer
