@@ -168,8 +168,10 @@ def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHE_SIZE", 4)
     small = Tokenizer.from_dict(plain.to_dict())
     assert [small.encode(text) for text in (*ENGLISH, *GERMAN)] == expected
-    assert 0 < len(small._packed) <= 4
-    assert len(small._packed.older) <= 4
+    assert small._cached.cache_info().currsize == 4
+    before = small._cached.cache_info().misses
+    small.encode("a" * (module.CACHED_LENGTH + 1))
+    assert small._cached.cache_info().misses == before  # too long to be kept
 
 
 def test_decode_skips_special_tokens_and_repairs_bytes() -> None:

@@ -15,9 +15,10 @@ import struct
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -32,15 +33,12 @@ VERSION = 1  # of the file
 
 # Letters with their marks, digits, and everything else do not share a piece; each may have one space before it.
 PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^ \p{L}\p{M}\p{N}]+| "
-CACHE_SIZE = 1 << 17  # cached chunks; as many older ones are kept beside them
+CACHE_SIZE = 1 << 18  # cached chunks
 CACHED_LENGTH = 64  # characters of a cached chunk at most: longer ones are rare
 
 # With tokenizer.vocab = 0: this many tokens for corpora of at least so many pairs, or as many as the text supports.
 VOCABULARY_SIZES = ((1_000_000, 32_000), (150_000, 16_000), (20_000, 8_000), (5_000, 4_000), (0, 2_000))
 LONG_CHUNK = re.compile(r"([^ ]{256})[^ ]+")  # learning time grows with the square of a chunk's length
-
-Key = TypeVar("Key", bound=str | bytes)
-Value = TypeVar("Value")
 
 
 def _printable_bytes() -> tuple[str, ...]:
@@ -66,32 +64,12 @@ def pre_tokenizer(pattern: str = PIECES) -> tokenizers.pre_tokenizers.PreTokeniz
     return tokenizers.pre_tokenizers.Sequence([split, spelled])
 
 
-class BoundedCache(dict[Key, Value]):
-    """Dictionary that computes missing values and holds a bounded number of them, for keys that are not too long.
-
-    When full, all entries move to a second dictionary, which replaces the older one; entries in use move back.
-    """
-
-    def __init__(self, compute: Callable[[Key], Value], longest: int, size: int) -> None:
-        self.compute, self.longest, self.size = compute, longest, size
-        self.older: dict[Key, Value] = {}
-
-    def __missing__(self, key: Key) -> Value:
-        value = self.older[key] if key in self.older else self.compute(key)
-        if len(key) <= self.longest:
-            if len(self) >= self.size:
-                self.older = dict(self)
-                self.clear()
-            self[key] = value
-        return value
-
-
 class Tokenizer:
     """One side's vocabulary and the rule that splits text into its tokens.
 
     `pieces` are the learned tokens in printable bytes, in the order of their ids. Between overlapping pieces, bpe
-    decides by the order of `merges` and unigram by `scores` (256 for the bytes, then one for each piece); word and char
-    look up whole words and single characters.
+    decides by the order of `merges`. Of the kinds that `qkv.data.subwords` learns, unigram decides by `scores` (256 for
+    the bytes, then one for each piece); word and char look up whole words and single characters.
     """
 
     pad, bos, eos = PAD, BOS, EOS
@@ -117,11 +95,14 @@ class Tokenizer:
         self.size = len(self._bytes)
         self.max_token_bytes = max(map(len, self._bytes))
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
-        scored = kind == "unigram" and list(zip(self.index, self.scores, strict=True))
-        models = tokenizers.models
-        self.library = tokenizers.Tokenizer(models.Unigram(scored) if scored else models.BPE(self.index, list(merges)))
-        self.library.pre_tokenizer = pre_tokenizer()
-        self._packed = BoundedCache(self._pack_chunk, CACHED_LENGTH, CACHE_SIZE)
+        model: tokenizers.models.Model
+        if kind == "unigram":
+            model = tokenizers.models.Unigram(list(zip(self.index, self.scores, strict=True)))
+        else:  # without merges, a part outside the vocabulary becomes its bytes
+            model = tokenizers.models.BPE(self.index, list(merges), ignore_merges=kind != "bpe")
+        self.library = tokenizers.Tokenizer(model)
+        self.library.pre_tokenizer = pre_tokenizer(r"[\s\S]" if kind == "char" else PIECES)
+        self._cached = lru_cache(CACHE_SIZE)(self._pack_chunk)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without <s> and </s>; a lone surrogate, which no file can hold, is refused."""
@@ -131,7 +112,8 @@ class Tokenizer:
         """Return `encode(text)` as the bytes of an array of `dtype`, as the store keeps them."""
         if not text:
             return b""
-        return b"".join(map(self._packed.__getitem__, unicodedata.normalize("NFC", text).split(" ")))
+        chunks = unicodedata.normalize("NFC", text).split(" ")
+        return b"".join([(self._cached if len(c) <= CACHED_LENGTH else self._pack_chunk)(c) for c in chunks])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens and tags; bytes that are not UTF-8 become U+FFFD."""
@@ -146,10 +128,6 @@ class Tokenizer:
             known = ", ".join(self.tags) or "none"
             raise UsageError(f'language tag "{name}" is not in the vocabulary; known tags: {known}')
         return len(SPECIALS) + self.tags.index(name)
-
-    def pre_tokenize(self, text: str) -> list[str]:
-        """Split a text into the parts that no token crosses, written in printable bytes."""
-        return [piece for piece, _ in self.library.pre_tokenizer.pre_tokenize_str(text)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` turns back into the same tokenizer."""
@@ -169,18 +147,13 @@ class Tokenizer:
         return cls(plain["kind"], plain["pieces"], plain["tags"], merges=merges, scores=plain.get("scores", ()))
 
     def _pack_chunk(self, chunk: str) -> bytes:
-        """Split one chunk, with a space before it, into tokens; a part outside the vocabulary becomes its bytes."""
+        """Split one chunk, with a space before it, into tokens."""
         try:
             chunk.encode()
         except UnicodeEncodeError as error:
             half = f"U+{ord(chunk[error.start]):04X}"
             raise UsageError(f"the text holds {half}, half of a character: repair or remove it") from None
-        if self.kind in ("bpe", "unigram"):
-            numbers = self.library.encode(" " + chunk).ids
-        else:
-            parts = self.pre_tokenize(" " + chunk) if self.kind == "word" else map(to_printable, " " + chunk)
-            index = self.index
-            numbers = [n for part in parts for n in ([index[part]] if part in index else [BYTE[c] for c in part])]
+        numbers = self.library.encode(" " + chunk).ids
         return struct.pack(f"<{len(numbers)}{self.dtype.char}", *[number + self.offset for number in numbers])
 
 

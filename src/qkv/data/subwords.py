@@ -12,6 +12,7 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,6 @@ from qkv.core.tokenizer import (
     BYTE,
     CACHED_LENGTH,
     PRINTABLE,
-    BoundedCache,
     Learner,
     Tokenizer,
     TokenizerPair,
@@ -38,7 +38,7 @@ from qkv.options import TokenizerConfig
 
 CANDIDATES = 3  # BPE pieces that unigram starts with, for each piece of its vocabulary
 VARIANTS = 64  # segmentations that BPE-dropout may give one chunk
-CACHED_CHUNKS = 1 << 16  # with as many older ones beside them: at most about 200 MB when all segmentations are used
+CACHED_CHUNKS = 1 << 17  # at most about 200 MB when all segmentations are used
 SPAN = 128  # longer runs of letters are merged in parts: the cost grows with the square of the length
 
 
@@ -178,7 +178,7 @@ class _Chunk:
         self.variants: list[bytes | None] = [None] * VARIANTS
         self.distinct: dict[bytes, bytes] = {}  # equal segmentations share one object
         self.parts: list[list[int]] = []  # merges never cross parts
-        for piece in tokenizer.pre_tokenize(text):
+        for piece, _ in tokenizer.library.pre_tokenizer.pre_tokenize_str(text):
             letters = [tokenizer.offset + BYTE[character] for character in piece]
             self.parts += [letters[start : start + SPAN] for start in range(0, len(letters), SPAN)]
 
@@ -201,8 +201,7 @@ class BpeDropout:
         self._merges = {(ids[a], ids[b]): (rank, ids[a + b]) for rank, (a, b) in enumerate(tokenizer.merges)}
         first_bytes = [tokenizer.bytes_of(token)[:1] for token in range(tokenizer.size)]
         self._starts_chunk = np.array([byte in (b" ", b"") for byte in first_bytes])  # a tag has no bytes
-        longest = CACHED_LENGTH * tokenizer.dtype.itemsize
-        self._chunks = BoundedCache[bytes, _Chunk](lambda data: _Chunk(tokenizer, data), longest, CACHED_CHUNKS)
+        self._cached = lru_cache(CACHED_CHUNKS)(partial(_Chunk, tokenizer))
 
     def segment(
         self, ids: NDArray[Any], lengths: NDArray[np.int64], seeds: NDArray[np.uint64]
@@ -217,9 +216,9 @@ class BpeDropout:
         dtype = self.tokenizer.dtype
         data = ids.astype(dtype, copy=False).tobytes()
         edges = [*(starts * dtype.itemsize).tolist(), len(data)]
-        chunks, segments = self._chunks, []
+        longest, segments = CACHED_LENGTH * dtype.itemsize, []
         for (start, end), variant in zip(pairwise(edges), variants, strict=True):
-            chunk = chunks[data[start:end]]
+            chunk = (self._cached if end - start <= longest else self._cached.__wrapped__)(data[start:end])
             segment = chunk.variants[variant]
             if segment is None:
                 segment = self._merge_chunk(chunk, variant) or data[start:end]
@@ -263,7 +262,7 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def pair_dropout(tokenizers: TokenizerPair, probability: float, max_length: int = 0) -> Callable[..., list[Rows]]:
-    """Return the `cut` of `PairBatches`: BPE-dropout on both sides of a batch."""
+    """Return a function that segments both sides of a batch again, by its indices and seed."""
     src = BpeDropout(tokenizers.src, probability, max_length)
     both = (src, src if tokenizers.shared else BpeDropout(tokenizers.tgt, probability, max_length))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.errors import UsageError
-from qkv.core.tokenizer import BOS, EOS, PAD, PIECES, SPECIALS, Tokenizer, TokenizerPair, pre_tokenizer
+from qkv.core.tokenizer import BOS, EOS, PAD, SPECIALS, Tokenizer, TokenizerPair
 from qkv.core.transformer import Transformer, TransformerLayer
 from qkv.data.subwords import unique_names
 from qkv.interop import (
@@ -110,7 +110,7 @@ def library_tokenizer(tokenizer: Tokenizer, tag: str = "") -> tokenizers.Tokeniz
     library.normalizer = tokenizers.normalizers.Sequence(
         [tokenizers.normalizers.NFC(), tokenizers.normalizers.Prepend(" ")]
     )
-    library.pre_tokenizer = pre_tokenizer(r"[\s\S]" if tokenizer.kind == "char" else PIECES)
+    library.pre_tokenizer = tokenizer.library.pre_tokenizer
     library.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)]
     )
