@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
 from qkv.server import listener, served_models
 from qkv.server.listener import open_socket
-from qkv.server.middleware import Refusal, RequestLimits, parse_form, parse_json
+from qkv.server.middleware import Metrics, Refusal, RequestLimits, parse_form, parse_json
 from qkv.server.scheduler import SchedulerOptions
 from qkv.server.served_models import ServedModel, ServedModels
-from qkv.server.service import RateLimiter, hash_key, new_key, read_keys
+from qkv.server.service import ApiKey, RateLimiter, Service, hash_key, new_key, read_keys
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
@@ -45,6 +46,14 @@ def test_key_files_without_a_valid_key_are_refused(tmp_path: Path, text: str) ->
     (tmp_path / "keys").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="new-key"):
         read_keys(tmp_path / "keys")
+
+
+def test_a_request_without_a_key_is_refused_even_if_the_file_has_the_hash_of_an_empty_one() -> None:
+    nothing: Any = None
+    service = Service(nothing, nothing, RequestLimits(), Metrics(), {hash_key(""): ApiKey("empty")})
+    request = Request({"type": "http", "path": "/translate", "headers": [], "client": ("127.0.0.1", 1)})
+    with pytest.raises(Refusal, match="An API key is required"):
+        service.authorize(request)
 
 
 def test_a_bucket_refills() -> None:

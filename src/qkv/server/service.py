@@ -159,7 +159,7 @@ class Service:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             bearer = token.strip() if scheme.lower() == "bearer" else ""
             given = given or bearer or request.headers.get("x-api-key", "")
-            if (key := self.keys.get(hash_key(given))) is None:
+            if not given or (key := self.keys.get(hash_key(given))) is None:
                 self.metrics.refused.labels("key").inc()
                 reason = "Invalid API key" if given else "An API key is required"
                 raise Refusal(401 if is_openai(request) else 403, reason)
