@@ -210,7 +210,7 @@ class ForwardBackward:
             norms = [*norms[1:], last]
             backward_functions.append(first)
         for (residual, sublayer), norm in zip(steps, norms, strict=True):
-            x, normed, way = self._residual(x, normed, sublayer(normed), norm, residual, pre)
+            x, normed, way = self._residual(x, sublayer(normed), norm, residual, pre)
             backward_functions.append(way)
 
         def back(gradient: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class ForwardBackward:
         return normed, back
 
     def _residual(
-        self, x: Tensor, normed: Tensor, output: Sublayer, norm: nn.Module, residual: nn.Module, pre: bool
+        self, x: Tensor, output: Sublayer, norm: nn.Module, residual: nn.Module, pre: bool
     ) -> tuple[Tensor, Tensor, Callable[[Tensor | None, Tensor], tuple[Tensor | None, Tensor]]]:
         assert isinstance(residual, Residual)
         scale, dropout = self._scale(norm), self._dropout(residual, residual.dropout.p)
