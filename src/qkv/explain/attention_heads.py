@@ -39,9 +39,9 @@ HeadName = str | tuple[str, int]  # "decoder.1.cross", or one head of it: ("deco
 
 
 def attention_of_pairs(model: Any, batch: Batch, kind: str = "") -> dict[str, NDArray[np.float32]]:
-    """Return the weights of teacher forcing on a batch of pairs, by names that end in `kind`.
+    """Return the attention weights of a batch of pairs under teacher forcing: (batch, heads, queries, keys) by name.
 
-    Each is (batch, heads, queries, keys).
+    Only attentions with names that end in `kind` are returned, e.g. ".cross".
     """
     with record_attention() as recording:
         model.step(batch.target, model.start(model.encode(batch.source, batch.lengths)))

@@ -28,7 +28,7 @@ FORMATS = {
 
 
 def check_output(path: str | Path, kind: str) -> None:
-    """Refuse a file of a kind that cannot be made or written, before the minutes of work whose end it would be."""
+    """Refuse a file of the wrong format, or that cannot be written, before minutes of work are spent on it."""
     path = Path(path)
     if path.suffix not in FORMATS[kind]:
         raise UsageError(f"{path}: {kind} is written as {' or '.join(FORMATS[kind])}: choose a name with such an end")

@@ -214,8 +214,8 @@ def align_pairs(
 ) -> list[Alignment]:
     """Align each source with its target, by the weights of teacher forcing.
 
-    `head` is a result of `rank_heads`, or the mean of all heads, which aligns less well. `rule` defines
-    words: "marks" (separated by spaces, punctuation marks are words) or "spaces" (separated by spaces only).
+    `head` is a result of `rank_heads`, or `AlignmentHead()`: the mean of all heads, which aligns less well. `rule`
+    defines words: "marks" (separated by spaces, punctuation marks are words) or "spaces" (separated by spaces only).
     """
     alignments = [Alignment() for _ in sources]
     for number, weights, source, target in _record_pairs(model, tokenizers, sources, targets, device, rule, tag):

@@ -1,4 +1,4 @@
-"""Ways to train and to decode the same model: qkv's own, and what the ways of other software have in common with them.
+"""Settings that `qkv lab speed` compares: qkv's own, those of other software, how they are found, timed and compared.
 
 A `Setting` opens a setup: for training as a `TrainingLoop`, for decoding as a function from sentences to tokens. It
 raises `UsageError` if a package is not installed or does not support the model. All loops use torch's fused Adam; on a

@@ -232,7 +232,7 @@ def record_attention() -> Iterator[dict[str, list[Tensor]]]:
 
 
 def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
-    """The score function of an attention, and its weights."""
+    """Return the name of an attention's score function and the matrix that it multiplies by, if it has one."""
     return (attention.score, attention.score_weight) if isinstance(attention, VariantAttention) else ("scaled", None)
 
 

@@ -231,7 +231,7 @@ class Matrix:
         return self.state.get(f"{name}.{self.number}")
 
     def covariance(self, side: str, like: Tensor) -> Tensor:
-        """Return the covariance of a side; create it and its basis if they are missing."""
+        """Return the running covariance of the gradients on one side; create it and its basis if they are missing."""
         if self.slot(side) is None:
             self.state[f"{side}.{self.number}"] = torch.zeros_like(like)
             self.state[f"{side}_basis.{self.number}"] = torch.eye(len(like), device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Memory in training: micro-batches that do not fit are cut, activations may be computed twice instead of kept."""
+"""Save memory in training: cut micro-batches that do not fit, and recompute activations in the backward pass."""
 
 from __future__ import annotations
 
