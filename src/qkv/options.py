@@ -271,7 +271,7 @@ class Config(config.Config):
             raise UsageError(f"train.r_drop compares passes with different dropout: set {DROPOUTS[0]} above 0")
         if train.weight_decay and train.optimizer == "adam":
             raise UsageError(
-                'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or leave it out'
+                'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or omit it'
             )
         self._check_layers()
         self._check_alignment()
@@ -283,7 +283,7 @@ class Config(config.Config):
         if not isinstance(model, AttentionModelConfig):
             if train.checkpointing or sharded:
                 setting = "checkpointing = true" if train.checkpointing else 'parallel = "sharded"'
-                raise UsageError(f"train.{setting} is for layers of attention, not for {model.kind}: leave it out")
+                raise UsageError(f"train.{setting} is for layers of attention, not for {model.kind}: omit it")
         elif sharded and train.optimizer in ("muon", "soap"):
             raise UsageError(
                 f'train.optimizer = "{train.optimizer}" needs whole matrices, which train.parallel = "sharded" '
@@ -299,7 +299,7 @@ class Config(config.Config):
         """Refuse word alignments and guided alignment where they have no effect."""
         for i, corpus in enumerate(self.data.valid):
             if corpus.align:
-                raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train, leave it out")
+                raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train: omit it")
         if any(corpus.align for corpus in self.data.train) and self.data.max_length >= 1 << 16:
             raise UsageError(f"data.max_length = {self.data.max_length}: with align, at most {(1 << 16) - 1}")
         if not self.train.guided_alignment:

@@ -69,7 +69,7 @@ def test_words_are_aligned_through_the_head_that_is_kept(tiny: Path, tmp_path: P
     found = [Alignment.parse(line) for line in done.out.splitlines()]
     assert found == qkv.Translator(run).align(files["src"], files["tgt"], head=kept)
     assert f"{aer[0]:.4f}" in done.err
-    assert "leave out --gold and --output" in call("align", run, *paths, "--find", "a", "--gold", "b").error
+    assert "omit --gold and --output" in call("align", run, *paths, "--find", "a", "--gold", "b").error
     assert "is not a rule for words" in call("align", run, *paths, "--words", "letters").error
     wrong = [*files["gold"][:2], "0-99", *files["gold"][3:]]
     (tmp_path / "wrong").write_text("".join(f"{line}\n" for line in wrong), encoding="utf-8")

@@ -80,7 +80,7 @@ def test_a_compressed_file_is_found_under_its_plain_name(tmp_path: Path) -> None
     (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"packed"))
     assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("packed",)]
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"also"))
-    with pytest.raises(UsageError, match=r"a\.txt: no such file, but a\.txt\.gz and a\.txt\.xz: name one"):
+    with pytest.raises(UsageError, match=r"a\.txt: no such file; there are a\.txt\.gz and a\.txt\.xz: name one"):
         pairs_of(tmp_path, CorpusConfig(text="a.txt"))
     (tmp_path / "a.txt").write_bytes(b"plain")
     assert pairs_of(tmp_path, CorpusConfig(text="a.txt")) == [("plain",)]
@@ -201,7 +201,7 @@ def test_broken_compressed_files(tmp_path: Path, suffix: str, damage: str) -> No
         (CorpusConfig(src="a.en"), "give tgt too"),
         (CorpusConfig(tgt="a.de"), "give src too"),
         (CorpusConfig(src="a.en", text="a.de"), "not both"),
-        (CorpusConfig(src="a.tsv", tgt="a.de"), "leave tgt out"),
+        (CorpusConfig(src="a.tsv", tgt="a.de"), "omit tgt"),
         (CorpusConfig(text="a.tsv"), "plain text cannot be .tsv"),
         (CorpusConfig(src="-", tgt="-"), "only one file"),
         (CorpusConfig(text="a.txt", tag="de"), "plain text has none"),

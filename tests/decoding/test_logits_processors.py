@@ -213,7 +213,7 @@ def test_wrong_rules_are_refused() -> None:
         {"groups": 2, "sampling": Sampling()},
     ]
     for options in wrong:
-        with pytest.raises(UsageError, match=r"must be|more than|leave"):
+        with pytest.raises(UsageError, match=r"must be|more than|omit"):
             DecodingOptions(**options)
     assert DecodingOptions().logits_processors() == ()
     assert hash(DecodingOptions(no_repeat_ngram=2, repetition_penalty=2.0))  # a search is cached under its options

@@ -353,7 +353,7 @@ def test_a_card_that_was_not_written_is_written(halfway: Path, tmp_path: Path) -
 def test_an_incomplete_run_folder_is_not_overwritten(halfway: Path, tmp_path: Path, recipe: Path) -> None:
     run = copy(halfway, tmp_path)
     (run / "run.json").unlink()
-    with pytest.raises(UsageError, match="holds what is left of a run"):
+    with pytest.raises(UsageError, match="holds an incomplete run"):
         qkv.train(Config.load(recipe), run)
 
 

@@ -374,7 +374,7 @@ def test_documented_commands_parse() -> None:
         ("/translate", FORM, b'{"q": "a", "target": "it"}', "Content-Type: application/json"),
         ("/score", FORM, b'{"source": "a", "target": "b"}', "Content-Type: application/json"),
         ("/translate_file", FORM, b"file=a", "a field called file"),
-        ("/translate", JSON, b'{"q": "a", "target": "it", "alternatives": 99}', "ask for fewer"),
+        ("/translate", JSON, b'{"q": "a", "target": "it", "alternatives": 99}', "request fewer"),
         ("/translate", JSON, b'{"q": "a", "source": "it", "target": "en"}', "available: en"),
         ("/nowhere", JSON, b"{}", "/openapi.json lists every route"),
         ("/documents/1", {}, None, "send it again"),

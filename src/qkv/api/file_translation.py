@@ -114,7 +114,7 @@ def check_files(inputs: Sequence[str], output: str, group: ProcessGroup) -> None
     if streams.count("-") > 1:
         raise UsageError("only one file can be standard input (-): give a file for the others")
     if group.world > 1 and (is_stream_output(output) or streams):
-        raise UsageError("several processes cannot share standard input or output: give a file for each")
+        raise UsageError("several processes cannot share standard input or output: give files for both")
 
 
 def default_workers(name: str, group: ProcessGroup) -> int | None:

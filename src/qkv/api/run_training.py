@@ -173,7 +173,7 @@ def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> P
     """Return the folder of a new run, or of the run to resume."""
     if resume:
         if config is not None:
-            raise UsageError("resume takes the config of the run folder: leave config out, and change it with settings")
+            raise UsageError("resume takes the config of the run folder: omit config, and change it with settings")
         if run is None:
             raise UsageError("--resume needs --run, the folder to go on with")
         if Path(run).is_dir() and not Run(Path(run)).exists():
@@ -200,7 +200,7 @@ def _follow(folder: Path) -> tuple[Run, PreparedText]:
     if not run.exists() or not run.store.is_dir():
         raise QkvError(
             f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
-            f"the run folder and the prepared text must lie on a disk that all of them share"
+            f"the run folder and the prepared text must lie on a shared disk"
         )
     return run, PreparedText.open(run.store)
 
@@ -220,9 +220,7 @@ def _begin(
             f"{folder} holds a run already: add --resume to go on with it, or name another folder with --run"
         )
     if (folder / "state").exists():
-        raise UsageError(
-            f"{folder} holds what is left of a run (state, but no run.json): name another folder with --run"
-        )
+        raise UsageError(f"{folder} holds an incomplete run (state, but no run.json): name another folder with --run")
     config = config.assign(settings) if start is None else _as_in(start, config, settings)
     config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
@@ -263,7 +261,7 @@ def _as_in(start: Run, config: Config, settings: list[str]) -> Config:
     changed = config.assign(settings)
     own = [path for path, _, _ in config.difference(changed) if path.startswith(("model.", "tokenizer."))]
     if settled := [path for path in own if path not in (*DROPOUTS, "tokenizer.dropout")]:
-        raise UsageError(f"{start.path}: its weights depend on {', '.join(settled)}: leave that as it is there")
+        raise UsageError(f"{start.path}: its weights depend on {', '.join(settled)}: keep the values of that run")
     return changed
 
 

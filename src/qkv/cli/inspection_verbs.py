@@ -93,7 +93,7 @@ def evaluate(
     if not isinstance(loaded, Translator):
         if reference or against or output or report:
             raise UsageError(
-                f"{run} is not a translation model: give one text, without REF, --against, --output and --report"
+                f"{run} is not a translation model: give one text, and omit REF, --against, --output and --report"
             )
         _evaluate_text(loaded, source, as_json)
         return
@@ -234,9 +234,7 @@ def align(
     from qkv.explain.word_alignment import HEAD_FILE, agreement, rank_heads, save_head
 
     if find and (gold or output != "-"):
-        raise UsageError(
-            "--find writes no alignments: leave out --gold and --output, and give them in a second command"
-        )
+        raise UsageError("--find writes no alignments: omit --gold and --output, and give them in a second command")
     translator = Translator(run, weights=weights, device=device)
     if find:
         check_place(run / HEAD_FILE)

@@ -41,7 +41,7 @@ def serve(
     wait_ms: Annotated[float, option("Batching delay in milliseconds.", min=0)] = 3.0,
     timeout: Annotated[float, option("Request timeout in seconds.", min=0.1)] = 60.0,
     patience: Annotated[
-        float, option("Seconds in which the head, then the body of a request must arrive.", min=0.1)
+        float, option("Seconds for the head, and then for the body, of a request to arrive.", min=0.1)
     ] = 10.0,
     drain: Annotated[float, option("Seconds to finish accepted requests at shutdown.", min=0)] = 30.0,
     max_queue: Annotated[int, option("Maximum queued sentences.", min=1)] = 4096,

@@ -178,7 +178,7 @@ def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | No
         say(f"{file}: {bad:,} lines were not UTF-8; their output is empty")
 
 
-# ---- complete, fill -------------------------------------------------------------------------------------------------
+# ---- complete, fill --------------------------------------------------------------------------------------------------
 
 
 def complete(

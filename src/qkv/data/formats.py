@@ -132,7 +132,7 @@ def _find_corpus(corpus: CorpusConfig, data: DataConfig) -> Corpus:
     if corpus.text and len(names) > 1:
         raise UsageError(f"corpus {' '.join(names)}: give src and tgt, or text, not both")
     if corpus.src and corpus.tgt and layouts != ["lines", "lines"]:
-        raise UsageError(f"corpus {corpus.src} {corpus.tgt}: a .tsv or .jsonl file holds both sides: leave tgt out")
+        raise UsageError(f"corpus {corpus.src} {corpus.tgt}: a .tsv or .jsonl file holds both sides: omit tgt")
     if corpus.text and layouts[0] == "tsv":
         raise UsageError(f"corpus {corpus.text}: plain text cannot be .tsv: give it as src")
     if corpus.text and corpus.tag:
@@ -183,7 +183,9 @@ def open_text(name: str, root: str = "") -> Path:
     compressed = [path.with_name(path.name + suffix) for suffix in COMPRESSED]
     existing = [each for each in compressed if each.exists()]
     if len(existing) > 1:
-        raise UsageError(f"{path}: no such file, but {' and '.join(each.name for each in existing)}: name one of them")
+        raise UsageError(
+            f"{path}: no such file; there are {' and '.join(each.name for each in existing)}: name one of them"
+        )
     if existing:
         return existing[0]
     names: list[str] = []

@@ -123,7 +123,7 @@ class BlockBatches(UpdateStream):
             if stop - first <= length:
                 raise UsageError(
                     f"{store.folder}: a text of {stop - first} tokens holds no block of data.max_length = {length} "
-                    f"tokens: lower that, or leave the text out"
+                    f"tokens: lower that, or remove the text"
                 )
 
     def make_plan(self, epoch: int) -> list[PlannedUpdate]:

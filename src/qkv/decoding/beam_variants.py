@@ -51,7 +51,7 @@ class DecodingOptions(SearchOptions):
             raise UsageError(f"min_length = {self.min_length} is more than max_length = {self.max_length}")
         if self.sampling is not None and (self.groups > 1 or self.coverage):
             raise UsageError(
-                "samples are drawn one by one: groups and coverage are for a beam, leave them or sample out"
+                "samples are drawn one by one: groups and coverage are for a beam: omit them, or omit sample"
             )
 
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:
@@ -149,7 +149,7 @@ class DiverseBeamSearch(CoverageBeamSearch):
         return (chosen // self.width * self.rows + group + chosen % self.width).flatten(1)
 
 
-# ---- required phrases -----------------------------------------------------------------------------------------------
+# ---- required phrases ------------------------------------------------------------------------------------------------
 
 
 class ConstrainedBeamSearch(CoverageBeamSearch):
@@ -173,7 +173,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
             if (need := required.need(prefix)) > room:
                 raise UsageError(
                     f"must_include: {required} takes {need} tokens, but the output may have {room} more: "
-                    f"raise max_length, or ask for less"
+                    f"raise max_length, or require less"
                 )
         super().place(slots, longest, forced)
 
@@ -190,7 +190,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
             candidates = {(place // vocab, place % vocab) for place in flat[slot].tolist()}
             kept = self._banks(scores[slot], required, rows, candidates)
             if not kept and float(self.state.finished_scores[slot, 0, 0]) == -math.inf:
-                raise UsageError(f"must_include: {required} cannot be met together with the other rules: ask for less")
+                raise UsageError(f"must_include: {required} cannot be met together with the other rules: require less")
             best[slot], flat[slot] = -math.inf, self.tgt.pad
             for place, (row, token) in enumerate(kept):
                 best[slot, place], flat[slot, place] = scores[slot, row, token], row * vocab + token

@@ -31,7 +31,7 @@ def clean(phrases: Sequence[str], name: str) -> tuple[str, ...]:
         raise UsageError(f"{name} takes a list of phrases: put the phrase in brackets")
     found = tuple(" ".join(unicodedata.normalize("NFC", phrase).split()) for phrase in phrases)
     if "" in found:
-        raise UsageError(f"{name} has a blank phrase: leave it out")
+        raise UsageError(f"{name} has a blank phrase: remove it")
     return found
 
 
@@ -263,7 +263,7 @@ def check_conflict(required: Sequence[str], prefix: str, avoid: Avoid) -> None:
     """Refuse required text with a forbidden phrase in it; the last word of a prefix may still go on."""
     for phrase, text in [(phrase, phrase) for phrase in required] + [(prefix, prefix + LETTER)]:
         if (forbidden := avoid.occurs(text)) is not None:
-            raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: leave out one of the two')
+            raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: remove one of the two')
 
 
 def _joins(piece: bytes) -> bool:

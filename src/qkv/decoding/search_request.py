@@ -128,17 +128,19 @@ class SearchRequest:
         drawn = {each.name: rules.pop(each.name, None) for each in dataclasses.fields(Sampling)}
         how = {name: value for name, value in drawn.items() if value is not None}
         if how and not sample:
-            raise UsageError(f"{', '.join(how)}: for samples only: ask for them too (sample, --sample)")
+            raise UsageError(f"{', '.join(how)}: for samples only: add sample (--sample)")
         spec = (config.replace(decode=given) if given else config).decode
         own = DecodingOptions(**vars(spec), sampling=Sampling(**how) if sample else None, **rules)
         if "diversity" in rules and own.groups == 1:
-            raise UsageError("diversity: for groups of beams only: ask for them too (groups, --groups 2)")
+            raise UsageError("diversity: for groups of beams only: add groups (--groups 2)")
         if alpha is not None and spec.length_penalty != "gnmt":
-            raise UsageError(f"alpha: for the gnmt penalty only, and this is {spec.length_penalty}: leave it out")
+            raise UsageError(f"alpha: for the gnmt penalty only, and this is {spec.length_penalty}: omit it")
         if ordered and not must_include:
             raise UsageError("ordered: for required phrases only: give them too (must_include, --must-include)")
         if shortlist and own.coverage:
-            raise UsageError("coverage looks at attention, which the model of a shortlist does not tell: leave out one")
+            raise UsageError(
+                "coverage needs attention weights, which a search with a shortlist does not have: omit one of the two"
+            )
         whole_words = not without_spaces(config.data.tgt_lang)
         spelt = MustInclude.of(must_include, tokenizer, whole_words=whole_words).spelt
         never = Avoid(avoid, tokenizer, whole_words, exempt=spelt) if avoid else None
@@ -163,7 +165,7 @@ class SearchRequest:
         if not phrases:
             return None
         if self.options.sampling is not None or self.options.groups > 1:
-            raise UsageError("must_include is for one beam: leave out sample and groups")
+            raise UsageError("must_include is for one beam: omit sample and groups")
         return MustInclude.of(phrases, tokenizer, ordered=self.ordered, whole_words=self.whole_words)
 
 
@@ -171,7 +173,7 @@ def _candidates(rerank: str | None, candidates: int | None, n_best: int) -> int:
     """How many hypotheses to search for."""
     if rerank is None:
         if candidates is not None:
-            raise UsageError("candidates are for choosing among them: say by what (rerank, --rerank chrf)")
+            raise UsageError("candidates need a metric to choose by: add rerank (--rerank chrf)")
         return n_best
     if rerank not in UTILITIES:
         raise UsageError(f'rerank = "{rerank}": must be one of {", ".join(UTILITIES)}')

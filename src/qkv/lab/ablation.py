@@ -25,11 +25,11 @@ EQUAL = ("time", "steps")
 
 # Options that a row may not change, with the reason: the rows could not be compared, or would be equal.
 LENGTH = "the length of each training follows from the unchanged recipe: set its updates with --steps"
-NOTHING = "it has no effect on the results: leave it out"
+NOTHING = "it has no effect on the results: omit it"
 NOT_COMPARABLE = {
     "train.steps": LENGTH,
     "train.epochs": LENGTH,
-    "train.patience": "all trainings run to their end: leave it out",
+    "train.patience": "all trainings run to their end: omit it",
     "train.seed": "all rows use the same seeds: set their number with --seeds",
     "train.device": "all rows are trained on one device: choose it with --device",
     "train.parallel": NOTHING,

@@ -229,7 +229,7 @@ def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> lis
     return drawn
 
 
-# ---- comparing --------------------------------------------------------------------------------------------
+# ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def _compare(rows: Sequence[Measurement], reference: DecodeFunction, fixed: bool) -> None:
@@ -331,7 +331,7 @@ def measure_speed(what: str, *, outputs: Sequence[str] = (), tokens: int = 0, **
         raise UsageError("--tokens belongs to lab speed train: use --batch for decode")
     given = {name: value for name, value in options.items() if name in DECODING and value}
     if what == "train" and given:
-        raise UsageError(f"{DECODING[next(iter(given))]} belongs to lab speed decode: leave it out")
+        raise UsageError(f"{DECODING[next(iter(given))]} belongs to lab speed decode: omit it")
     results = {}
     if what != "decode":
         shared = {name: value for name, value in options.items() if name not in DECODING}

@@ -96,7 +96,7 @@ async def translate(request: Request) -> Response:
     service.check_size(texts, "/q")
     if body.alternatives > service.limits.alternatives:
         limit = service.limits.alternatives
-        reason = f"alternatives: {body.alternatives:,}, but at most {limit} are allowed: ask for fewer"
+        reason = f"alternatives: {body.alternatives:,}, but at most {limit} are allowed: request fewer"
         raise Refusal(422, reason, pointer="/alternatives")
     service.scheduler.check_accepting()
     model, confidence = service.models.choose(body.source, body.target, texts, body.model or None)

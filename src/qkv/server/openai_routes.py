@@ -103,7 +103,7 @@ def _refuse_options(body: BaseModel, *names: str) -> None:
     """Refuse options that are set but not supported."""
     for name in names:
         if getattr(body, name):
-            raise Refusal(400, f"{name}: not supported by this server: leave it out", pointer=f"/{name}")
+            raise Refusal(400, f"{name}: not supported by this server: omit it", pointer=f"/{name}")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ async def _merge_streams(
                 for token in event.get("tokens", ()):
                     yield {**token, "row": number * n + token["row"]}
     except TimeoutError:
-        raise Refusal(504, f"not done within {limits.timeout:g} s: ask for fewer tokens") from None
+        raise Refusal(504, f"not done within {limits.timeout:g} s: request fewer tokens") from None
     finally:
         for task in tasks:
             task.cancel()
@@ -213,7 +213,7 @@ def _usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
 
 
 def _completion_choice(body: Completion, number: int, tokens: list[dict[str, Any]], offset: int = 0) -> dict[str, Any]:
-    """Describe consecutive tokens of a continuation; `offset`: of the first one in the text."""
+    """Return the API's `choice` object of consecutive tokens; `offset` is the place of the first one in the text."""
     lengths = [len(token["token"]) for token in tokens]
     logprobs = {
         "tokens": [token["token"] for token in tokens],
