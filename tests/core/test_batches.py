@@ -15,14 +15,18 @@ from numpy.typing import NDArray
 from batch_streams import FakeStore, both, pairs_in, plain, realistic, updates_of
 from qkv.core import batches
 from qkv.core.batches import (
+    PairBatches,
     PlannedUpdate,
     Position,
     collate,
     cut,
+    micro_batches,
+    pad,
     plan_epoch,
     share,
     visits,
 )
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
@@ -102,6 +106,21 @@ def test_cut_is_greedy_and_in_order(widths: list[int], tokens: int) -> None:
             assert (len(part) + 1) * lengths[[*part, following[0]]].max() > tokens
 
 
+def test_cut_by_hand() -> None:
+    src, tgt = np.array([5, 5, 5, 2, 2, 9]), np.array([5, 4, 5, 2, 4, 1])
+    parts = [part.tolist() for part in cut(np.array([0, 1, 2, 3, 4, 5]), src, tgt, 10)]
+    assert parts == [[0, 1], [2, 3], [4], [5]], "a batch may have exactly so many tokens, on the wider side"
+    assert [part.tolist() for part in cut(np.array([5, 3, 4]), src, tgt, 8)] == [[5], [3, 4]]
+
+
+def test_targets_rise_and_fall_in_turn_inside_bands_of_sources() -> None:
+    """Where one band ends and the next begins, targets are alike: a batch over the border has little padding."""
+    src, tgt = np.full(8, 4), np.array([3, 1, 4, 2, 3, 1, 4, 2])
+    assert [micro.tolist() for micro in micro_batches(np.arange(8), src, tgt, 8)] == [[1, 3], [0, 2], [6, 4], [7, 5]]
+    widths = np.array([6, 2, 6, 2])
+    assert [micro.tolist() for micro in micro_batches(np.arange(4), widths, np.ones(4), 4)] == [[1, 3], [0], [2]]
+
+
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.25]), min_size=1, max_size=3), st.integers(0, 9))
 def test_weights_are_multiplicities(weights: list[float], seed: int) -> None:
     corpus = np.repeat(np.arange(len(weights)), 40)
@@ -149,6 +168,42 @@ def test_collate_by_hand() -> None:
     assert batch.source.dtype == batch.labels.dtype == torch.int64
 
 
+def test_pad_by_hand() -> None:
+    rows = [np.array([7, 8], np.uint16), np.array([], np.uint16)]
+    assert pad(rows, -1).tolist() == [[7, 8], [-1, -1]]
+    assert pad(rows, 0, first=1, last=2).tolist() == [[1, 7, 8, 2], [1, 2, 0, 0]]
+    assert pad([], 0, first=1).shape == (0, 1)
+    assert pad(rows, 5, first=0, last=0).tolist() == [[0, 7, 8, 0], [0, 0, 5, 5]], "0 is an id like others"
+
+
+def test_all_tensors_of_a_batch_go_to_its_device() -> None:
+    meta = torch.device("meta")
+    batch = collate([np.array([7])], [np.array([6])], both()).to(meta)
+    assert {tensor.device for tensor in (*batch.inputs, batch.labels)} == {meta}
+    assert batch.tokens == 2
+    update = next(updates_of(device=meta).starting(Position(0, 0)))
+    assert {batch.labels.device for batch in update.micro_batches} == {meta}
+
+
+def test_a_stream_of_a_ring_changes_the_ids_of_a_batch() -> None:
+    """It gets the seed of the training, the epoch and the number of the update, from which all randomness follows."""
+    seeds: list[tuple[int, ...]] = []
+
+    class Segmented(PairBatches):
+        def sides(self, micro: NDArray[np.int64], seed: tuple[int, ...]) -> list[Rows]:
+            seeds.append(seed)
+            ones = np.ones(len(micro), np.int64)
+            return [Rows(np.full(len(micro), token), ones) for token in (11, 12)]
+
+    stream = updates_of(Segmented)
+    for number, update in enumerate(islice(stream.starting(Position(1, 0)), 2)):
+        for micro, batch in zip(stream.plan(1)[number], update.micro_batches, strict=True):
+            assert batch.source.tolist() == [[11, 2]] * len(micro)
+            assert batch.labels.tolist() == [[12, 2]] * len(micro)
+        assert set(seeds) == {(3, 1, number)}
+        seeds.clear()
+
+
 def test_an_epoch_loads_every_pair_once() -> None:
     updates = updates_of()
     planned = updates.plan(0)
@@ -189,6 +244,21 @@ def test_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for epoch in range(5):
         streams[0].plan(epoch)
     assert len(store.plans) <= batches.PLANS_CACHED
+    calls.clear()
+    for epoch in (3, 4, 3, 4):  # a thread that reads ahead is in the next epoch
+        streams[1].plan(epoch)
+    assert calls == [], "the two newest plans are kept"
+
+
+def test_a_plan_says_what_it_costs() -> None:
+    updates = updates_of(tokens=1_200, micro_tokens=200)
+    count = len(updates.plan(0))
+    assert updates.describe(0) == f"a pass over the text is {count} updates of up to 1,200 tokens a side"
+
+
+def test_updates_are_one_batch_unless_its_size_is_given() -> None:
+    assert updates_of(tokens=500, micro_tokens=0).micro_tokens == 500
+    assert updates_of(tokens=500, micro_tokens=70).micro_tokens == 70
 
 
 @settings(max_examples=8)
