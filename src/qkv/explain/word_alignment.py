@@ -236,7 +236,6 @@ def rank_heads(
     *,
     rule: str = "marks",
     tag: str = "",
-    thresholds: Sequence[float] = THRESHOLDS,
 ) -> list[tuple[AlignmentHead, Agreement]]:
     """Score every head, layer mean, reading and threshold against gold alignments of a validation set, best first."""
     counts: dict[AlignmentHead, NDArray[np.int64]] = {}  # predicted and correct links
@@ -254,7 +253,7 @@ def rank_heads(
             heads = [*(AlignmentHead(name, head, reading) for name, head in names), AlignmentHead(reading=reading)]
             stacked = np.stack([head.choose(weights) for head in heads])
             of_words = word_weights(stacked, source, target, reading)
-            for threshold in thresholds:
+            for threshold in THRESHOLDS:
                 predicted = choose_links(of_words, threshold)
                 correct = predicted & expected
                 for head, *numbers in zip(heads, predicted.sum((1, 2)), correct.sum((1, 2)), strict=True):

@@ -194,13 +194,13 @@ def _open(subject: DecodingSetup, selected: Sequence[Setting]) -> tuple[dict[Set
 # ---- random weights --------------------------------------------------------------------------------------------------
 
 
-def make_random_run(spec: TransformerConfig, vocab: int, folder: Path, *, seed: int = 0) -> Run:
+def make_random_run(spec: TransformerConfig, vocab: int, folder: Path) -> Run:
     """Create a run folder with random weights."""
     # With a random embedding tied to the output, each word would be followed by itself.
     settings = Config(model=spec).replace(model={"tie": "none", "dropout": 0.0})
     assert isinstance(settings.model, TransformerConfig)
     tokenizer = Tokenizer("word", [f"{i:06d}" for i in range(vocab - len(SPECIALS) - len(PRINTABLE))])
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Transformer(settings.model, vocab, vocab)
     suppress_end_token(model)
     run = Run.create(folder, settings, TokenizerPair(tokenizer, tokenizer))
@@ -222,9 +222,9 @@ def suppress_end_token(model: Transformer) -> None:
             model.output.weight[token, 0] = -8.0
 
 
-def random_sentences(run: Run, count: int, length: int, *, seed: int = 0) -> list[list[int]]:
+def random_sentences(run: Run, count: int, length: int) -> list[list[int]]:
     """Return `count` random sources of exactly `length` tokens."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(0)
     drawn: list[list[int]] = torch.randint(EOS + 1, run.tokenizers.src.size, (count, length), generator=draws).tolist()
     return drawn
 

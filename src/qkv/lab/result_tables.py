@@ -172,7 +172,7 @@ class Experiment:
     ) -> dict[str, Any]:
         """Print and write the figures with all trials."""
         results = {result.key: result for results in by_name.values() for result in results}
-        figures["trials"] = [result.to_dict() for result in results.values()]
+        figures = figures | {"trials": [result.to_dict() for result in results.values()]}
         return publish(figures, tables, remarks, device=self.device, command=self.command, outputs=self.output)
 
 
