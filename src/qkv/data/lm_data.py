@@ -81,11 +81,12 @@ class RunningText(Sentences):
         return [line for text in texts for line in text[block.corpus.format == PARTS :].split("\n")]
 
     def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:
-        if layout.key == LINES.key:
+        if layout == LINES:
             return pack_text(side, text)
-        if layout.key == PARTS.key:
+        if layout == PARTS:
             return side.pack(text[1:]) if text.startswith("+") else pack_text(side, text[1:])
-        return pack_text(side, text) + side.eos.to_bytes(side.dtype.itemsize, "little")
+        end_of_document = side.eos.to_bytes(side.dtype.itemsize, "little")
+        return pack_text(side, text) + end_of_document
 
     def raw(self, text: str, layout: LineFormat) -> str:
         if layout != PARTS:
