@@ -67,6 +67,10 @@ def test_weights_and_heads_are_equation_1(kind: str) -> None:
         np.testing.assert_allclose(array(weights[b, h]), expected[1], atol=1e-5)
     if mask is not None:
         assert not attention_weights(q, k, mask)[..., [1, 4]].any()
+    if kind == "all":  # without a mask, every key is attended to
+        assert torch.equal(module.attend(q, k, v), heads)
+        assert torch.equal(module.weights(q, k), weights)
+        assert torch.equal(module(q, k, v), module.merge(heads))
 
 
 def test_masks_are_their_definitions() -> None:
@@ -164,6 +168,22 @@ def test_a_cache_grows_with_room_to_spare_and_masks_only_several_queries() -> No
     assert (cache.length, cache.kept[0].shape[2]) == (18, 34)
     assert torch.equal(keys, k[:, :, :18])
     assert torch.equal(values, k[:, :, :18] + 1)
+
+
+def test_a_cache_selects_rows_without_new_buffers() -> None:
+    """Two buffers in turn: allocating one for each step costs more than the copy."""
+    cache, k = KVCache(), torch.randn(4, 2, 3, 5)
+    cache.append(k, k + 1)
+    used = set()
+    for rows in ([3, 0, 0, 1], [1, 1, 2, 3], [0, 2], [1, 0]):
+        cache.select(torch.tensor(rows))
+        k = k[rows]
+        assert torch.equal(cache.kept[0][:, :, :3], k)
+        assert torch.equal(cache.kept[1][:, :, :3], k + 1)
+        used.add(cache.kept[0].data_ptr())
+    assert len(used) == 2
+    cache.select(torch.tensor([0, 1, 1, 0, 1]))  # more rows than before
+    assert torch.equal(cache.kept[0][:, :, :3], k[[0, 1, 1, 0, 1]])
 
 
 def test_kept_sentences() -> None:

@@ -99,6 +99,7 @@ def test_a_corpus_keeps_weight_and_tag_and_the_names_of_the_config(tmp_path: Pat
     write_pair(tmp_path, b"one\n", b"eins\n")
     found = find_corpus(CorpusConfig("a.en", "a.de", weight=2.5, tag="de"), DataConfig(root=str(tmp_path)))
     assert (found.weight, found.tag, found.sides, found.column) == (2.5, "de", 2, None)
+    assert not found.given, "only a validation set is"
     assert found.paths == (tmp_path / "a.en", tmp_path / "a.de")
     assert str(found) == "a.en a.de"
 
@@ -120,7 +121,9 @@ def test_a_line_that_is_not_utf8_offers_a_choice_where_there_is_one(tmp_path: Pa
         block.texts("error")
 
 
-def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(tmp_path: Path) -> None:
+def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, pipe = tmp_path / "a.en", tmp_path / "pipe"
     path.write_bytes(b"one\n")
     os.mkfifo(pipe)
@@ -129,5 +132,7 @@ def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(tmp_path: Path)
     assert module.file_state(path) == before
     os.utime(path, ns=(0, 1))
     assert module.file_state(path) != before
+    monkeypatch.chdir(tmp_path)
+    assert module.file_state(Path("a.en"))["path"] == str(path), "the same from any folder"
     assert module.file_state(pipe) == {"path": str(pipe), "size": None, "mtime": None}
     assert [module.is_stream(each) for each in (path, pipe, Path("-"))] == [False, True, True]

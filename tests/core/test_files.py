@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from qkv.core import files
-from qkv.core.errors import QkvError
+from qkv.core.errors import QkvError, UsageError
 
 
 def test_a_file_that_cannot_be_written_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +57,40 @@ def test_tensors_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"truncated")
     with pytest.raises(QkvError, match=r"truncated or not a safetensors file \(.*\): restore it from a copy"):
         files.read_tensors(path)
+
+
+def test_a_json_file_is_read_if_it_is_of_its_kind_and_version(tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+
+    def read() -> dict[str, object]:
+        return files.read_json(path, "list", 3, "make it again")
+
+    with pytest.raises(UsageError, match=r"made\.json: cannot read the list: No such file or directory$"):
+        read()
+    whole = '{"format": "qkv-list", "version": 3, "name": "é"}'
+    for content, message in [
+        (whole.encode()[:-2], "not JSON, so not a list, or cut off: make it again"),
+        (b"\xff", "not JSON, so not a list, or cut off: make it again"),
+        (b"[]", "not a qkv list: expected a JSON file with format qkv-list"),
+        (b'{"version": 3}', "not a qkv list: expected a JSON file with format qkv-list"),
+        (whole.replace("3", "4").encode(), "list version 4, this qkv reads 3: make it again"),
+        (b'{"format": "qkv-list"}', "list version None, this qkv reads 3: make it again"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(QkvError, match=f"^{path}: {message}$") as caught:
+            read()
+        assert caught.value.exit_code == 1
+    path.write_text(whole, encoding="utf-8")
+    assert read() == {"format": "qkv-list", "version": 3, "name": "é"}
+
+
+def test_equal_files_have_equal_hashes(tmp_path: Path) -> None:
+    contents = [b"", b"one", b"one", b"one\n"]
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+    hashes = [files.content_hash(tmp_path / str(number)) for number in range(4)]
+    assert hashes == [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
+    assert len(set(hashes)) == 3
 
 
 def test_the_order_of_an_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
