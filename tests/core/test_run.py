@@ -173,9 +173,10 @@ def test_weights_that_are_not_there_are_named_with_those_that_are(tmp_path: Path
 
 
 def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    run = run_with_weights(tmp_path, "step-9999999", "step-10000000", "step-0000005", "best", "step-x")
-    assert [path.stem for path in run.checkpoints()] == ["step-0000005", "step-9999999", "step-10000000"]
-    assert list(by_step(tmp_path / "weights")) == [5, 9_999_999, 10_000_000]
+    steps = [9_999_999, 10_000_000, 5, 100, 7, 60, 2_000, 31]
+    run = run_with_weights(tmp_path, *(f"step-{step:07d}" for step in steps), "best", "step-x")
+    assert [path.stem for path in run.checkpoints()] == [f"step-{step:07d}" for step in sorted(steps)]
+    assert list(by_step(tmp_path / "weights")) == sorted(steps)
     assert by_step(tmp_path / "nothing") == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -160,6 +161,13 @@ def test_an_endless_word_teaches_no_more_than_its_beginning() -> None:
     lines = ["one two three one two three"] * 3
     endless, cut = ["ab" * 500_000], ["ab" * 128]
     assert learn([*lines, *endless], lines).fingerprint == learn([*lines, *cut], lines).fingerprint
+
+
+def test_the_unicode_form_of_the_text_does_not_change_the_vocabulary() -> None:
+    lines = ["schöne Grüße"] * 3
+    apart = [unicodedata.normalize("NFD", line) for line in lines]
+    assert apart != lines
+    assert learn(apart).fingerprint == learn(lines).fingerprint
 
 
 def test_a_full_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

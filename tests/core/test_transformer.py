@@ -175,6 +175,23 @@ def test_hidden_is_both_stacks_and_padding_changes_nothing() -> None:
     torch.testing.assert_close(alone[0], y[1], rtol=1e-5, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_steps_of_search_are_the_logits_of_the_whole_target() -> None:
+    """Several tokens at once or one, and two rows for each source."""
+    torch.manual_seed(0)
+    model = Transformer(SMALL, 13, 13).eval()
+    source, lengths = torch.tensor([[4, 5, 6], [7, 2, 0]]), torch.tensor([3, 2])
+    target = torch.tensor([[1, 8, 3, 9], [1, 9, 9, 4], [1, 3, 5, 5], [1, 4, 8, 3]])
+    whole = model(source.repeat_interleave(2, 0), lengths.repeat_interleave(2), target)
+    state = model.start(model.encode(source, lengths), 2)
+    for tokens, expected in zip(target.split([1, 2, 1], dim=1), whole.split([1, 2, 1], dim=1), strict=True):
+        logits, state = model.step(tokens, state)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    single = model.start(model.encode(source, lengths))
+    logits, _ = model.step(target[::2, :1], single)
+    torch.testing.assert_close(logits, whole[::2, :1], rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_tied_is_one_matrix() -> None:
     for tie, parameters in (("all", 1), ("output", 2), ("none", 3)):
         config = TransformerConfig(**{**vars(SMALL), "tie": tie})
