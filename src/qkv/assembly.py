@@ -165,6 +165,12 @@ class Run(core_run.Run):
     def build_model(self) -> Model:
         return build_model(self.config.model, self.tokenizers.src.size, self.tokenizers.tgt.size)
 
+    def weights(self, name: str = "") -> Path:
+        """Return the file of the named weights, which may also be the last ones or a step number."""
+        if name == "last" and (kept := self.checkpoints()):
+            name = kept[-1].stem
+        return super().weights(f"step-{int(name):07d}" if name.isdigit() else name)
+
     @property
     def by_sentence(self) -> bool:
         """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -218,6 +218,12 @@ class Config(config.Config):
             return super().longest()
         return self.data.max_length + isinstance(self.model, EncoderOnlyConfig)  # an encoder reads </s> too
 
+    def options(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+        """Yield every option as (dotted path, declaration, value); a list of corpora is one option."""
+        for section, values in vars(self).items():
+            for spec in dataclasses.fields(values):
+                yield f"{section}.{spec.name}", spec, getattr(values, spec.name)
+
     def replace(self, **sections: Mapping[str, Any]) -> Self:
         """Return this config with some options changed: `config.replace(train={"steps": 10})`."""
         tree = {name: dict(vars(section)) for name, section in vars(self).items()}
@@ -251,7 +257,7 @@ class Config(config.Config):
             tree[section][key] = value
         return self.from_dict(tree)
 
-    def difference(self, other: config.Config) -> list[tuple[str, Any, Any]]:
+    def difference(self, other: Config) -> list[tuple[str, Any, Any]]:
         """List the options that differ between two configs: (path, value here, value in other)."""
         left = {path: value for path, _, value in self.options()}
         right = {path: value for path, _, value in other.options()}

@@ -84,21 +84,18 @@ def model(prepared: PreparedText) -> Transformer:
 def test_the_loss_is_the_mean_of_all_labels(
     tokens: int, prepared: PreparedText, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches of any size, without dropout, which comes back afterwards."""
+    """In batches of any size."""
     monkeypatch.setattr(validation, "TOKENS", tokens)
     config = Config(train=TrainConfig(metric="loss", device="cpu"))
-    model.train()
-    found = TranslationTask().validate(model, prepared, config, CPU)
-    assert model.training
-    store, scores = prepared.valid, list[float]()
     model.eval()
+    found = TranslationTask().validate(model, prepared, config, CPU)
+    store, scores = prepared.valid, list[float]()
     for i in range(len(store)):
         batch = collate([store.src(i)], [store.tgt(i)], prepared.tokenizers)
         scores += label_logprobs(model, batch)[0]
     assert found.loss == pytest.approx(-sum(scores) / len(scores), rel=1e-5)
     assert (found.bleu, found.sample) == (None, "")
     assert not TranslationTask().validate(model, prepared, config, CPU).details
-    assert not model.training, "an evaluated model stays one"
 
 
 def test_bleu_is_of_greedy_translations_and_raw_references(prepared: PreparedText, model: Transformer) -> None:
@@ -115,7 +112,7 @@ def test_bleu_is_of_greedy_translations_and_raw_references(prepared: PreparedTex
         compared.append((texts[0], texts[1]))
         return 42.0
 
-    found = TranslationTask(start, bleu).validate(model, prepared, config, CPU)
+    found = TranslationTask(start, bleu).validate(model.eval(), prepared, config, CPU)
     assert {(options.beam, options.extra_length) for options in used} == {(1, 3)}
     both, store = prepared.tokenizers, prepared.valid
     sources = [store.src(i).tolist() for i in range(len(store))]

@@ -12,7 +12,7 @@ import json
 import math
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -224,13 +224,6 @@ class Config:
     def longest(self) -> int:
         """Return the longest sequence in tokens: source + extra_length, with a tag or <s>, and </s>."""
         return self.data.max_length + self.decode.extra_length + 2
-
-    def options(self) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-        """Yield every option as (dotted path, declaration, value); a list of corpora is one option."""
-        for section in dataclasses.fields(self):
-            values = getattr(self, section.name)
-            for spec in dataclasses.fields(values):
-                yield f"{section.name}.{spec.name}", spec, getattr(values, spec.name)
 
     # ---- TOML --------------------------------------------------------------------------------------------------------
 

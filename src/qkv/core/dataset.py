@@ -205,10 +205,7 @@ class StoreFolder:
             shutil.rmtree(draft, ignore_errors=True)
 
     def publish(self, draft: Path, manifest: dict[str, Any]) -> PreparedText:
-        """Write the manifest, flush all files and rename the draft, in place of an older prepared text.
-
-        If another process has published the same text meanwhile, its result stays and the draft is dropped.
-        """
+        """Write the manifest, flush all files and rename the draft, in place of an older prepared text."""
         place = self.place(manifest["settings"], [about["hash"] for about in manifest["inputs"]])
         paths = sorted(draft.iterdir())
         checksums = {path.name: files.content_hash(path) for path in paths}
@@ -216,20 +213,16 @@ class StoreFolder:
         files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
         for path in (*paths, draft):
             files.sync(path)
-        while True:
-            try:
-                os.rename(draft, place)
-                break
-            except OSError:
-                if not place.exists():
-                    raise
-            with suppress(QkvError):  # damaged
-                text, other = PreparedText.open(place), read_manifest(place)
-                if (other.get("settings"), other.get("checksums")) == (manifest["settings"], checksums):
-                    return text
-            with suppress(FileNotFoundError):  # another process was faster
-                os.rename(place, draft / f"old-{secrets.token_hex(4)}")
-        files.sync(place.parent)
-        for old in place.glob("old-*"):
-            shutil.rmtree(old)
+        with suppress(QkvError):  # nothing is there, or it is damaged
+            other = read_manifest(place)
+            if (other.get("settings"), other.get("checksums")) == (manifest["settings"], checksums):
+                return PreparedText.open(place)  # another process was faster
+        self.move(draft, place)
         return PreparedText.open(place)
+
+    def move(self, draft: Path, place: Path) -> None:
+        if place.exists():
+            os.rename(place, draft / "old")
+        os.rename(draft, place)
+        files.sync(place.parent)
+        shutil.rmtree(place / "old", ignore_errors=True)

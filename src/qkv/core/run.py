@@ -139,13 +139,8 @@ class Run:
         return list(by_step(self.path / "weights").values())
 
     def weights(self, name: str = "") -> Path:
-        """Return the file of the named weights: best, average, last or a step number; by default the chosen ones."""
+        """Return the file of the named weights: best, average or step-N; by default the chosen ones."""
         name = name or self.scores.get("chosen", "best")
-        if name == "last":
-            kept = self.checkpoints()
-            name = kept[-1].stem if kept else name
-        elif name.isdigit():
-            name = f"step-{int(name):07d}"
         path = self.path / "weights" / f"{name}.safetensors"
         if not path.exists():
             names = ", ".join(sorted(each.stem for each in path.parent.glob("*.safetensors")))

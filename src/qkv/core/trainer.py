@@ -144,7 +144,8 @@ class PlainTrainStep:
     def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
         """Give the model with these weights, by default those that are validated; complete on rank 0 only.
 
-        They are the average of the weights, if there is one; its own weights come back afterwards.
+        They are the average of the weights, if there is one; its own weights come back afterwards. Dropout is off until
+        the next update.
         """
         if weights is None and self.average is not None:
             weights = self.average.tensors()
@@ -152,7 +153,7 @@ class PlainTrainStep:
         kept = {name: weight.detach().clone() for name, weight in own.items()}
         load_weights(own, weights or {}, Path("weights"))
         try:
-            yield self.model
+            yield self.model.eval()
         finally:
             load_weights(own, kept, Path("weights"))
 

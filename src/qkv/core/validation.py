@@ -65,7 +65,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenize: 
 
 
 class Task(Protocol):
-    """What a kind of model reads, and what it is measured by."""
+    """What a kind of model reads, and what it is measured by; `validate` gets a model without dropout."""
 
     def updates(self, text: PreparedText, config: Config, device: torch.device, world: World) -> UpdateStream: ...
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation: ...
@@ -90,9 +90,8 @@ class TranslationTask:
         return self.batches(text.train, text.tokenizers, **update_options(config, device, world))
 
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
-        """Measure the model on the held-out pairs; dropout is off meanwhile."""
-        training, store, tokenizers = model.training, text.valid, text.tokenizers
-        model.eval()
+        """Measure the model on the held-out pairs."""
+        store, tokenizers = text.valid, text.tokenizers
         src, tgt = (np.asarray(lengths) + 1 for lengths in (store.lengths("src"), store.lengths("tgt")))
         order = np.lexsort((src, tgt)).astype(np.int64)
         cuts = cut(order, src, tgt, max(TOKENS, int(src.max()), int(tgt.max())))
@@ -107,7 +106,6 @@ class TranslationTask:
                 texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in found]
                 references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
                 bleu, sample = self.bleu(texts, references), texts[0]
-        model.train(training)
         return Validation(total / tokens, bleu, sample)
 
 

@@ -22,8 +22,9 @@ from qkv.core.corpus import Progress
 from qkv.core.dataset import DRAFT, PreparedText, StoreFolder
 from qkv.core.errors import UsageError
 from qkv.core.preparation import Disposition, Filter, Scan, Sentences, length_filters, prepare, slices
-from qkv.core.tokenizer import Learner, TokenizerPair, learn_bpe
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.formats import COMPRESSED, find_text, unpack
+from qkv.data.subwords import learner_for
 from qkv.options import DataConfig, TokenizerConfig
 from qkv.worker_pool import WorkerPool, cpu_count
 
@@ -52,11 +53,6 @@ def prepare_text(
         from qkv.data.lm_data import RunningText  # which loads torch
 
         text = RunningText(data, ())
-    learner: Learner = learn_bpe
-    if tokenizer.kind != "bpe":
-        from qkv.data.subwords import learner_for
-
-        learner = learner_for(tokenizer.kind)
     train, valid = find_text(data.train, data), find_text(data.valid, data)
     if {corpus.sides for corpus in train} ^ {corpus.sides for corpus in valid or train}:
         raise UsageError("training text and validation text must both be pairs, or both plain text")
@@ -73,8 +69,8 @@ def prepare_text(
         for corpus in (*train, *valid)
         for path in corpus.paths
     ]
-    options: dict[str, Any] = {"tokenizers": tokenizers, "learner": learner, "unpack": unpack, "progress": progress}
-    run = partial(prepare, train, valid, text, tokenizer, store, **options)
+    options: dict[str, Any] = {"tokenizers": tokenizers, "unpack": unpack, "progress": progress}
+    run = partial(prepare, train, valid, text, tokenizer, store, learner=learner_for(tokenizer.kind), **options)
     workers = 1 if sum(sizes) < SMALL_TEXT else data.workers or cpu_count()
     if workers == 1:
         return run()
@@ -115,6 +111,13 @@ class SharedStores(StoreFolder):
     def place(self, settings: dict[str, Any], digests: list[str]) -> Path:
         whole = json.dumps([settings, digests], sort_keys=True)
         return self.folder / hashlib.blake2b(whole.encode(), digest_size=10).hexdigest()
+
+    def move(self, draft: Path, place: Path) -> None:
+        try:
+            super().move(draft, place)
+        except OSError:
+            if not place.exists():  # else another process published the same text at this moment
+                raise
 
 
 def remove_dead_drafts(parent: Path) -> None:

@@ -248,7 +248,7 @@ class ShardedTrainStep(PlainTrainStep):
             return
         model = self.build()
         load_weights(dict(model.named_parameters()), weights, Path("weights"))
-        yield model
+        yield model.eval()
 
 
 def shard(model: nn.Module, device: torch.device, world: World) -> None:

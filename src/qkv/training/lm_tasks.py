@@ -52,8 +52,7 @@ class LanguageModelTask:
     @torch.inference_mode()
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the loss on the held-out text, and let the model write some text."""
-        training, tgt = model.training, text.tokenizers.tgt
-        model.eval()
+        tgt = text.tokenizers.tgt
         held_out = running_text(np.asarray(text.valid.stream), config, tgt)
         total, tokens = total_loss(model, held_out, tgt.pad, device, loss_in_parts)
         raw = text.valid_text[1].read_text(encoding="utf-8")
@@ -61,7 +60,6 @@ class LanguageModelTask:
         sampling = Sampling(temperature=0.8, seed=0)
         drawn = generate(model, [newline_of(tgt)], sampling, context=context, forbidden=forbidden, device=device)
         sample = decode_text(tgt, [next(drawn).tokens[0] for _ in range(SAMPLE_TOKENS)])
-        model.train(training)
         return TextValidation(total / tokens, None, sample, text=TextLoss.of(total, tokens, raw))
 
 
@@ -83,14 +81,11 @@ class MaskedLanguageModelTask:
     @torch.inference_mode()
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the loss on the held-out lines; the same tokens are hidden at every validation."""
-        training = model.training
-        model.eval()
         widths = np.asarray(text.valid.lengths("tgt")) + 1
         order = np.argsort(widths, kind="stable").astype(np.int64)
         cuts = batches.cut(order, widths, widths, max(TOKENS, int(widths.max())))
         held_out = (masked_batch(text, config, rows) for rows in cuts)
         total, tokens = total_loss(model, held_out, text.tokenizers.tgt.pad, device, loss_in_parts)
-        model.train(training)
         return Validation(total / tokens, None, "")
 
 
