@@ -99,8 +99,7 @@ def train(config: Config, folder: Path, sinks: Sequence[LogSink] = (), **parts: 
         run.write_config(config)
     else:
         run = Run.create(folder, config, text.tokenizers)
-    with run.lock():
-        trainer_for(config, text, **parts).fit(run, sinks)
+    trainer_for(config, text, **parts).fit(run, sinks)
     return Run.open(folder)
 
 

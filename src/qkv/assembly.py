@@ -6,11 +6,14 @@ A part that only some options need is imported in the branch that chooses it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
+import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +25,9 @@ from qkv.core import run as core_run
 from qkv.core.batches import Updates, UpdateStream
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_device
+from qkv.core.errors import UsageError
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
-from qkv.core.run import LOCKED
 from qkv.core.search import Search, StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from qkv.engines.cpu.native_search import OpenedRun
     from qkv.worker_pool import ProcessWorkers
 
+LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
 SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 UPDATES_AHEAD = 4  # made before they are needed
 
@@ -183,6 +187,26 @@ class Run(core_run.Run):
     def store(self) -> Path:
         """Folder of the tokenised text: in the run folder, or outside it where several runs share it."""
         return self.path / (self.about.get("store", "store") if self.exists() else "store")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the folder, so that a second process that trains in it is refused.
+
+        Some network file systems cannot lock: training goes on there, after a warning.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in LOCKED:
+                os.close(folder)
+                raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
+            warning = f"this file system cannot lock folders ({error.strerror}): start no second training here"
+            print(f"{self.path}: {warning}", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            os.close(folder)
 
     def in_training(self) -> bool:
         """Return whether a process is training in this folder now; False where the file system cannot lock."""

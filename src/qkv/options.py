@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from qkv.core import config
 from qkv.core.config import DecodeConfig as DecodeConfig  # public here, beside the rings' own
@@ -35,6 +35,9 @@ class DataConfig(config.DataConfig):
 
     train: tuple[CorpusConfig, ...] = option((), "training corpora")
     valid: tuple[CorpusConfig, ...] = option((), "validation corpora; without one, a part of train is held out")
+    store: str = option("", "folder for tokenised text shared between runs; empty: inside the run folder")
+    src_lang: str = option("", "source language code, e.g. en; empty: from the file names")
+    tgt_lang: str = option("", "target language code, e.g. de; empty: from the file names")
     workers: int = option(0, "processes that tokenise; 0: one for each core", low=0)
 
 
@@ -196,6 +199,7 @@ class TrainConfig(config.TrainConfig):
     )
     ema: float = option(0.0, "decay of an exponential moving average of the weights; 0: none", low=0.0, high=1.0)
     tensorboard: bool = option(True, "also write TensorBoard events")
+    name: str = option("model", "name of the run: its folder is runs/NAME unless --run is given")
 
 
 DROPOUTS = ("model.dropout", "model.attention_dropout", "model.activation_dropout", "model.token_dropout")
@@ -211,7 +215,15 @@ class Config(config.Config):
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
 
-    model_kinds: ClassVar[Mapping[str, type[ModelConfig]]] = MODEL_KINDS
+    @classmethod
+    def model_class(cls, values: Any) -> type[ModelConfig]:
+        """Choose the class of the model section by its `kind`."""
+        if isinstance(values, ModelConfig):
+            return type(values)
+        kind = values.get("kind", "transformer") if isinstance(values, Mapping) else "transformer"
+        if not isinstance(kind, str) or kind not in MODEL_KINDS:
+            raise UsageError(f'model.kind = "{kind}": choose one of {", ".join(MODEL_KINDS)}')
+        return MODEL_KINDS[kind]
 
     def longest(self) -> int:
         if isinstance(self.model, TranslationConfig):
@@ -253,7 +265,7 @@ class Config(config.Config):
             if isinstance(tree[section].get(key), str) and not isinstance(value, str):
                 value = text.strip()  # data.store=2026 is a name, not a number
             if path.strip() == "model.kind" and value != tree["model"]["kind"]:
-                tree["model"] = dataclasses.asdict(self._model_class({"kind": value})())
+                tree["model"] = dataclasses.asdict(self.model_class({"kind": value})())
             tree[section][key] = value
         return self.from_dict(tree)
 

@@ -78,8 +78,7 @@ updates = task.updates(text, config, cpu, ALONE)
 objective = SmoothedObjective(config.train.label_smoothing, pad)
 step = Step(model, build_optimizer(model, config.train), config.train, objective)
 schedule = ConfigSchedule(config.train, config.model.d_model, updates)
-with run.lock():
-    Trainer(config, text, step, task, updates, schedule).fit(run, [Messages()])
+Trainer(config, text, step, task, updates, schedule).fit(run, [Messages()])
 
 model = Run.open(folder / "run").model(cpu)
 src, tgt = text.tokenizers.src, text.tokenizers.tgt

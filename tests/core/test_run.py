@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
-import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,54 +96,12 @@ def test_a_new_config_replaces_the_one_that_was_read(tmp_path: Path) -> None:
 
 def test_records_are_read_as_their_class(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    path.write_text('{"steps": 5, "name": "é"}', encoding="utf-8")
-    assert read_record(path, TrainConfig) == TrainConfig(steps=5, name="é")
+    path.write_text('{"steps": 5, "device": "é"}', encoding="utf-8")
+    assert read_record(path, TrainConfig) == TrainConfig(steps=5, device="é")
     path.write_text('{"unknown": 5}')
     for missing in (path, tmp_path / "none.json"):
         with pytest.raises(QkvError, match="damaged: restore it from a copy, or train again"):
             read_record(missing, TrainConfig)
-
-
-# ---- the lock --------------------------------------------------------------------------------------------------------
-
-
-def test_only_one_training_at_a_time(tmp_path: Path) -> None:
-    handles = set(os.listdir("/proc/self/fd"))
-    with Run(tmp_path).lock():
-        for _ in range(2):
-            with pytest.raises(UsageError, match="another process is training here: wait for it, or stop it"):
-                Run(tmp_path).lock().__enter__()
-    with pytest.raises(RuntimeError), Run(tmp_path).lock():
-        raise RuntimeError
-    with Run(tmp_path).lock():
-        pass
-    assert set(os.listdir("/proc/self/fd")) == handles
-
-
-@pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.EACCES])
-def test_a_folder_locked_by_another_process_is_refused(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", failing(number))
-    with pytest.raises(UsageError, match="another process is training here"), Run(tmp_path).lock():
-        pass
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named_and_training_goes_on(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", failing(number))
-    with Run(tmp_path).lock():
-        pass
-    assert "this file system cannot lock folders" in capsys.readouterr().err
-
-
-def failing(number: int) -> Any:
-    def flock(*_: object) -> None:
-        raise OSError(number, "as the system reports it")
-
-    return flock
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -154,10 +109,8 @@ def failing(number: int) -> Any:
 
 def test_weights_are_found_by_name(tmp_path: Path) -> None:
     run = run_with_weights(tmp_path, "best", "average", "step-0000020", "step-0000100")
-    for name, stem in [("", "best"), ("best", "best"), ("average", "average"), ("last", "step-0000100")]:
+    for name, stem in [("", "best"), ("best", "best"), ("average", "average"), ("step-0000020", "step-0000020")]:
         assert run.weights(name) == tmp_path / "weights" / f"{stem}.safetensors"
-    for name in ("20", "0020", "step-0000020"):
-        assert run.weights(name) == tmp_path / "weights" / "step-0000020.safetensors"
     run.write_scores({"chosen": "average"})
     assert run.weights() == tmp_path / "weights" / "average.safetensors"
     assert run.weights("best") == tmp_path / "weights" / "best.safetensors"
@@ -167,9 +120,8 @@ def test_weights_that_are_not_there_are_named_with_those_that_are(tmp_path: Path
     with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights: the first come with the first validation of a"):
         Run(tmp_path).weights()
     run = run_with_weights(tmp_path, "best", "average")
-    for name, shown in (("21", "step-0000021"), ("last", "last"), ("worst", "worst")):
-        with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights named {shown}: there are average, best$"):
-            run.weights(name)
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights named worst: there are average, best$"):
+        run.weights("worst")
 
 
 def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -187,7 +139,7 @@ def test_a_model_is_loaded_ready_for_use(tmp_path: Path) -> None:
     trained = Transformer(SMALL, size, size)
     run.keep_weights("step-0000004", trained, 4)
     about: dict[str, str] = {}
-    model = run.model(CPU, "last", about)
+    model = run.model(CPU, "step-0000004", about)
     assert not model.training
     assert about == {"format": "pt", "step": "4", "made by": "qkv"}
     loaded = dict(model.named_parameters())

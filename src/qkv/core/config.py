@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from qkv.core.errors import UsageError
 
@@ -49,9 +49,6 @@ class DataConfig:
     train: tuple[CorpusConfig, ...] = option((), "training corpora")
     valid: tuple[CorpusConfig, ...] = option((), "validation corpora; without one, a part of train is held out")
     root: str = option("", "folder that relative corpus paths start from")
-    store: str = option("", "folder for tokenised text shared between runs; empty: inside the run folder")
-    src_lang: str = option("", "source language code, e.g. en; empty: from the file names")
-    tgt_lang: str = option("", "target language code, e.g. de; empty: from the file names")
     valid_size: int = option(0, "pairs to hold out without a validation set; 0: chosen by corpus size", low=0)
     max_length: int = option(256, "longest sentence kept for training, in tokens; a language model's context", low=1)
     max_ratio: float = option(5.0, "largest ratio of token counts between the two sides; 0: no limit", low=0.0)
@@ -165,7 +162,6 @@ class TrainConfig:
     patience: int = option(0, "stop after this many validations without a better metric; 0: never", low=0)
     log_every: int = option(50, "steps between lines of the log", low=1)
     seed: int = option(1, "seed of weights, order of batches and dropout", low=0, high=10**9)
-    name: str = option("model", "name of the run: its folder is runs/NAME unless --run is given")
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,6 @@ class Config:
     model: ModelConfig = field(default_factory=TransformerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-
-    model_kinds: ClassVar[Mapping[str, type[ModelConfig]]] = {"transformer": TransformerConfig}
 
     def __post_init__(self) -> None:
         self.check()
@@ -274,7 +268,7 @@ class Config:
             if key not in known:
                 raise UsageError(unknown_key("option" if path else "section", key, known, path))
             where = f"{path}.{key}" if path else key
-            hint = cls._model_class(value) if where == "model" else hints[key]
+            hint = cls.model_class(value) if where == "model" else hints[key]
             if dataclasses.is_dataclass(hint):
                 arguments[key] = cls._build(typing.cast(type[Any], hint), value, where)
             elif typing.get_origin(hint) is tuple:
@@ -286,14 +280,9 @@ class Config:
         return section(**arguments)
 
     @classmethod
-    def _model_class(cls, values: Any) -> type[ModelConfig]:
-        """Choose the class of the model section by its `kind`."""
-        if isinstance(values, ModelConfig):
-            return type(values)
-        kind = values.get("kind", "transformer") if isinstance(values, Mapping) else "transformer"
-        if not isinstance(kind, str) or kind not in cls.model_kinds:
-            raise UsageError(f'model.kind = "{kind}": choose one of {", ".join(cls.model_kinds)}')
-        return cls.model_kinds[kind]
+    def model_class(cls, values: Any) -> type[ModelConfig]:
+        """Return the class of the model section with these values."""
+        return TransformerConfig
 
 
 def _check_values(section: Any, path: str) -> None:

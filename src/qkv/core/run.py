@@ -14,16 +14,12 @@ store/            the tokenised training text
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
-import os
 import platform
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -43,7 +39,6 @@ from qkv.core.transformer import Model, Transformer
 Record = TypeVar("Record")
 FORMAT = 1
 STEP = re.compile(r"step-(\d+)")
-LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
 
 
 @dataclass(frozen=True)
@@ -86,26 +81,6 @@ class Run:
     def about(self) -> dict[str, Any]:
         """The content of run.json: format, versions, date and command of the creation."""
         return read_record(self.path / "run.json", dict)
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Lock the folder, so that a second process that trains in it is refused.
-
-        Some network file systems cannot lock: training goes on there, after a warning.
-        """
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in LOCKED:
-                os.close(folder)
-                raise UsageError(f"{self.path}: another process is training here: wait for it, or stop it") from None
-            warning = f"this file system cannot lock folders ({error.strerror}): start no second training here"
-            print(f"{self.path}: {warning}", file=sys.stderr, flush=True)
-        try:
-            yield
-        finally:
-            os.close(folder)
 
     @property
     def log(self) -> Path:
