@@ -109,7 +109,7 @@ def check_files(inputs: Sequence[str], output: str, group: ProcessGroup) -> None
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
     for name in inputs:
         if (form := layout_of(name)) != "lines":
-            raise UsageError(f"{name}: a .{form} file holds pairs: give a file with one sentence per line")
+            raise UsageError(f"{name}: a .{form} file holds pairs: give a file with one segment per line")
     streams = [name for name in inputs if is_stream(open_text(name))]
     if streams.count("-") > 1:
         raise UsageError("only one file can be standard input (-): give a file for the others")

@@ -119,7 +119,7 @@ class Avoid:
         return any(tuple(tokens[-len(begun) :]) == begun for begun in self.exempt)
 
     def occurs(self, text: str) -> str | None:
-        """A forbidden phrase that the text has."""
+        """Return the first forbidden phrase that occurs in the text, or None."""
         composed = unicodedata.normalize("NFC", text)
         return next((phrase for phrase in self.phrases if find(phrase, composed, self.whole_words) >= 0), None)
 

@@ -101,11 +101,11 @@ class TorchrunWorld(World):
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device that this process of several cannot have for itself."""
+    """Refuse a device that the processes of a training would have to share: each takes a GPU of its own."""
     if device.type == "cpu":
         return
     if str(device) != "cuda":
-        raise UsageError(f"train.device = {device}: every process of several takes its own: use auto, cuda or cpu")
+        raise UsageError(f"train.device = {device}: each of several processes takes its own GPU: use auto, cuda or cpu")
     if (local := _local_rank()) >= torch.cuda.device_count():
         raise UsageError(
             f"process {local} of this machine, but it has {torch.cuda.device_count()} GPUs: "

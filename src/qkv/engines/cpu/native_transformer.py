@@ -168,7 +168,7 @@ class Scratch(threading.local):
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int) -> int:
-        """Return the address of at least `size` bytes."""
+        """Return the address of the buffer, which has at least `size` bytes."""
         if len(self.memory) < size:
             self.memory = torch.empty(size + size // 4, dtype=torch.uint8)
         return self.memory.data_ptr()
