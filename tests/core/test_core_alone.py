@@ -19,7 +19,7 @@ MODULES = """
     config corpus tokenizer preparation dataset batches attention transformer loss optimizer trainer
     checkpoint run search validation translate errors files device
 """.split()
-LINES = 4_400  # may only fall; the aim is 4,000
+LINES = 4_000
 
 # Trains in a folder; the process can import qkv.core and no other package of qkv. With `stop`, the process kills
 # itself before that update; the same command again resumes.
