@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -28,7 +28,7 @@ from qkv.core.device import ALONE, World, choose_device
 from qkv.core.errors import UsageError
 from qkv.core.loss import SmoothedObjective
 from qkv.core.optimizer import ConfigSchedule, build_optimizer
-from qkv.core.search import Search, StartSearch
+from qkv.core.search import StartSearch
 from qkv.core.tokenizer import TokenizerPair
 from qkv.core.trainer import Objective, PlainTrainStep, Trainer
 from qkv.core.transformer import Layers, Model, Transformer
@@ -287,18 +287,11 @@ def task_for(config: Config) -> Task:
 
             return MaskedLanguageModelTask()
         case _:
-            start, bleu = partial(_start_search, config), partial(_bleu, config)
+            from qkv.evaluation.metrics import bleu_tokenizer
+
+            start = start_search_for(choose_device(config.train.device))
+            bleu = partial(corpus_bleu, tokenize=bleu_tokenizer(config.data.tgt_lang))
             return TranslationTask(start, bleu, loss_in_parts, partial(PairUpdates, **batch_options_for(config)))
-
-
-def _start_search(config: Config, *arguments: Any, **options: Any) -> Search:
-    return start_search_for(choose_device(config.train.device))(*arguments, **options)
-
-
-def _bleu(config: Config, hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    from qkv.evaluation.metrics import bleu_tokenizer
-
-    return corpus_bleu(hypotheses, references, bleu_tokenizer(config.data.tgt_lang))
 
 
 def batch_options_for(config: Config) -> dict[str, Any]:

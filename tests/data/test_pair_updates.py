@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from batch_streams import FakeStore, realistic, updates_of
 from qkv.core.batches import PlannedUpdate, plan_epoch, visits
-from qkv.data import pair_updates
 from qkv.data.pair_updates import MIN_TOKENS, PairUpdates, choose_micro_tokens, pad_share
+
+
+def chosen(src: NDArray[np.int64], tgt: NDArray[np.int64], tokens: int) -> int:
+    """The size for sentences of these widths, </s> included."""
+    store: Any = FakeStore()
+    store.lengths = {"src": src - 1, "tgt": tgt - 1}.__getitem__
+    return choose_micro_tokens(store, ("src", "tgt"), tokens)
 
 
 def micros_of(updates: list[PlannedUpdate]) -> list[NDArray[np.int64]]:
@@ -27,7 +35,7 @@ def test_pad_share_by_hand() -> None:
 def test_padding_stays_under_five_percent(median: float, spread: float, tokens: int) -> None:
     pairs = 30_000
     src, tgt = realistic(pairs, median, spread)
-    micro_tokens = choose_micro_tokens(src, tgt, tokens)
+    micro_tokens = chosen(src, tgt, tokens)
     assert tokens // micro_tokens in (2**k for k in range(10))
     assert micro_tokens >= max(src.max(), tgt.max(), MIN_TOKENS)
     for epoch in range(3):
@@ -40,34 +48,31 @@ def test_padding_stays_under_five_percent(median: float, spread: float, tokens: 
 
 def test_micro_batches_are_worth_a_pass_even_if_padded() -> None:
     src, tgt = realistic(300, 22, 0.6)
-    assert MIN_TOKENS <= choose_micro_tokens(src, tgt, 25_000) < 2 * MIN_TOKENS
+    assert MIN_TOKENS <= chosen(src, tgt, 25_000) < 2 * MIN_TOKENS
 
 
 def test_the_smallest_micro_batch_is_reached() -> None:
     src, tgt = realistic(300, 22, 0.6)  # so few sentences that all sizes have more than 5 % padding
     short = np.minimum(src, 200), np.minimum(tgt, 200)
-    assert choose_micro_tokens(*short, 2 * MIN_TOKENS) == MIN_TOKENS
-    assert choose_micro_tokens(*short, 2 * MIN_TOKENS - 2) == 2 * MIN_TOKENS - 2
-    assert choose_micro_tokens(*short, 4 * MIN_TOKENS) == MIN_TOKENS
+    assert chosen(*short, 2 * MIN_TOKENS) == MIN_TOKENS
+    assert chosen(*short, 2 * MIN_TOKENS - 2) == 2 * MIN_TOKENS - 2
+    assert chosen(*short, 4 * MIN_TOKENS) == MIN_TOKENS
 
 
 def test_micro_batches_hold_the_longest_sentence() -> None:
     src, tgt = np.random.default_rng(0).integers(1, 900, (2, 40))  # so few and so different that all padding is large
     src[7] = 900
-    assert choose_micro_tokens(src, tgt, 1000) == 1000
-    assert choose_micro_tokens(src, tgt, 4000) == 1000
+    assert chosen(src, tgt, 1000) == 1000
+    assert chosen(src, tgt, 4000) == 1000
 
 
-def test_the_size_is_chosen_once_for_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_is_chosen_once_for_a_text() -> None:
     """Several streams over one store share it, and a stream with a size of its own keeps that."""
-    calls: list[int] = []
-    real = choose_micro_tokens
-    monkeypatch.setattr(pair_updates, "choose_micro_tokens", lambda *a: calls.append(a[2]) or real(*a))
-    store = FakeStore(sentences=2000)
+    store: Any = FakeStore(sentences=2000)
+    before = choose_micro_tokens.cache_info().misses
     sizes = {updates_of(PairUpdates, store=store, tokens=4096, micro_tokens=0).micro_tokens for _ in range(3)}
-    assert calls == [4096]
-    src, tgt = (store.lengths(side) + 1 for side in ("src", "tgt"))
-    assert sizes == {choose_micro_tokens(src, tgt, 4096)}
+    assert choose_micro_tokens.cache_info().misses == before + 1
+    assert sizes == {choose_micro_tokens(store, ("src", "tgt"), 4096)}
     assert updates_of(PairUpdates, store=store, tokens=4096, micro_tokens=50).micro_tokens == 50
 
 

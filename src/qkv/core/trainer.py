@@ -144,8 +144,7 @@ class PlainTrainStep:
     def evaluated_model(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
         """Give the model with these weights, by default those that are validated; complete on rank 0 only.
 
-        They are the average of the weights, if there is one; its own weights come back afterwards. Dropout is off until
-        the next update.
+        They are the average, if there is one. Its own weights come back afterwards, dropout with the next update.
         """
         if weights is None and self.average is not None:
             weights = self.average.tensors()

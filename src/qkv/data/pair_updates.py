@@ -51,7 +51,7 @@ class PairUpdates(PairBatches):
         self.cut = pair_dropout(tokenizers, dropout, max_length) if dropout else None
         self.align = align
         if not options.get("micro_tokens"):
-            self.micro_tokens = micro_tokens_of(store, self.measured, self.tokens)
+            self.micro_tokens = choose_micro_tokens(store, self.measured, self.tokens)
 
     def describe(self, epoch: int) -> str:
         micros = [micro for update in self.plan(epoch) for micro in update]
@@ -68,17 +68,12 @@ class PairUpdates(PairBatches):
 
 
 @lru_cache(maxsize=1)  # several streams read the same text
-def micro_tokens_of(store: TokenStore, measured: tuple[str, str], tokens: int) -> int:
-    """Return the chosen size of micro-batches for updates of so many tokens."""
-    src, tgt = (store.lengths(side) + 1 for side in measured)
-    return choose_micro_tokens(src, tgt, tokens)
-
-
-def choose_micro_tokens(src: Lengths, tgt: Lengths, tokens: int, sample: int = 2_000_000) -> int:
+def choose_micro_tokens(store: TokenStore, measured: tuple[str, str], tokens: int, sample: int = 2_000_000) -> int:
     """Return the largest micro-batch, tokens / 2ᵏ, with under 5 % padding: a small corpus needs smaller ones.
 
     None is smaller than the longest sentence, nor than `MIN_TOKENS`.
     """
+    src, tgt = (store.lengths(side) + 1 for side in measured)
     indices = np.random.default_rng(0).permutation(len(src))[:sample]
     least = 2 * max(MIN_TOKENS, int(src.max()), int(tgt.max()))
     while tokens >= least and pad_share(micro_batches(indices, src, tgt, tokens), src, tgt) >= MAX_PADDING:
