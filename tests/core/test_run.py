@@ -119,8 +119,9 @@ def test_weights_are_found_by_name(tmp_path: Path) -> None:
 def test_weights_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights: the first come with the first validation of a"):
         Run(tmp_path).weights()
-    run = run_with_weights(tmp_path, "best", "average")
-    with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights named worst: there are average, best$"):
+    there = ["average", "best", *(f"step-{step:07d}" for step in (2, 4, 6, 8, 10))]
+    run = run_with_weights(tmp_path, *reversed(there))
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: no weights named worst: there are {', '.join(there)}$"):
         run.weights("worst")
 
 
