@@ -124,6 +124,8 @@ def test_initial_matrices_are_xavier_uniform_part_by_part() -> None:
         assert 0.95 * bound < float(part.detach().abs().max()) <= bound * (1 + 1e-6)
     assert not module.qkv.bias.any()
     assert not module.output.bias.any()
+    names = [name for name, _ in MultiHeadAttention(64, 2, 16, 8).named_parameters()]
+    assert names == ["qkv.weight", "output.weight"], "the paper's projections have no bias"
 
 
 @torch.inference_mode()
