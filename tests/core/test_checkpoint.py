@@ -260,6 +260,10 @@ def test_other_ranks_do_not_remove_the_files_of_the_first(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         save_state(Run(tmp_path), PROGRESS, step)
     assert unfinished.exists()
+    step.world.first = True
+    with pytest.raises(KeyboardInterrupt):  # no other error in its place
+        save_state(Run(tmp_path), PROGRESS, step)
+    assert not unfinished.exists()
 
 
 def test_a_state_is_saved_though_the_older_one_cannot_be_removed(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qkv.core import corpus as module
@@ -43,7 +45,11 @@ def test_blocks_are_whole_lines_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert pairs_of(tmp_path, spec) == list(zip(src, tgt, strict=True))
     (found,) = [find_corpus(spec, DataConfig(root=str(tmp_path)))]
     cut = split_into_blocks(found)
-    assert len(cut) > 50
+    sizes = [sum(stop - start for start, stop in block.spans) for block in cut]
+    last = [sum(len(line) for line in pair) + 3 for pair in zip(src, tgt, strict=True)]  # with the ends of both lines
+    assert all(size >= 64 for size in sizes[:-1])
+    ends = [block.first + block.count - 1 for block in cut]
+    assert all(size - last[end] < 64 for size, end in zip(sizes, ends, strict=True)), "closed as soon as it is full"
     assert [block.first for block in cut] == [sum(b.count for b in cut[:n]) for n in range(len(cut))]
 
 
@@ -54,6 +60,17 @@ def test_uneven_files(tmp_path: Path) -> None:
     spec = write_pair(tmp_path, b"one\n", b"eins\nzwei\ndrei\n\n")
     with pytest.raises(QkvError, match=r"a\.en has 1 lines but a\.de has 4 lines"):
         pairs_of(tmp_path, spec)
+
+
+def test_uneven_files_with_a_column(tmp_path: Path) -> None:
+    corpus = find_corpus(write_pair(tmp_path, b"one\ntwo\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
+    (tmp_path / "links").write_bytes(b"0-0\n")
+    column = module.Column("links", "key", np.dtype("<u2"), lambda block, tokenizers: lambda row, texts, ids: b"")
+    names, paths = (*corpus.names, "links"), (*corpus.paths, tmp_path / "links")
+    with pytest.raises(QkvError, match=r"links has 1 lines: line N of each must belong together$"):
+        split_into_blocks(dataclasses.replace(corpus, names=names, paths=paths, column=column))
+    with pytest.raises(QkvError, match=r"links has 1 lines: line N of one must translate line N of the other$"):
+        split_into_blocks(dataclasses.replace(corpus, names=names, paths=paths))
 
 
 def test_empty_files(tmp_path: Path) -> None:
@@ -135,4 +152,5 @@ def test_the_state_of_a_file_changes_with_it_and_a_pipe_has_none(
     monkeypatch.chdir(tmp_path)
     assert module.file_state(Path("a.en"))["path"] == str(path), "the same from any folder"
     assert module.file_state(pipe) == {"path": str(pipe), "size": None, "mtime": None}
+    (tmp_path / "-").touch()  # "-" is standard input, whatever files there are
     assert [module.is_stream(each) for each in (path, pipe, Path("-"))] == [False, True, True]

@@ -13,7 +13,7 @@ import pytest
 from core_runs import content, prepare_text, texts
 from qkv.core import files, preparation
 from qkv.core.config import CorpusConfig, DataConfig, TokenizerConfig
-from qkv.core.dataset import PreparedText
+from qkv.core.dataset import PreparedText, StoreFolder, TokenStore, join_rows, read_manifest
 from qkv.core.errors import QkvError, UsageError
 
 
@@ -152,3 +152,129 @@ def test_many_rows_at_once_are_those_one_by_one(split: DataConfig, tmp_path: Pat
             assert lengths.tolist() == [len(store.row(side, i)) for i in indices]
             assert ids.tolist() == [token for i in indices for token in store.row(side, i).tolist()]
     assert store.rows("src", np.arange(300)).ids.tolist() == np.concatenate([store.src(i) for i in range(300)]).tolist()
+
+
+# ---- a store by hand -------------------------------------------------------------------------------------------------
+
+
+def store_by_hand(folder: Path) -> TokenStore:
+    """Three pairs of two corpora, with links for none of them, of which the second pair has no target."""
+    rows = {"src": [[5, 6], [7], [8, 9, 10]], "tgt": [[1], [], [2, 3]], "links": [[], [], []]}
+    dtypes = {"src": "<u2", "tgt": "<u4", "links": "<u2"}
+    columns = [[np.array(row, dtypes[name]).tobytes() for row in rows[name]] for name in dtypes]
+    encoded = join_rows("train", {name: np.dtype(dtype) for name, dtype in dtypes.items()}, columns)
+    for name, content_ in encoded.items():
+        (folder / name).write_bytes(content_)
+    manifest = {"format": "qkv-store", "version": 1, "sides": ["src", "tgt"], "dtypes": dtypes}
+    manifest["train"] = {"pairs": [2, 1], "weights": [1.0, 0.5]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return TokenStore(folder, "train")
+
+
+def test_rows_and_numbers_of_a_store(tmp_path: Path) -> None:
+    store = store_by_hand(tmp_path)
+    assert len(store) == 3
+    assert store.weights == (1.0, 0.5)
+    assert store.corpus.tolist() == [0, 0, 1]
+    assert (store.sides, store.columns) == (["src", "tgt"], ["src", "tgt", "links"])
+    assert [store.src(i).tolist() for i in range(3)] == [[5, 6], [7], [8, 9, 10]]
+    assert [store.tgt(i).tolist() for i in range(3)] == [[1], [], [2, 3]]
+    assert store.stream.tolist() == [1, 2, 3]
+    assert store.lengths("src").tolist() == [2, 1, 3]
+    assert [store.row("links", i).tolist() for i in range(3)] == [[], [], []]
+    assert store.rows("tgt", np.array([2, 1, 0])).ids.tolist() == [2, 3, 1]
+    with pytest.raises(UsageError, match=r"plain text, which has no more side: train a model without a source on it"):
+        store.lengths("more")
+
+
+@pytest.mark.parametrize("name", ["train.src.ids", "train.tgt.lengths", "train.links.ids"])
+def test_a_store_whose_files_do_not_fit_together_is_refused(tmp_path: Path, name: str) -> None:
+    store_by_hand(tmp_path)
+    path = tmp_path / name
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(4))
+    with pytest.raises(QkvError, match=r"train\..*ids: cut off or damaged: delete .* and prepare again"):
+        TokenStore(tmp_path, "train")
+    path.write_bytes(whole + b"x")  # no whole number of ids
+    with pytest.raises(QkvError, match=rf"{name}: missing or cut off: delete {tmp_path} and prepare again"):
+        TokenStore(tmp_path, "train")
+    path.unlink()
+    with pytest.raises(QkvError, match=rf"{name}: missing or cut off"):
+        TokenStore(tmp_path, "train")
+
+
+# ---- the place of a prepared text ------------------------------------------------------------------------------------
+
+
+def test_a_text_of_other_tokenizers_or_with_a_missing_file_is_refused(split: DataConfig, tmp_path: Path) -> None:
+    folder = prepare_text(split, tmp_path / "store").folder
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
+    with pytest.raises(QkvError, match="store: the text was prepared with other tokenizers: delete it and prepare"):
+        PreparedText.open(folder)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "valid.src.txt").unlink()
+    with pytest.raises(QkvError, match=r"valid\.src\.txt: missing: delete .*store and prepare again"):
+        PreparedText.open(folder)
+    with pytest.raises(UsageError, match="none: no prepared text here: prepare it first"):
+        PreparedText.open(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file: exists and is no store of prepared text: choose another folder, or"):
+        StoreFolder(tmp_path / "file")
+
+
+def test_an_earlier_result_is_found_by_settings_and_inputs(split: DataConfig, tmp_path: Path) -> None:
+    folder, said = prepare_text(split, tmp_path / "store").folder, list[str]()
+    store, manifest = StoreFolder(folder, said.append), read_manifest(folder)
+    settings, inputs = manifest["settings"], manifest["inputs"]
+    for respects in (("path", "size", "mtime"), ("hash",)):
+        found = store.find(settings, [{name: about[name] for name in respects} for about in inputs])
+        assert found is not None
+        assert found.folder == folder
+    hashes = [{"hash": about["hash"]} for about in inputs]
+    states = [{"path": about["path"], "size": about["size"], "mtime": about["mtime"]} for about in inputs]
+    changed = [*states[:-1], {**states[-1], "size": 1}]
+    assert store.find(settings, changed) is None
+    assert store.find({**settings, "text": "other"}, states) is None
+    assert store.find(settings, [*states[:-1], {"path": "-", "size": None, "mtime": None}]) is None
+    assert said == [], "the content may still be equal"
+    for other, about in [(settings, [*hashes[:-1], {"hash": "x"}]), ({}, hashes)]:
+        assert store.find(other, about) is None
+        assert (
+            said.pop() == f"{folder}: made from other text, with other options or by an older version: preparing again"
+        )
+    (folder / "manifest.json").write_text(json.dumps({"format": "qkv-store", "version": 1}))
+    assert store.find(settings, hashes) is None
+    assert said.pop().startswith(f"{folder}: cannot be reused ('inputs'): preparing again")
+    assert StoreFolder(tmp_path / "new", said.append).find(settings, hashes) is None
+    assert said == [], "nothing is there"
+
+
+def test_a_result_that_another_process_published_meanwhile_stays(split: DataConfig, tmp_path: Path) -> None:
+    folder = prepare_text(split, tmp_path / "store").folder
+    store, manifest, inode = StoreFolder(folder), read_manifest(folder), folder.stat().st_ino
+    with store.draft() as draft:
+        for name, content_ in content(folder).items():
+            (draft / name).write_bytes(content_)
+        assert store.publish(draft, manifest).folder == folder
+    assert folder.stat().st_ino == inode
+    with store.draft() as draft:
+        for name, content_ in content(folder).items():
+            (draft / name).write_bytes(content_)
+        store.publish(draft, {**manifest, "settings": {"text": "newer"}})
+    assert folder.stat().st_ino != inode
+    assert read_manifest(folder)["settings"] == {"text": "newer"}
+    assert {path.name for path in folder.iterdir()} == {*content(folder), "manifest.json"}, "the older one is removed"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"]
+
+
+def test_a_draft_lies_beside_its_place_and_is_removed(tmp_path: Path) -> None:
+    store = StoreFolder(tmp_path / "new" / "folder" / "store")
+    with store.draft() as first, store.draft() as second:
+        assert first.parent == second.parent == tmp_path / "new" / "folder"
+        assert first != second
+        assert first.name.startswith(".preparing-")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(RuntimeError), store.draft():
+        raise RuntimeError
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
