@@ -75,8 +75,8 @@ def trainer(folder: Path, kind: type[PlainTrainStep] | None, world: World = ALON
     """Of a text with one pair that is much longer than the others."""
     text = sentences(120)
     text.append((" ".join(source for source, _ in text[:40]), " ".join(target for _, target in text[:40])))
-    values = {"device": "cuda", "metric": "loss", "average": 0, "clip": 1.0} | train
-    values = {"tokens_per_step": 512, "micro_tokens": 512} | values  # else the CUDA trainer mixes more lengths
+    values: dict[str, Any] = {"device": "cuda", "metric": "loss", "average": 0, "clip": 1.0}
+    values |= {"tokens_per_step": 512, "micro_tokens": 512} | train  # else the CUDA trainer mixes more lengths
     model = {"d_model": 64, "d_ff": 128, "heads": 2, "dropout": values.pop("dropout", 0.0)} | values.pop("model", {})
     files = write_pairs(folder, text)
     made = tiny_config(*files).replace(model=model, data={"max_length": 400}).replace(train=values)
@@ -84,10 +84,14 @@ def trainer(folder: Path, kind: type[PlainTrainStep] | None, world: World = ALON
 
 
 def losses(trained: Trainer, count: int = 60) -> list[float]:
+    """Make so many updates, all in flight before the first loss is read."""
     steps = trained.updates.starting(trained.progress.position)
-    waiting = [trained.start(next(steps)) for _ in range(count)]
+    for _ in range(count):
+        trained.start(next(steps))
     steps.close()
-    return [read().loss for read in waiting]
+    found = [read().loss for _, _, read in trained.in_flight]
+    trained.in_flight.clear()
+    return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -138,6 +142,6 @@ def test_sums_by_nccl(
     assert isinstance(summed.train_step, CudaTrainStep) == (parallel == "data")
     found = losses(summed, 30)
     monkeypatch.setattr(TorchrunWorld, "sum", lambda *_: None)
-    alone = trainer(tmp_path, type(summed.train_step), World(0, 2))  # type: ignore[arg-type]
+    alone = trainer(tmp_path, type(summed.train_step), World(0, 2))
     assert found == pytest.approx(losses(alone, 30), rel=0.1)
     assert found[-1] < found[0]

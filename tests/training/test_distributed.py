@@ -22,7 +22,6 @@ from conftest import PATIENCE, sentences, tiny_config, wait_until, write_pairs
 from qkv import assembly
 from qkv.assembly import Run, trainer_for, updates_for
 from qkv.core import batches, files
-from qkv.core import run as core_run
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
@@ -40,12 +39,10 @@ import qkv
 from qkv import assembly
 from qkv import options as config
 from qkv.cli import _report_failure
-from qkv.core import run as core_run
 from qkv.core.trainer import Trainer
 from qkv.engines.cuda_training.cuda_trainer import CudaTrainStep
 
 usual = assembly.train_step_for
-core_run._json_value = lambda value: value
 work = json.loads(Path(sys.argv[1]).read_text())
 start_step = Trainer.start
 
@@ -113,11 +110,11 @@ def entries(run: Path, event: str) -> list[dict[str, Any]]:
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """The same curve, and the same weights, average and optimiser at its end, to 1e-6."""
+    """The same curve to the six digits of the log, and the same weights, average and optimiser at its end, to 1e-6."""
     for event, keys in (("train", ("step", "loss", "nll", "norm", "tokens")), ("valid", ("step", "loss"))):
         ours, theirs = ([[each[key] for key in keys] for each in entries(path, event)] for path in (run, other))
         assert [each[0] for each in ours] == [each[0] for each in theirs]
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
     for name in ("weights", "optimizer", "ema"):
         ours_too, theirs_too = (
             files.read_tensors(path / "state" / f"step-{STEPS:07d}" / f"{name}.safetensors") for path in (run, other)
@@ -161,36 +158,34 @@ def runs(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     a is one process alone, d two that divide the data, s two that divide the weights.
     """
     folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_run, "_json_value", lambda value: value)
-        qkv.train(Config.load(recipe), folder / "aa")
-        qkv.train(Config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
-        shutil.copytree(folder / "ad", folder / "as")
-        twice = folder / "twice.toml"  # with R-Drop, and so little dropout that nothing is dropped
-        passes = Config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
-        twice.write_text(passes.dumps(), encoding="utf-8")
-        qkv.train(passes, folder / "alone")
-        with pytest.MonkeyPatch.context() as other:
-            other.setattr(assembly, "train_step_for", lambda *_: CudaTrainStep)
-            qkv.train(Config.load(recipe), folder / "fast-alone")
-        jobs = [
-            job(folder / "fast", recipe),
-            job(folder / "data", twice),
-            job(folder / "sharded", twice, parallel="sharded"),
-            job(folder / "dd", recipe),
-            job(folder / "ss", recipe, parallel="sharded"),
-            job(folder / "da", recipe, steps=HALF, checkpointing=True),
-            job(folder / "sa", recipe, steps=HALF, parallel="sharded"),
-            job(folder / "sd", recipe, steps=HALF, parallel="sharded"),
-            job(folder / "ad", steps=STEPS),
-            job(folder / "as", steps=STEPS, parallel="sharded", checkpointing=True),
-            job(folder / "sd", steps=STEPS, parallel="data"),
-        ]
-        with ranks(folder / "work", *jobs) as (started, _):
-            _, err = started.communicate(timeout=PATIENCE)
-        assert started.returncode == 0, err
-        for name in ("da", "sa"):
-            qkv.train(run=folder / name, resume=True, settings=[f"train.steps={STEPS}"])
+    qkv.train(Config.load(recipe), folder / "aa")
+    qkv.train(Config.load(recipe), folder / "ad", settings=[f"train.steps={HALF}"])
+    shutil.copytree(folder / "ad", folder / "as")
+    twice = folder / "twice.toml"  # with R-Drop, and so little dropout that nothing is dropped
+    passes = Config.load(recipe).replace(model={"dropout": 1e-12}).replace(train={"r_drop": 2.0})
+    twice.write_text(passes.dumps(), encoding="utf-8")
+    qkv.train(passes, folder / "alone")
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(assembly, "train_step_for", lambda *_: CudaTrainStep)
+        qkv.train(Config.load(recipe), folder / "fast-alone")
+    jobs = [
+        job(folder / "fast", recipe),
+        job(folder / "data", twice),
+        job(folder / "sharded", twice, parallel="sharded"),
+        job(folder / "dd", recipe),
+        job(folder / "ss", recipe, parallel="sharded"),
+        job(folder / "da", recipe, steps=HALF, checkpointing=True),
+        job(folder / "sa", recipe, steps=HALF, parallel="sharded"),
+        job(folder / "sd", recipe, steps=HALF, parallel="sharded"),
+        job(folder / "ad", steps=STEPS),
+        job(folder / "as", steps=STEPS, parallel="sharded", checkpointing=True),
+        job(folder / "sd", steps=STEPS, parallel="data"),
+    ]
+    with ranks(folder / "work", *jobs) as (started, _):
+        _, err = started.communicate(timeout=PATIENCE)
+    assert started.returncode == 0, err
+    for name in ("da", "sa"):
+        qkv.train(run=folder / name, resume=True, settings=[f"train.steps={STEPS}"])
     return folder
 
 
@@ -272,7 +267,7 @@ def test_a_signal_stops_all_ranks_at_one_step(runs: Path, recipe: Path, tmp_path
     logged, alone = entries(tmp_path / "run", "train"), entries(runs / "aa", "train")
     known = min(step, STEPS)
     ours, theirs = ([each["loss"] for each in lines[:known]] for lines in (logged, alone))
-    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert ours == pytest.approx(theirs, rel=1e-5)  # the log has six digits
 
 
 @pytest.mark.slow
