@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -287,11 +287,16 @@ def task_for(config: Config) -> Task:
 
             return MaskedLanguageModelTask()
         case _:
-            from qkv.evaluation.metrics import bleu_tokenizer
-
             start = start_search_for(choose_device(config.train.device))
-            bleu = partial(corpus_bleu, tokenize=bleu_tokenizer(config.data.tgt_lang))
+            bleu = partial(bleu_of, config.data.tgt_lang)
             return TranslationTask(start, bleu, loss_in_parts, partial(PairUpdates, **batch_options_for(config)))
+
+
+def bleu_of(language: str, hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Return the BLEU of a corpus with the tokenizer that sacreBLEU has for the target language."""
+    from qkv.evaluation.metrics import bleu_tokenizer
+
+    return corpus_bleu(hypotheses, references, bleu_tokenizer(language))
 
 
 def batch_options_for(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -239,13 +239,6 @@ def score_of(attention: MultiHeadAttention) -> tuple[str, nn.Parameter | None]:
 def rotary_of(attention: MultiHeadAttention) -> SinusoidalPositions | None:
     """The sinusoids of rotary positions; None without them."""
     return attention.rotary if isinstance(attention, VariantAttention) else None
-
-
-def reach_positions(embedding: Embedding, layers: Iterable[TransformerLayer], length: int) -> None:
-    """Grow the tables of positions of a stack to this length; a table that cannot grow refuses."""
-    for positions in (embedding.positions, *(rotary_of(layer.attention) for layer in layers)):
-        if positions is not None:
-            positions.reach(length)
 
 
 # ---- windows: restricted self-attention (paper, section 4) -----------------------------------------------------------

@@ -10,6 +10,7 @@ gradients at once, so that the logits of a whole batch never exist. Values and g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, padding_mask
-from qkv.core.transformer import Embedding, Residual, Transformer, run_stack
-from qkv.models.variants import reach_positions
+from qkv.core.transformer import Embedding, Residual, Transformer, TransformerLayer, run_stack
 from qkv.options import LAYERS, AllowList, ModelConfig, TransformerConfig, number
 
 MODEL = AllowList(
@@ -69,6 +69,13 @@ class UnpaddedTransformer(Transformer):
         values = run_stack(self.source, self.encoder, self.encoder_norm, read.pack_ids(source), reading)
         encoded = EncoderOutput(values, mask)
         return self.run_decoder(written.pack_ids(target), UnpaddedContext(written, None, read, encoded))[0]
+
+
+def reach_positions(embedding: Embedding, layers: Iterable[TransformerLayer], length: int) -> None:
+    """Grow the tables of positions of a stack to this length; a table that cannot grow refuses."""
+    for positions in (embedding.positions, *(getattr(layer.attention, "rotary", None) for layer in layers)):
+        if positions is not None:
+            positions.reach(length)
 
 
 class Unpadded:

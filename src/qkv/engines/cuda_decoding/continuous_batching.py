@@ -28,8 +28,9 @@ from qkv.core.transformer import Transformer
 from qkv.engines import SEARCH_STEP
 from qkv.engines.cuda_decoding.inference_kernels import RowCache, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
-from qkv.models.variants import reach_positions, score_of
+from qkv.models.variants import score_of
 from qkv.options import LAYERS, AllowList, TransformerConfig, number
+from qkv.training.unpadded import reach_positions
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 
