@@ -143,7 +143,7 @@ class Sentences:
     def encode(
         self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
     ) -> tuple[Encoded, list[int]]:
-        """Tokenise a block: return what it adds to each file, and how many of its pairs have each disposition."""
+        """Tokenise a block; return the bytes to append to each file, and the number of pairs per disposition."""
         tokenizers, corpus = load_tokenizers(path), block.corpus
         sides = [tokenizers.src, tokenizers.tgt][-corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()

@@ -208,7 +208,7 @@ class Search:
         return values, shift, preferred
 
     def keep(self, slots: list[int]) -> None:
-        """Go on with these slots alone."""
+        """Keep only the sentences in these slots."""
         chosen = torch.tensor(slots, device=self.state.done.device)
         for name, part in vars(self.state).items():
             setattr(self.state, name, part[chosen])
@@ -295,7 +295,7 @@ class BeamSearch(Search):
         return top_k(scores.flatten(1), 2 * self.rows)
 
     def going_on(self, ends: Tensor) -> Tensor:
-        """Return the places of the first `beam` that do not end, in their order: (sentences, beam)."""
+        """Return the indices of the first `beam` candidates that do not end, in their order: (sentences, beam)."""
         return ends.byte().argsort(dim=1, stable=True)[:, : self.rows]
 
     def finish_score(self, totals: Tensor, parents: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ StartSearch = Callable[..., Search]  # arguments as of `Search`; returns a searc
 
 
 def start_search(model: StepModel, options: SearchOptions, tgt: Tokenizer, **sizes: Any) -> Search:
-    """Return the search for these options."""
+    """Return the search that the options select; `sizes` are the keyword arguments of `Search`."""
     return options.search_class()(model, options, tgt, **sizes)
 
 

@@ -175,7 +175,7 @@ class Trainer:
         self.go_on_from(Progress(micro_tokens=self.updates.micro_tokens))
 
     def go_on_from(self, progress: Progress) -> None:
-        """Continue reading the text at this position, with the micro-batches that the position counts."""
+        """Resume at this position in the text, with its micro-batch size, which the plan of an epoch depends on."""
         self.progress = progress
         self.updates.micro_tokens = progress.micro_tokens or self.updates.micro_tokens
         self.planned: dict[int, Plan] = {}  # by the number of the next update

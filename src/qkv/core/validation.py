@@ -72,9 +72,9 @@ class Task(Protocol):
 
 
 class TranslationTask:
-    """Sentence pairs, measured by the loss and by BLEU of greedy translations.
+    """Training on sentence pairs, validated by the loss and by BLEU of greedy translations.
 
-    `start`, `bleu`, `loss` and `batches` replace the plain ones.
+    The arguments replace the default search, BLEU, loss and batches.
     """
 
     def __init__(
