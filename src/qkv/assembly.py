@@ -99,7 +99,7 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
 
 
 def layers_for(config: AttentionModelConfig) -> Layers:
-    """Return the constructors of the layers: the paper's, unless an option asks for a variant of them."""
+    """Return the constructors of the layers: the paper's, unless an option selects variants."""
     added = [spec for spec in dataclasses.fields(config) if spec.name not in Layers.implemented]
     if config.positions in ("sinusoidal", "learned") and all(getattr(config, s.name) == s.default for s in added):
         return Layers(config)
@@ -145,7 +145,7 @@ def vocabulary(tokenizers: TokenizerPair) -> str:
 
 
 class Run(core_run.Run):
-    """A run folder of any kind of model; with what the rings add to the files that `core/run.py` names.
+    """A run folder of any kind of model, with the files that rings add to those of `core/run.py`.
 
     ```
     weights/start.safetensors   the weights of another run that the training began with
@@ -276,7 +276,7 @@ def open_run(path: str, weights: str = "", dtype: str = "auto") -> OpenedRun:
 
 
 def task_for(config: Config) -> Task:
-    """Return what the kind of model reads, and what it is measured by."""
+    """Return the task of this kind of model: its training text, loss and validation."""
     match config.model:
         case DecoderOnlyConfig():
             from qkv.training.lm_tasks import LanguageModelTask
@@ -300,7 +300,7 @@ def bleu_of(language: str, hypotheses: Sequence[str], references: Sequence[str])
 
 
 def batch_options_for(config: Config) -> dict[str, Any]:
-    """Return what the options add to batches of pairs: BPE-dropout and alignments."""
+    """Return the arguments of batches of pairs: BPE-dropout, maximum length, alignments."""
     align = config.train.guided_alignment > 0
     return {"dropout": config.tokenizer.dropout, "max_length": config.data.max_length, "align": align}
 

@@ -148,7 +148,7 @@ class Augmenter:
         return [self._oriented(pair) for pair in self._ranked(self._round_trip(pairs))]
 
     def _filtered(self, number: int, line: str, translation: Translation, output: Alternative, filtered: str) -> Pair:
-        """Return a line and its translation, in this order, with the disposition by its text."""
+        """Return line and translation as a pair; its disposition is `filtered` or the first filter that drops it."""
         src, tgt = self.translator.tokenizers.src, self.translator.tokenizers.tgt
         read, written = (src.encode(line), tgt.encode(output.text)) if output.text else ([], [])
         lengths = [len(read), len(written)]

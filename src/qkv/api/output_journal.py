@@ -167,7 +167,7 @@ class PartialFile:
                 self.flush()
 
     def finish(self, end: End) -> None:
-        """Append the end of the input and flush."""
+        """Append the entry that marks the end of the input, and flush."""
         self.pending.append(end)
         with self._write_errors():
             self.flush()
@@ -197,9 +197,9 @@ class PartialFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the files; after a failure, finished chunks are kept, and without any the files are removed.
+        """Close the files; after a failure, keep the finished chunks, or remove the files if there are none.
 
-        With several processes the files stay: an unlocked journal is the sign that this process has ended.
+        With several processes the files stay: an unlocked journal shows that this process has ended.
         """
         if kind is not None:
             with suppress(OSError):  # the failure may be a full disk

@@ -58,7 +58,7 @@ def train(
     """Train a model and return its run folder; by default `runs/NAME` with the config's `train.name`.
 
     `recipe` completes the config once the text is known (see `qkv.api.auto_recipe`); `settings` are
-    `section.key=value` strings that have the last word. Training begins with the weights of the run `start`, if given,
+    `section.key=value` strings that are applied last. Training begins with the weights of the run `start`, if given,
     and with its model, subwords and languages, whatever the config says of these. With `resume`, training goes on from
     the newest state in the folder, from the beginning if there is none yet; config and text are then the folder's own.
     """
@@ -99,7 +99,7 @@ def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
 
 
 def _start_as_given(run: Run, trainer: Trainer) -> None:
-    """Give the model the weights that the run starts from, and say how good they are; a resumed run has its own."""
+    """Load the weights that the run starts from, and log their validation; a resumed run keeps its own weights."""
     world = trainer.world
     if not run.start.exists() or world.broadcast(str(latest_state(run) or "")):
         return
@@ -188,7 +188,7 @@ def _folder(config: Config | None, run: str | Path | None, *, resume: bool) -> P
 
 
 def _leave(made: list[Path]) -> None:
-    """Remove run folders that contain no files."""
+    """Remove the folders made for a run, innermost first, until one contains files."""
     with suppress(OSError):  # one is not empty
         for folder in made:
             folder.rmdir()
@@ -290,7 +290,7 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
 
 
 def _check_text(config: Config) -> None:
-    """Refuse pairs for a model of plain text, and plain text for a translation model."""
+    """Refuse sentence pairs for a language model, and monolingual text for a translation model."""
     plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
     if isinstance(config.model, TranslationConfig):
         if plain:
@@ -334,7 +334,7 @@ def _headline(config: Config, prepared: PreparedText, world: World) -> str:
 
 
 def card(run: Run, prepared: PreparedText) -> str:
-    """Return the card as Markdown, generated from the files of the run folder."""
+    """Return the model card as Markdown, generated from the files of the run folder."""
     config, scores, about = run.config, run.scores, run.about
     size = parameters(config.model, prepared.tokenizers)
     translates = isinstance(config.model, TranslationConfig)

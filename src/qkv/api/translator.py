@@ -306,7 +306,7 @@ class Translator(Explainer):
         return results, looped
 
     def _check_positions(self, longest: int) -> None:
-        """Refuse outputs longer than the learned positions, which only options of a call can ask for."""
+        """Refuse outputs longer than the learned positions; only options of a call can request such lengths."""
         for member in self.members:
             spec = member.config.model
             positions = getattr(spec, "max_positions", 0) if getattr(spec, "positions", "") == "learned" else 0

@@ -29,7 +29,7 @@ PART = re.compile(rb"([^\n]{1024,}?)(?<!\r) (?=[^ \n])|([^\n]*)\n|([^\n]+)\Z")
 
 
 class RunningText(Sentences):
-    """Text that is read on across lines: nothing is dropped, newlines are tokens, the end is held out.
+    """Text of a language model: blocks cross lines, newlines are tokens, no line is dropped, the end is held out.
 
     A JSON document ends in </s>. No filter applies.
     """
@@ -96,7 +96,7 @@ class RunningText(Sentences):
 
 
 def split_long_lines(file: Path, copy: Path) -> None:
-    """Copy a text with its long lines divided at spaces, where tokens never cross; every line gets a mark."""
+    """Copy a text with long lines split at spaces; each line begins with "+" if its line goes on, "." if it ends."""
     with (
         file.open("rb") as source,
         mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as text,

@@ -1,4 +1,4 @@
-"""Updates of sentence pairs as the options ask: micro-batches with little padding, BPE-dropout and alignments."""
+"""Updates of sentence pairs for all options: micro-batches with little padding, BPE-dropout and alignments."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class ConstrainedBeamSearch(CoverageBeamSearch):
         super().place(slots, longest, forced)
 
     def rank(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return up to `beam` continuations that end and as many from the banks, best first; -inf behind them."""
+        """Return up to `beam` continuations that end and as many from the banks, best first, padded with -inf."""
         scores, vocab, written = scores.clone(), scores.shape[2], self._written()
         for slot, rows in written.items():
             for row, tokens in rows.items():

@@ -106,7 +106,7 @@ class Avoid:
             log_probs[tuple(torch.tensor(places, device=log_probs.device).T)] = -math.inf
 
     def forbidden(self, tokens: Sequence[int], left: int = 0) -> set[int]:
-        """The tokens that would complete a phrase behind these; `left` is how many may still follow."""
+        """Return the tokens that would complete a phrase after `tokens`; the output may add `left` tokens in all."""
         text = b"".join(map(self.bytes.__getitem__, tokens))
         found = {token for pattern in self.patterns for token in pattern.completing(text)}
         if left > 1:  # a word that must go on needs room for it
@@ -154,7 +154,7 @@ class _Pattern:
         return found
 
     def complete(self, text: bytes) -> bool:
-        """Whether the text ends in the phrase, which it will have unless the last word goes on."""
+        """Whether the text ends in the phrase; it contains the phrase unless the next token lengthens the last word."""
         return self.right and self._stands(text, len(self.phrase))
 
     def _stands(self, text: bytes, done: int) -> bool:
@@ -183,7 +183,7 @@ def _last(text: bytes) -> str:
 
 @dataclass(frozen=True)
 class MustInclude:
-    """The required phrases of one translation, each with the tokens that write it if it is forced."""
+    """Required phrases of one translation; `spelt` are the tokens of each, used where the phrase is forced."""
 
     phrases: tuple[str, ...]
     spelt: tuple[tuple[int, ...], ...]
@@ -224,17 +224,17 @@ class MustInclude:
         return decoder.decode(joined).replace("\n", " ").removeprefix(" ")
 
     def room(self, missing: Sequence[int]) -> int:
-        """Return how many tokens all these phrases have in full."""
+        """Return the total number of tokens of these phrases."""
         return sum(len(self.spelt[i]) for i in missing)
 
     def need(self, tokens: Sequence[int]) -> int:
-        """How many tokens more will certainly do."""
+        """Return an upper bound on the tokens that are still needed for all phrases."""
         missing = self.missing(self.text(tokens))
         begun = [self._begun(i, tokens)[-1] for i in (missing[:1] if self.ordered else missing)]
         return self.room(missing) - max(begun, default=0)
 
     def advancing(self, tokens: Sequence[int]) -> set[int]:
-        """The tokens that begin a missing phrase, or go on with it."""
+        """Return the tokens that begin a missing phrase or continue one."""
         missing = self.missing(self.text(tokens))
         wanted = missing[:1] if self.ordered else missing
         return {self.spelt[i][begun] for i in wanted for begun in self._begun(i, tokens)}
@@ -260,7 +260,7 @@ def spell(phrase: str, tokenizer: Tokenizer, *, space: bool = True) -> list[int]
 
 
 def check_conflict(required: Sequence[str], prefix: str, avoid: Avoid) -> None:
-    """Refuse required text with a forbidden phrase in it; the last word of a prefix may still go on."""
+    """Refuse required text that contains a forbidden phrase; the last word of a prefix may still be lengthened."""
     for phrase, text in [(phrase, phrase) for phrase in required] + [(prefix, prefix + LETTER)]:
         if (forbidden := avoid.occurs(text)) is not None:
             raise UsageError(f'"{phrase}" is required, but "{forbidden}" in it is forbidden: remove one of the two')

@@ -41,7 +41,7 @@ def rerank(
 def expected_utility(
     texts: Sequence[str], utility: str, tokenizer: str = "13a", logprobs: Sequence[float] | None = None
 ) -> list[float]:
-    """The mean utility of each text over all of them, itself included, as references; by their probability if given."""
+    """Return each text's mean utility over all texts as references, itself included; `logprobs` weight the mean."""
     values = np.zeros(len(texts)) if logprobs is None else np.asarray(logprobs, np.float64)
     likely = np.exp(values - values.max())
     distinct = list(dict.fromkeys(texts))

@@ -240,7 +240,7 @@ class DecodingEngine(Protocol):
 
 @dataclass(frozen=True)
 class SearchInput:
-    """Sentences to translate, and the options that each of them has of its own."""
+    """Sentences to translate, with the options that differ from sentence to sentence."""
 
     sources: list[list[int]]
     prefixes: list[list[int]]

@@ -142,13 +142,13 @@ class ShortState:
 
 
 class Shortlisted:
-    """A StepModel whose ids are places among `tokens`: all that the sentences it will read may use, in their order.
+    """StepModel with a reduced vocabulary: `tokens`, sorted, are all tokens that its sentences may use.
 
-    Special tokens come first in a vocabulary, so theirs stay the same. A sentence has -inf for what only others need.
+    An id is an index in `tokens`; special tokens keep theirs. Tokens that only other sentences may use get -inf.
     """
 
     def __init__(self, model: StepModel, weight: Tensor, shortlist: Shortlist, tokens: Tensor) -> None:
-        """`weight` (vocabulary, d_model) is the model's output matrix, which it may hold in a form of its own."""
+        """`weight` (vocabulary, d_model) is the model's output matrix; a packed model stores it in another layout."""
         self.model, self.shortlist, self.tokens = _narrow(model, weight.detach()[tokens]), shortlist, tokens
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Any, Tensor]:

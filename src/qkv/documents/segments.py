@@ -40,7 +40,7 @@ class Token:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a format writes text: `escape` for each stretch between marks, `lay_out` for the finished segment."""
+    """How a format writes text: `escape` for the text between inline marks, `lay_out` for the finished segment."""
 
     escape: Callable[[str], str] = str
     lay_out: Callable[[str], str] = str
@@ -144,7 +144,7 @@ def unmatched_tags(tokens: Sequence[Token]) -> set[int]:
 
 
 def _split_at(tokens: list[Token], positions: set[int]) -> Iterator[list[Token]]:
-    """Split at some positions; a token there is a part of its own."""
+    """Split at some positions; the token at each position becomes a separate part."""
     part: list[Token] = []
     for place, token in enumerate(tokens):
         if place in positions:

@@ -83,7 +83,7 @@ def mute_heads(heads: Iterable[HeadName], known: Mapping[str, int]) -> Iterator[
 
 
 def _named(head: HeadName, known: Mapping[str, int]) -> dict[str, Iterable[int]]:
-    """The attentions and heads that one name or pair means; what the model does not have is refused."""
+    """Return the heads of each attention that a name or a pair means; refuse names that the model does not have."""
     if isinstance(head, str):
         names = [name for name in known if name == head or name.startswith(f"{head}.")]
         if not names:

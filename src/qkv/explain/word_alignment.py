@@ -212,7 +212,7 @@ def align_pairs(
     tag: str = "",
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Alignment]:
-    """Align each source with its target, by the weights of teacher forcing.
+    """Align each source with its target, by the attention weights of a teacher-forced pass.
 
     `head` is a result of `rank_heads`, or `AlignmentHead()`: the mean of all heads, which aligns less well. `rule`
     defines words: "marks" (separated by spaces, punctuation marks are words) or "spaces" (separated by spaces only).

@@ -154,7 +154,7 @@ class FusedQkv(TrainingLoop):
 
 
 def training_settings(device: torch.device, peers: Sequence[ModuleType] = ()) -> list[Setting]:
-    """Return all settings; the first, qkv's plain model, is the reference for the logits."""
+    """Return the engines to time, of qkv and its peers; the first, qkv's plain model, is the reference for logits."""
     ours = [Setting(OURS, "plain", PlainQkv, exact=True)]
     if device.type == "cuda":
         ours.append(Setting(OURS, "captured", FusedQkv, exact=True))

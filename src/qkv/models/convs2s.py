@@ -80,7 +80,7 @@ class GatedConvolution(nn.Module):
 
 
 def neighbours(x: Tensor, offset: int, n: int) -> Tensor:
-    """Return the inputs `offset` positions before the last n of x, zeros outside x: (batch, n, d_model)."""
+    """Return the n inputs that end `offset` positions before the end of x, zeros outside x: (batch, n, d_model)."""
     length = x.shape[1]
     first = min(max(length - n - offset, -n), length)
     start, end = max(first, 0), min(max(first + n, 0), length)

@@ -317,7 +317,7 @@ class WindowCache(KVCache):
 
 
 class TokenDropoutEmbedding(Embedding):
-    """Token cutoff (Shen et al., 2020): in training some tokens are nothing but their position."""
+    """Token cutoff (Shen et al., 2020): in training, some tokens have a zero embedding plus their position."""
 
     def __init__(self, vocab: int, d_model: int, positions: Positions | None, dropout: float, rate: float) -> None:
         super().__init__(vocab, d_model, positions, dropout)

@@ -59,7 +59,7 @@ class Pieces:
         return iter(self.pieces)
 
     def join(self, translated: Sequence[str], *, spaces: bool | None = None) -> str:
-        """Return the text with every piece replaced; `spaces` tells whether words of the target language have them.
+        """Return the text with every piece replaced; `spaces`: whether the target language separates words by them.
 
         If so, a space is inserted after a wide mark (。) without one; if not, single spaces between pieces are dropped.
         """

@@ -262,9 +262,9 @@ class Scheduler:
         return sum(worker.ready.is_set() and worker not in self.busy for worker in self.workers)
 
     async def _wait_for_batch(self) -> None:
-        """Wait for more sentences while they keep arriving: the last batch's clients send their next requests together.
+        """Wait while more sentences keep arriving: the clients of one batch send their next requests together.
 
-        With half of a usual batch in the queue there is no wait: the next process will be idle before many more arrive.
+        Half of a usual batch is dispatched at once: a worker process will be idle before many more sentences arrive.
         """
         for _ in range(MAX_WAITS):
             count = self.queue.count

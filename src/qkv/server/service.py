@@ -50,7 +50,7 @@ class TranslationResult:
     def combine(
         cls, texts: list[str], parts: Sequence[Mapping[str, Any]], links: list[Link] | None = None
     ) -> TranslationResult:
-        """Describe texts that were joined from separately translated parts."""
+        """Return the result of texts translated in parts: scores and token counts are summed, flags are merged."""
         summed = ("score", "logprob", "source_tokens", "target_tokens")
         sums = {name: sum(part[name] for part in parts) for name in summed}
         flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}

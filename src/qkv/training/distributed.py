@@ -177,10 +177,10 @@ def _blame(world: TorchrunWorld, error: Exception) -> None:
 
 @contextmanager
 def _limited_patience() -> Iterator[None]:
-    """End the process some time after a signal, whatever it does: it may wait for a rank that is no more.
+    """End the process `GRACE` seconds after a signal, even if it waits in a collective for a rank that has ended.
 
-    Python's own handlers run between two instructions of Python, and a collective that never returns has none. So a
-    thread hears of signals from the interpreter, and sets a clock that needs neither.
+    Python runs signal handlers between bytecode instructions, so never inside a collective that does not return. The
+    interpreter also writes each signal to a socket: a thread reads it and starts a timer that runs outside Python.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -217,7 +217,7 @@ class ShardedTrainStep(PlainTrainStep):
         self.updates, self.build = updates, build
 
     def gradients(self, update: Update) -> Tensor:
-        """Add the gradients; every rank takes part in every pass, so ranks with fewer micro-batches add empty ones."""
+        """Accumulate gradients; a rank with fewer micro-batches adds empty ones, since every pass needs all ranks."""
         micros = update.micro_batches
         if missing := self.world.largest(len(micros)) - len(micros):
             micros = micros + [memory_limits.idle(micros[0] if micros else self._one_row)] * missing

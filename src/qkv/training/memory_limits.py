@@ -39,7 +39,7 @@ class MemoryLimitedStep(PlainTrainStep):
         return super().start(update, number, rate)
 
     def gradients(self, update: Update) -> Tensor:
-        """Add the gradient of this rank's micro-batches; start again, in smaller parts, when one does not fit."""
+        """Accumulate this rank's gradients; when a micro-batch runs out of memory, start again with smaller parts."""
         self.model.train()
         while True:
             sums, too_large = torch.zeros(2, device=self.device), None
@@ -82,14 +82,14 @@ def largest_batch(updates: UpdateStream) -> Batch:
 
 
 class MicroBatchLimit:
-    """How large a micro-batch may be: as large as it is planned, until one does not fit."""
+    """Limit on the size of micro-batches; none until one runs out of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.tokens = math.inf  # padded, on the wider side
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Return the batch as it is, or cut into parts that fit."""
+        """Return the batch unchanged, or cut into parts that fit."""
         rows = len(batch.labels)
         at_once = rows if size(batch) <= self.tokens else max(1, int(self.tokens * rows // size(batch)))
         return [batch] if at_once == rows else [take(batch, i, i + at_once) for i in range(0, rows, at_once)]

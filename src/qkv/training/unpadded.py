@@ -50,7 +50,7 @@ class ShortDropout(nn.Dropout):
 
 
 def use_short_dropout(model: nn.Module) -> None:
-    """Replace the dropout of embeddings and residual connections, in place."""
+    """Replace the dropout of embeddings and residual connections by `ShortDropout`, in place."""
     for module in model.modules():
         if isinstance(module, Embedding | Residual):
             module.dropout.__class__ = ShortDropout
@@ -137,7 +137,7 @@ class _Pack(torch.autograd.Function):
 
 @dataclass
 class UnpaddedContext:
-    """Context of either stack over unpadded tokens (1, tokens, d_model); a decoder also has the encoder's output."""
+    """Attention context over unpadded tokens (1, tokens, d_model); a decoder's also has the encoder's output."""
 
     own: Unpadded
     mask: Tensor | None  # of the encoder's self-attention; a decoder's is causal

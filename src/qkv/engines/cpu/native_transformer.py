@@ -65,7 +65,7 @@ class NativeSource:
 
 @dataclass
 class NativeState:
-    """Paged KV cache of sentences with `beam` rows each; the first step of a language model sets their number."""
+    """Paged KV cache with `beam` rows per sentence; a language model sets the number of sentences at its first step."""
 
     memory: NativeSource | None
     beam: int

@@ -79,7 +79,7 @@ class _Square:
         return scores.softmax(-1).masked_fill_(~visible, 0.0)
 
     def dropped(self, weights: Tensor, heads: Heads, dropout: DropoutHash) -> Tensor:
-        """Apply dropout to weights or their gradients; elements are numbered in the order of the tiles."""
+        """Apply dropout to weights or their gradients, with the kernel's mask: elements are numbered by tile."""
         if not dropout.rate:
             return weights
         rows, count, side, _ = weights.shape

@@ -121,7 +121,7 @@ class CudaTrainStep(MemoryLimitedStep):
         return self._graphs
 
     def start(self, update: Update, number: int, rate: float) -> Callable[[], Outcome]:
-        """Change the weights; nothing is probed, because an update that does not fit is computed in parts."""
+        """Run one update without probing its memory first: an update that does not fit is computed in parts."""
         graphs = self.graphs(update.after.epoch - (update.after.update == 0))
         seed = self.seed(number)
         self.model.train()

@@ -176,7 +176,7 @@ if triton is not None:
         has_mean: tl.constexpr,
         threshold: tl.constexpr,
     ):
-        """One program for some rows."""
+        """Add y with bias and dropout to x, and normalise the sum: `row_block` rows per program."""
         row = tl.program_id(0) * row_block + tl.arange(0, row_block)[:, None]
         inside = tl.arange(0, block)[None]
         place = row * width + inside

@@ -104,7 +104,7 @@ def pack(source: Rows, target: Rows, *, bos: int, eos: int, pad: int, step: int 
 
 
 def _reorder(rows: Rows, order: NDArray[np.intp]) -> NDArray[Any]:
-    """Return the ids of rows in another order."""
+    """Return the ids of the rows, concatenated in this order."""
     ordered = rows.lengths[order]
     shift = (np.cumsum(rows.lengths) - rows.lengths)[order] - (np.cumsum(ordered) - ordered)
     return rows.ids[np.arange(len(rows.ids)) + np.repeat(shift, ordered)]
