@@ -195,7 +195,7 @@ class TrainConfig(config.TrainConfig):
         0.0, "R-Drop: weight of the KL divergence between two passes of a batch with different dropout", low=0.0
     )
     guided_alignment: float = option(
-        0.0, "weight of the loss that makes one head's attention follow the corpora's align; 0: none", low=0.0
+        0.0, "weight of the loss that trains one attention head to match the corpora's align; 0: none", low=0.0
     )
     ema: float = option(0.0, "decay of an exponential moving average of the weights; 0: none", low=0.0, high=1.0)
     tensorboard: bool = option(True, "also write TensorBoard events")
