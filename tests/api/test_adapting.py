@@ -88,7 +88,7 @@ def test_a_command_adapts_with_nothing_configured(
     made, cpu = Run.open(tmp_path / "run").config, torch.device("cpu")
     text = PreparedText.open(tmp_path / "run" / "store")
     found = task_for(made).validate(Run.open(tiny).model(cpu), text, made, cpu)
-    assert f"as it comes from {tiny.resolve()}: {found}" in done.err
+    assert f"before training, weights of {tiny.resolve()}: {found}" in done.err
     assert dataclasses.replace(made.model, dropout=0.0) == Run.open(tiny).config.model
     assert made.train.steps == 2 * auto_recipe.updates_a_pass(made, PreparedText.open(tmp_path / "run" / "store"))
     assert made.train.learning_rate == pytest.approx(auto_recipe.ADAPTING_RATE * auto_recipe._rate(made), abs=1e-5)

@@ -181,7 +181,7 @@ def test_a_forbidden_phrase_that_two_pieces_make_together_is_refused(translator:
     before, after = (each.text for each in translator.translate([first, second]))
     met = f"{before.split()[-1]} {after.split()[0]}"
     assert met in translator.translate(long).text
-    with pytest.raises(QkvError, match="arises where two pieces"):
+    with pytest.raises(QkvError, match="arises where translations of two pieces"):
         translator.translate(long, avoid=[met])
 
 

@@ -149,8 +149,8 @@ def test_unknown_heads_are_refused_with_the_known_ones() -> None:
         (("encoder", 1), "no attention is called"),
         (("encoder.0.self", 4), "encoder.0.self has no head 4: its heads are 0 to 3"),
         (("encoder.0.self", -1), "no head -1"),
-        (("encoder.0.self", "1"), "is no head"),
-        (("encoder.0.self",), "is no head"),
+        (("encoder.0.self", "1"), "is not a head"),
+        (("encoder.0.self",), "is not a head"),
     ]:
         with pytest.raises(UsageError, match=message), mute_heads([wrong], known):  # type: ignore[list-item]
             pass

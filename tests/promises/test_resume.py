@@ -300,7 +300,7 @@ def test_another_text_is_refused(stop: Stop, recipe: Path, call: Call, tmp_path:
     write_pairs(tmp_path, [(s + " indeed", t + " davvero") for s, t in sentences(150, seed=9)])
     shutil.rmtree(store)
     done = call("train", "--resume", "--run", run)
-    assert (done.code, "is not what it was" in done.error) == (1, True)
+    assert (done.code, "has changed since the run began" in done.error) == (1, True)
 
 
 # ---- what a resumed run may change -----------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def augment(
     filters = filters or Filters()
     names = [text, *([] if references is None else [str(references)])]
     if (form := layout_of(output)) == "lines" and not is_stream_output(output):
-        raise UsageError(f"{output}: pairs are written as .tsv or .jsonl: choose a name that ends so")
+        raise UsageError(f"{output}: pairs are written as .tsv or .jsonl: choose a name with one of these suffixes")
     check_files(names, output, group)
     if back is not None and not filters.ranked and form != "jsonl":
         raise UsageError("the log-probabilities of back are not used: set min_logprob or keep, or write .jsonl")

@@ -107,7 +107,7 @@ def _start_as_given(run: Run, trainer: Trainer) -> None:
     with trainer.train_step.evaluated_model() as model:
         if world.first:
             result = trainer.task.validate(model, trainer.text, trainer.config, trainer.device)
-            say(f"as it comes from {run.about['start']}: {result}")
+            say(f"before training, weights of {run.about['start']}: {result}")
 
 
 class BadBatchFile:
@@ -199,8 +199,8 @@ def _follow(folder: Path) -> tuple[Run, PreparedText]:
     run = Run(folder)
     if not run.exists() or not run.store.is_dir():
         raise QkvError(
-            f"{run.path if not run.exists() else run.store}: not here, though rank 0 made it: on several machines, "
-            f"the run folder and the prepared text must lie on a shared disk"
+            f"{run.path if not run.exists() else run.store}: not found on this machine, although rank 0 made it: put "
+            f"the run folder and the prepared text on a disk that all machines share"
         )
     return run, PreparedText.open(run.store)
 
@@ -281,9 +281,7 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
     else:
         prepared = _prepare(run.path, changed, run if run.start.exists() else None)
     if prepared.tokenizers.fingerprint != run.tokenizers.fingerprint:
-        raise QkvError(
-            f"{folder}: the training text is not what it was when the run began: restore it, or begin a new run"
-        )
+        raise QkvError(f"{folder}: the training text has changed since the run began: restore it, or begin a new run")
     if paths:
         run.write_config(changed)
     return run, prepared

@@ -279,7 +279,8 @@ class Translator(Explainer):
                 found = map(request.avoid.occurs, (each.text, *(other.text for other in each.alternatives)))
                 if phrase := next(filter(None, found), None):
                     raise QkvError(
-                        f'text {number}: "{phrase}" is to be avoided, but arises where two pieces of the text meet'
+                        f'text {number}: "{phrase}" is forbidden, but arises where translations of two pieces meet: '
+                        f"split the text into sentences"
                     )
         return translations
 

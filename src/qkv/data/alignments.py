@@ -117,7 +117,7 @@ def _read_alignments(
                 if word >= count:
                     raise QkvError(
                         f"{block.where(row, -1)}: {link[0]}-{link[1]} names {name} word {word}, counted from 0, of a "
-                        f"sentence of {count} words ({RULES[rule]}): align this very text"
+                        f"sentence of {count} words ({RULES[rule]}): align exactly this text"
                     )
         source, target = groups
         joined = {(s, t) for i, j in links for s in source[i] for t in target[j]}

@@ -64,8 +64,8 @@ class RunningText(Sentences):
         if not 0 < goal <= most:
             remedy = f"set data.valid_size={most}, or " if most else ""
             raise UsageError(
-                f"{total} lines of running text, {goal} of them held out for validation: it must be one at least and "
-                f"half of them at most: {remedy}give validation text: --valid-text (data.valid)"
+                f"{total} lines of running text, {goal} of them held out for validation: at least one line and "
+                f"at most half must be held out: {remedy}give validation text: --valid-text (data.valid)"
             )
         # In proportion to the size of each corpus, but not all of one.
         for count, stop in zip(scan.counts, np.cumsum(scan.counts).tolist(), strict=True):

@@ -55,7 +55,7 @@ class Ensemble:
             return logits[0], after
         sizes = {each.shape[-1] for each in logits}
         if len(sizes) > 1:
-            raise UsageError(f"models of vocabularies of {sorted(sizes)} tokens cannot answer together")
+            raise UsageError(f"vocabularies of {sorted(sizes)} tokens: an ensemble needs models with one vocabulary")
         log_probs = torch.stack([each.log_softmax(-1, dtype=torch.float) for each in logits])
         if self.average == "logprobs":
             return log_probs.mean(0).log_softmax(-1), after

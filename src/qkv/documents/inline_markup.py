@@ -98,7 +98,7 @@ def parse_markup(source: str) -> tuple[str, Element]:
             break
         if tag["close"]:
             if current.parent is None or current.name != tag["name"]:
-                raise UsageError(f"{tag[0]} closes no open tag: give text whose tags are balanced")
+                raise UsageError(f"{tag[0]} closes no open tag: give text with balanced tags")
             current.end, current = len(plain), current.parent
             continue
         unpaired = bool(tag["empty"]) or tag["name"].lower() in UNPAIRED
@@ -106,7 +106,7 @@ def parse_markup(source: str) -> tuple[str, Element]:
         current.children.append(child)
         current = current if unpaired else child
     if current.parent is not None:
-        raise UsageError(f"{current.opening} is not closed: give text whose tags are balanced")
+        raise UsageError(f"{current.opening} is not closed: give text with balanced tags")
     root.end = len(plain)
     return plain, root
 

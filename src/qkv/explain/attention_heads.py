@@ -90,7 +90,7 @@ def _named(head: HeadName, known: Mapping[str, int]) -> dict[str, Iterable[int]]
             raise _unknown(head, known)
         return {name: range(known[name]) for name in names}
     if len(head) != 2 or type(head[1]) is not int:  # it may come from an HTTP request
-        raise UsageError(f'{head!r} is no head: give a name, or a name and a number such as ("decoder.0.cross", 3)')
+        raise UsageError(f'{head!r} is not a head: give a name, or a name and a number such as ("decoder.0.cross", 3)')
     name, number = head
     if name not in known:
         raise _unknown(name, known)

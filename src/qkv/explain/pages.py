@@ -31,7 +31,7 @@ def check_output(path: str | Path, kind: str) -> None:
     """Refuse a file of the wrong format, or that cannot be written, before minutes of work are spent on it."""
     path = Path(path)
     if path.suffix not in FORMATS[kind]:
-        raise UsageError(f"{path}: {kind} is written as {' or '.join(FORMATS[kind])}: choose a name with such an end")
+        raise UsageError(f"{path}: {kind} is written as {' or '.join(FORMATS[kind])}: choose one of these suffixes")
     if path.suffix in FORMATS["a picture"] and find_spec("matplotlib") is None:
         raise UsageError(f"{path}: a picture needs matplotlib, which is not installed: pip install 'qkv[plot]'")
     check_place(path)
@@ -43,7 +43,7 @@ def check_place(path: Path) -> None:
         raise UsageError(f"{path}: is a folder: give a file")
     folder = next(each for each in path.absolute().parents if os.path.exists(each))  # those below it would be made
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise UsageError(f"{path}: cannot be written: nothing can be made in {folder}: choose another place")
+        raise UsageError(f"{path}: cannot be written: {folder} is not a writable folder: choose another place")
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------

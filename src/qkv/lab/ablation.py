@@ -53,7 +53,7 @@ def measure(config: Config, changes: Sequence[str], *, equal: str = "time", **sh
         raise UsageError(f"--equal {equal}: choose one of {', '.join(EQUAL)}")
     if not isinstance(config.model, TranslationConfig):
         raise UsageError(
-            f'lab ablate compares BLEU, which model.kind = "{config.model.kind}" has not: use a translation model'
+            f'lab ablate needs BLEU, which model.kind = "{config.model.kind}" does not have: use a translation model'
         )
     # No early stopping: all trainings run to their planned end.
     base = config.replace(train={"device": experiment.device, "tensorboard": False, "patience": 0})

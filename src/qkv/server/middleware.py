@@ -148,7 +148,7 @@ class RequestMiddleware:
         try:
             # A browser names the site of a script: only our page and the allowed sites may use the server.
             if origin and origin not in self.origins and origin.split("://")[-1] != headers.get("host", ""):
-                scope["refusal"] = Refusal(403, "scripts of other sites are refused: --allow-origin SITE allows one")
+                scope["refusal"] = Refusal(403, "this origin is refused: start qkv serve with --allow-origin ORIGIN")
             await self.app(scope, body.receive, send_with_headers)
         finally:
             route = getattr(scope.get("route"), "path", "other")

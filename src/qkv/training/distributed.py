@@ -164,7 +164,9 @@ def _blame(world: TorchrunWorld, error: Exception) -> None:
         earlier = str(world.store.get("failed"), "utf-8")
         raise QkvError(f"{own} stops because another failed: {earlier}") from None
     if isinstance(error, dist.DistError) or "gloo" in str(error):
-        raise QkvError(f"{own} stops because another is gone without a word: see what torchrun says of it") from error
+        raise QkvError(
+            f"{own} stops because another ended without an error message: see the output of torchrun"
+        ) from error
     world.store.set("failed", f"rank {world.rank}: {type(error).__name__}: {error}")
     if isinstance(error, QkvError):
         error.args = (f"{own}: {error}",)

@@ -105,8 +105,8 @@ class MicroBatchLimit:
         first, self.tokens = math.isinf(self.tokens), (rows // 2) * width
         if first:
             say(
-                f"out of memory: a batch of {rows} × {width} tokens does not fit on {self.device}; it is computed in "
-                f"parts, with the same gradient, as are others so large (to plan smaller ones, set train.micro_tokens)"
+                f"out of memory: a batch of {rows} × {width} tokens does not fit on {self.device}; batches so "
+                f"large are computed in parts, with the same gradient (to plan smaller ones, set train.micro_tokens)"
             )
 
 
