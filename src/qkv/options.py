@@ -291,6 +291,8 @@ class Config(config.Config):
             raise UsageError(
                 'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or omit it'
             )
+        if train.optimizer in ("muon", "soap") and isinstance(self.model, ConvS2SConfig):  # its weights are normalised
+            raise UsageError(f'train.optimizer = "{train.optimizer}" finds no matrices in ConvS2S: use adam or adamw')
         self._check_layers()
         self._check_alignment()
 
@@ -388,13 +390,4 @@ SIZES: dict[str, Allowed] = {  # fields of a stack of attention layers that are 
     **dict.fromkeys(("encoder_layers", "decoder_layers", "layers"), number),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "token_dropout"), number),
     "tie": ("all", "output", "none"),
-}
-
-LAYERS: dict[str, Allowed] = {  # options of a stack of attention layers that every engine implements
-    **SIZES,
-    "norm": ("post", "pre"),
-    "rms_norm": FLAG,
-    "activation": ("relu", "gelu", "swiglu"),
-    "positions": ("sinusoidal", "learned", "rotary", "none"),
-    "bias": FLAG,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -85,6 +86,14 @@ def test_loss_and_gradients_are_those_of_autograd(options: dict[str, object], st
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=3e-5)
+
+
+def test_an_unknown_activation_is_refused_and_not_computed_as_another() -> None:
+    model = small()
+    model.config = dataclasses.replace(model.config, activation="silu")
+    passes = ForwardBackward(model, FlatWeights(model, torch.float32), smoothing=0.1, pad=0)
+    with pytest.raises(NotImplementedError, match="no kernels of silu"), torch.no_grad():
+        passes.run(end_to_end([pairs(1, 5, 1, 12)], 1))
 
 
 @pytest.mark.parametrize(

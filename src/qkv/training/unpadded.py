@@ -19,12 +19,17 @@ from torch import Tensor, nn
 
 from qkv.core.attention import EncoderOutput, MultiHeadAttention, attend, padding_mask
 from qkv.core.transformer import Embedding, Residual, Transformer, TransformerLayer, run_stack
-from qkv.options import LAYERS, AllowList, ModelConfig, TransformerConfig, number
+from qkv.options import FLAG, SIZES, AllowList, ModelConfig, TransformerConfig, number
 
 MODEL = AllowList(
     "model",
     TransformerConfig,
-    **LAYERS,
+    **SIZES,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
     kind=("transformer",),
     attention=("scaled", "dot", "additive", "general"),
     window=number,

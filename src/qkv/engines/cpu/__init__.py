@@ -17,11 +17,11 @@ from torch import nn
 
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.transformer import Transformer
-from qkv.engines.cpu.native_library import NativeInt8Product, NativeProduct, library
+from qkv.engines.cpu.native_library import ACTIVATIONS, NativeInt8Product, NativeProduct, library
 from qkv.engines.cpu.native_transformer import NativeTransformer
 from qkv.engines.cpu.packed_linear import INSTRUCTIONS, KERNELS, Plain, Product, fault, processor, replace_matrices
 from qkv.models.variants import DecoderOnly
-from qkv.options import LAYERS, AllowList, DecoderOnlyConfig, TransformerConfig
+from qkv.options import FLAG, SIZES, AllowList, DecoderOnlyConfig, TransformerConfig
 
 DTYPES = ("auto", "fp32", "bf16", "int8")
 NATIVE: dict[str, type[Product]] = {"fp32": NativeProduct, "int8": NativeInt8Product}
@@ -79,7 +79,12 @@ def native_or_plain(engine: Engine) -> Engine:
 MODEL = AllowList(
     "model",
     (TransformerConfig, DecoderOnlyConfig),
-    **LAYERS,
+    **SIZES,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=ACTIVATIONS,
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
     kind=("transformer", "decoder"),
     attention=("scaled", "dot"),
     window=(0,),

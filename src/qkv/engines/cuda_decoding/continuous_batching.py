@@ -29,7 +29,7 @@ from qkv.engines import SEARCH_STEP
 from qkv.engines.cuda_decoding.inference_kernels import RowCache, lookup, reorder, triton
 from qkv.engines.cuda_decoding.search_kernels import start_triton
 from qkv.models.variants import score_of
-from qkv.options import LAYERS, AllowList, TransformerConfig, number
+from qkv.options import FLAG, SIZES, AllowList, TransformerConfig, number
 from qkv.training.unpadded import reach_positions
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -41,7 +41,12 @@ LAG = 1  # steps between the newest step and the flags that the host reads
 MODEL = AllowList(
     "model",
     TransformerConfig,
-    **LAYERS,
+    **SIZES,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
     kind=("transformer",),
     attention=("scaled", "dot", "general"),  # scores computed as dot products
     window=number,

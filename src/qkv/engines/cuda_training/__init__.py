@@ -9,9 +9,21 @@ from __future__ import annotations
 import torch
 
 from qkv.engines.cuda_training.packed_batch import PADDING
-from qkv.options import LAYERS, AllowList, ModelConfig, TransformerConfig
+from qkv.options import FLAG, SIZES, AllowList, ModelConfig, TransformerConfig
 
-MODEL = AllowList("model", TransformerConfig, **LAYERS, kind=("transformer",), attention=("scaled", "dot"), window=(0,))
+MODEL = AllowList(
+    "model",
+    TransformerConfig,
+    **SIZES,
+    norm=("post", "pre"),
+    rms_norm=FLAG,
+    activation=("relu", "gelu", "swiglu"),
+    positions=("sinusoidal", "learned", "rotary", "none"),
+    bias=FLAG,
+    kind=("transformer",),
+    attention=("scaled", "dot"),
+    window=(0,),
+)
 
 
 def refused_model(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str | None:

@@ -325,6 +325,8 @@ class ForwardBackward:
     def _feed_forward(self, part: AnyFeedForward) -> Callable[[Tensor], Sublayer]:
         if isinstance(part, VariantFeedForward) and part.gate is not None:
             return self._gated_feed_forward(part, part.gate)
+        if self.config.activation not in ("relu", "gelu"):
+            raise NotImplementedError(f"the training pass has no kernels of {self.config.activation}")
 
         def forward(x: Tensor) -> Sublayer:
             inner, outer = self.weights[part.inner.weight], self.weights[part.outer.weight]
