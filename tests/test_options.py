@@ -345,3 +345,9 @@ def test_the_options_page_is_up_to_date() -> None:
 def test_training_options_that_do_not_go_together(train: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Config().replace(train=train)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_an_optimizer_for_matrices_is_refused_for_a_model_that_has_none(optimizer: str) -> None:
+    with pytest.raises(UsageError, match=f'optimizer = "{optimizer}" finds no matrices in ConvS2S: use adam or adamw'):
+        Config.from_dict({"model": {"kind": "conv"}, "train": {"optimizer": optimizer}})

@@ -385,8 +385,9 @@ def optimizer_for(model: nn.Module, options: TrainConfig) -> torch.optim.Optimiz
             return Muon(model, weight_decay=options.weight_decay, **settings)
         case "soap":
             return Soap(model, weight_decay=options.weight_decay, **settings)
-        case _:
+        case "adamw":
             return build_adamw(model, options)
+    raise TypeError(f"no optimizer for train.optimizer = {options.optimizer!r}")
 
 
 def trainer_for(
