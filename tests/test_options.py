@@ -124,7 +124,8 @@ def configs(draw: st.DrawFn) -> Config:
         train = dataclasses.replace(train, checkpointing=False, parallel="data")
     elif model.attention in ("additive", "general"):
         train = dataclasses.replace(train, parallel="data")
-    data = dataclasses.replace(data, valid=tuple(dataclasses.replace(corpus, align="") for corpus in data.valid))
+    given = tuple(dataclasses.replace(corpus, align="", weight=1.0) for corpus in data.valid)
+    data = dataclasses.replace(data, valid=given)
     if data.max_length >= 1 << 16:
         data = dataclasses.replace(data, train=tuple(dataclasses.replace(corpus, align="") for corpus in data.train))
     aligned = isinstance(model, TransformerConfig) and any(corpus.align for corpus in data.train)

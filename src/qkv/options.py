@@ -316,10 +316,11 @@ class Config(config.Config):
             )
 
     def _check_alignment(self) -> None:
-        """Refuse word alignments and guided alignment where they have no effect."""
+        """Refuse weights, word alignments and guided alignment where they have no effect."""
         for i, corpus in enumerate(self.data.valid):
-            if corpus.align:
-                raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train: omit it")
+            for name in ("align", "weight"):
+                if getattr(corpus, name) != getattr(CorpusConfig, name):
+                    raise UsageError(f"data.valid[{i}].{name} has no effect: it is for data.train: omit it")
         if any(corpus.align for corpus in self.data.train) and self.data.max_length >= 1 << 16:
             raise UsageError(f"data.max_length = {self.data.max_length}: with align, at most {(1 << 16) - 1}")
         if not self.train.guided_alignment:

@@ -362,7 +362,7 @@ def test_pairs_and_numbers_of_a_preparation(tmp_path: Path) -> None:
     assert manifest["valid"] == {"pairs": [2], "weights": [0.5]}
     assert manifest["sides"] == ["src", "tgt"]
     settings = manifest["settings"]
-    assert settings["text"] == "sentences"
+    assert settings["text"] == "stripped sentences"
     assert settings["data"] == {"valid_size": 0, "dedupe": True, "on_bad": "error", "seed": 1}
     assert settings["filters"] == [["too_long", "tokens", "<= 40", True], ["ratio", "tokens", "<= 5.0", False]]
     assert settings["tokenizer"] == ["learn_chars", 0, True, 200_000]
@@ -450,8 +450,10 @@ def test_what_the_vocabulary_is_learned_from(tmp_path: Path) -> None:
 
 def test_nothing_to_train_on(tmp_path: Path) -> None:
     valid = corpus_of(tmp_path, numbered(3), "valid")
-    with pytest.raises(UsageError, match=r"^no training text: give data.train$"):
-        prepared(tmp_path, [], [valid])
+    unread = corpus_of(tmp_path, numbered(9), "unread", weight=0.0)
+    for train in ([], [unread]):
+        with pytest.raises(UsageError, match=r"^no training text: give data.train, with a weight above 0$"):
+            prepared(tmp_path, train, [valid])
     empty = corpus_of(tmp_path, [("", "x")] * 20)
     with pytest.raises(QkvError, match=r"^train.en train.de: no pair is left to train on"):
         prepared(tmp_path, [empty], [valid])

@@ -40,7 +40,9 @@ def visits(corpus: NDArray[np.integer], weights: Sequence[float], *, seed: int, 
     chosen = []
     for number, weight in enumerate(weights):
         members = np.flatnonzero(corpus == number)
-        extra = random.permutation(members)[: round((weight - int(weight)) * len(members))]
+        more = (weight - int(weight)) * len(members)
+        more += random.random() if more % 1 else 0.0  # a part of a sentence: as often as it is large
+        extra = random.permutation(members)[: int(more)]
         chosen += [members] * int(weight) + [extra]
     return random.permutation(np.concatenate(chosen)).astype(np.int64)
 

@@ -76,7 +76,7 @@ def save_state(run: Run, progress: Progress, step: Any) -> None:
         if not saved:
             unfinished.rename(folder)
             files.sync(folder.parent)
-        for older in folder.parent.iterdir():
+        for older in [*by_step(folder.parent).values(), *folder.parent.glob(".step-*.tmp")]:
             if older != folder:
                 shutil.rmtree(older, ignore_errors=True)  # if it cannot be removed, the newest state still counts
     world.broadcast()
@@ -120,17 +120,17 @@ def clear_away(run: Run, progress: Progress) -> None:
 
 
 def average_checkpoints(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of the weights in several files, summed in float64, with at most two of them in memory.
+    """Return the mean of the weights in several files, summed in float64, with one of them in memory beside the sum.
 
     The paper (section 6.1) averages the last 5 checkpoints of the base model and the last 20 of the big one.
     """
     first, *others = checkpoints
     own = files.read_tensors(first)
-    total = {name: tensor.double() for name, tensor in own.items()}
+    dtypes, total = {name: t.dtype for name, t in own.items()}, {name: own.pop(name).double() for name in list(own)}
     for path in others:
         tensors = files.read_tensors(path)
         if {name: tensor.shape for name, tensor in tensors.items()} != {n: t.shape for n, t in total.items()}:
             raise QkvError(f"{path}: weights of another model than {first}: they cannot be averaged")
         for name, tensor in tensors.items():
             total[name] += tensor
-    return {name: (tensor / len(checkpoints)).to(own[name].dtype) for name, tensor in total.items()}
+    return {name: total.pop(name).div_(len(checkpoints)).to(dtype) for name, dtype in dtypes.items()}

@@ -38,7 +38,9 @@ class CorpusConfig:
 
     src: str = option("", "source side: a text file")
     tgt: str = option("", "target side, parallel to src line by line")
-    weight: float = option(1.0, "how often an epoch visits this corpus: 2 is twice, 0.5 a random half", low=0.0)
+    weight: float = option(
+        1.0, "how often an epoch visits this corpus: 2: twice, 0.5: a random half, 0: never", low=0.0
+    )
     tag: str = option("", "language tag put before every source sentence, e.g. de")
 
 

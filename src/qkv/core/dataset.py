@@ -223,6 +223,10 @@ class StoreFolder:
     def move(self, draft: Path, place: Path) -> None:
         if place.exists():
             os.rename(place, draft / "old")
-        os.rename(draft, place)
+        try:
+            os.rename(draft, place)
+        except OSError:
+            if not place.exists():  # else another process published the same text at this moment
+                raise
         files.sync(place.parent)
         shutil.rmtree(place / "old", ignore_errors=True)

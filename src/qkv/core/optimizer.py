@@ -72,7 +72,8 @@ class ConfigSchedule:
         if micro_tokens not in self.last_steps:
             whole, part = divmod(options.epochs, 1)  # half a pass is half the updates of it
             count = sum(len(updates.plan(epoch)) for epoch in range(int(whole)))
-            count += math.ceil(part * len(updates.plan(int(whole)))) if part else 0
+            # The remainder of 1.1 is a little more than 0.1.
+            count += math.ceil(part * len(updates.plan(int(whole))) - 1e-6) if part else 0
             self.last_steps[micro_tokens] = min(options.steps, count or options.steps)
         last_step = self.last_steps[micro_tokens]
         return Plan(learning_rate(step, options, self.d_model, last_step), last_step)

@@ -8,6 +8,7 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 from __future__ import annotations
 
 import hashlib
+import os
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,16 @@ from numpy.typing import NDArray
 
 from qkv.core import dataset
 from qkv.core.config import DataConfig, TokenizerConfig
-from qkv.core.corpus import Corpus, LineFormat, ParallelMap, Progress, TextBlock, file_state, split_into_blocks
+from qkv.core.corpus import (
+    Corpus,
+    LineFormat,
+    ParallelMap,
+    Progress,
+    TextBlock,
+    file_state,
+    one_line,
+    split_into_blocks,
+)
 from qkv.core.dataset import Encoded, PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import content_hash
@@ -88,7 +98,8 @@ class Sentences:
     `data.lm_data.RunningText` reads text in another way. Objects are sent to other processes.
     """
 
-    name = "sentences"
+    name = "stripped sentences"
+    strips = True  # white space around a text, as translation does
 
     def __init__(self, data: DataConfig, filters: Sequence[Filter]) -> None:
         self.data, self.filters = data, filters
@@ -155,13 +166,14 @@ class Sentences:
         raw, counts = [list[str]() for _ in sides], [0] * len(self.reasons)
         for row, (texts, disposition) in enumerate(zip(block.texts(self.data.on_bad), dispositions, strict=True)):
             if texts is not None and disposition in kept:
-                ids = [self.pack(text, side, corpus.format) for text, side in zip(texts, sides, strict=True)]
+                read = tuple(text.strip() for text in texts) if self.strips else texts
+                ids = [self.pack(text, side, corpus.format) for text, side in zip(read, sides, strict=True)]
                 if self.filters:
                     lengths = [len(packed) // size for packed, size in zip(ids, sizes, strict=True)]
                     disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
                 if disposition in kept:
                     ids[0] = tag + ids[0]
-                    ids += [column(row, texts, ids)] if column else none
+                    ids += [column(row, read, ids)] if column else none
                     for rows, packed in zip(kept[disposition], ids, strict=True):
                         rows.append(packed)
                 if disposition == valid:
@@ -182,7 +194,7 @@ class Sentences:
 
     def raw(self, text: str, layout: LineFormat) -> str:
         """Return a validation text as one line, for scores: JSON text may hold line breaks."""
-        return text.replace("\n", " ").replace("\r", " ") + "\n"
+        return one_line(text) + "\n"
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -212,8 +224,8 @@ def prepare(
 
     `text` is the unit of text: sentences, or running text (`data.lm_data`).
     """
-    if not train:
-        raise UsageError("no training text: give data.train")
+    if not (train := [corpus for corpus in train if corpus.weight]):
+        raise UsageError("no training text: give data.train, with a weight above 0")
     corpora = [*train, *(replace(corpus, given=True) for corpus in valid)]
     paths = [path for corpus in corpora for path in corpus.paths]
     inputs = [file_state(path) for path in paths]
@@ -264,7 +276,10 @@ class Scan:
         self.trained = sum(n for n, corpus in zip(self.counts, self.corpora, strict=True) if not corpus.given)
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
         self.stops = np.cumsum([block.count for _, block in self.blocks]).tolist()
-        self.rows = np.memmap(self.scratch / "rows", ROW, "w+", shape=(self.stops[-1],))
+        path = self.scratch / "rows"
+        with path.open("wb") as file:  # a hole in the file would end the process by SIGBUS once the disk is full
+            os.posix_fallocate(file.fileno(), 0, ROW.itemsize * self.stops[-1])
+        self.rows = np.memmap(path, ROW, "r+", shape=(self.stops[-1],))
         self.dispositions = self.rows["disposition"]
         found = self.parallel_map(self.text.scan, ((block,) for _, block in self.blocks))
         for (_, block), stop, rows in zip(self.blocks, self.stops, found, strict=True):
@@ -371,7 +386,7 @@ def hold_out(sources: Hashes, dispositions: Dispositions, wanted: int, seed: int
             if total < goal and total + count <= most:
                 chosen.append(source)
                 total += count
-    if not chosen:
+    if usable and not chosen:
         raise UsageError(
             f"{usable} usable pairs are too few to hold some out for validation, which takes at least 10 different "
             f"sources: give a validation set: {VALIDATION_OPTIONS}"

@@ -38,7 +38,7 @@ from qkv.core.transformer import Model, Transformer
 
 Record = TypeVar("Record")
 FORMAT = 1
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-(\d+)(\.safetensors)?")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def read_record(path: Path, kind: Callable[..., Record]) -> Record:
 
 def by_step(folder: Path) -> dict[int, Path]:
     """Return the paths in a folder that are named step-N…, by N in ascending order."""
-    found = {int(match[1]): path for path in folder.glob("step-*") if (match := STEP.match(path.name))}
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
@@ -192,14 +192,14 @@ class JsonlLog:
         """Append an event; at the start of a resumed run, drop the lines of steps that will come again."""
         if kind == "start":
             self.path.touch()
-            text, kept = self.path.read_text(encoding="utf-8"), ""
-            for line in text.split("\n"):
+            content, kept = self.path.read_bytes(), b""
+            for line in content.split(b"\n"):
                 with suppress(ValueError, KeyError, TypeError):  # a killed run may have cut its last line
                     entry = json.loads(line)
                     last = values["validated"] if entry["event"] == "valid" else step
-                    kept += f"{line}\n" if entry["step"] <= last else ""
-            if kept != text:
-                files.write_text(self.path, kept)
+                    kept += line + b"\n" if entry["step"] <= last else b""
+            if kept != content:
+                files.write_text(self.path, kept.decode())
         elif kind in ("train", "valid"):
             entry = {"event": kind, "step": step, **values}
             for name, value in values.items():

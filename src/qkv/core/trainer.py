@@ -290,8 +290,7 @@ class Trainer:
         Rank 0 does it, and the other ranks learn whether training goes on.
         """
         progress, options, result = self.progress, self.config.train, None
-        if self.world.size > 1:  # torchrun may kill its processes before a validation ends
-            save_state(run, progress, self.train_step)
+        save_state(run, progress, self.train_step)  # after a kill, the same weights are validated again
         with self.train_step.evaluated_model() as model:
             if self.world.first:
                 result = self.task.validate(model, self.text, self.config, self.device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from qkv.core.batches import cut, pad
+from qkv.core.corpus import one_line
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, search, start_search
 from qkv.core.tokenizer import TokenizerPair
@@ -50,14 +51,15 @@ def translate_lines(
         joins.append(join)
         sources += [[*tag, *tokenizers.src.encode(piece)] for piece in pieces]
         line_of += [number] * len(pieces)
-        if not split and pieces and len(sources[-1]) > max_length:
-            raise UsageError(f"line {number + 1}: {len(sources[-1])} tokens, at most {max_length}: split the line")
+        if not split and pieces and len(sources[-1]) > len(tag) + max_length:
+            longest = f"{len(sources[-1]) - len(tag)} tokens, at most {max_length}"
+            raise UsageError(f"line {number + 1}: {longest}: split the line")
     translated = [TranslatedLine([], [], 0) for _ in lines]
     searched = zip(line_of, sources, search(sources, line_of), strict=True)
     for number, pieces_of_line in groupby(searched, key=itemgetter(0)):
         _, read, found = zip(*pieces_of_line, strict=True)
         ranks = list(zip(*found, strict=False))  # the best of all pieces, the second best of all pieces, …
-        texts = [[tokenizers.tgt.decode(h.tokens).replace("\n", " ") for h in rank] for rank in ranks]
+        texts = [[one_line(tokenizers.tgt.decode(h.tokens)) for h in rank] for rank in ranks]
         translated[number] = TranslatedLine([joins[number](rank).strip() for rank in texts], ranks, sum(map(len, read)))
     return translated
 

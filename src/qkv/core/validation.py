@@ -14,6 +14,7 @@ import torch
 
 from qkv.core.batches import Batch, PairBatches, UpdateStream, collate, cut
 from qkv.core.config import Config
+from qkv.core.corpus import one_line
 from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.errors import QkvError
@@ -99,11 +100,11 @@ class TranslationTask:
         bleu, sample = None, ""
         with torch.inference_mode():
             total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device, self.loss)
-            if config.train.metric == "bleu":
+            if config.train.metric == "bleu" and math.isfinite(total):  # else there is nothing to search
                 sources = [store.src(i).tolist() for i in range(len(store))]
                 greedy = SearchOptions(**vars(config.decode) | {"beam": 1})
                 found = search_all(model, sources, greedy, tokenizers, device=device, start=self.start)
-                texts = [tokenizers.tgt.decode(best[0].tokens).replace("\n", " ") for best in found]
+                texts = [one_line(tokenizers.tgt.decode(best[0].tokens)) for best in found]
                 references = text.valid_text[1].read_text(encoding="utf-8").split("\n")[: len(texts)]
                 bleu, sample = self.bleu(texts, references), texts[0]
         return Validation(total / tokens, bleu, sample)

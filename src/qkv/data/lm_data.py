@@ -35,6 +35,7 @@ class RunningText(Sentences):
     """
 
     name = "running text"
+    strips = False
 
     def blocks(self, corpora: Sequence[Corpus], scratch: Path, parallel_map: ParallelMap) -> list[list[TextBlock]]:
         """Divide the text into blocks of lines, and long lines into parts if there are too few to hold some out."""

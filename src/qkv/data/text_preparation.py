@@ -113,13 +113,6 @@ class SharedStores(StoreFolder):
         whole = json.dumps([settings, digests], sort_keys=True)
         return self.folder / hashlib.blake2b(whole.encode(), digest_size=10).hexdigest()
 
-    def move(self, draft: Path, place: Path) -> None:
-        try:
-            super().move(draft, place)
-        except OSError:
-            if not place.exists():  # else another process published the same text at this moment
-                raise
-
 
 def remove_dead_drafts(parent: Path) -> None:
     """Remove the drafts of killed processes; drafts of other machines are kept."""
