@@ -352,3 +352,9 @@ def test_training_options_that_do_not_go_together(train: dict[str, float], messa
 def test_an_optimizer_for_matrices_is_refused_for_a_model_that_has_none(optimizer: str) -> None:
     with pytest.raises(UsageError, match=f'optimizer = "{optimizer}" finds no matrices in ConvS2S: use adam or adamw'):
         Config.from_dict({"model": {"kind": "conv"}, "train": {"optimizer": optimizer}})
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("align", "links")])
+def test_options_of_training_text_are_refused_for_validation_text(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"data\.valid\[1\]\.{name} has no effect: it is for data\.train: omit it"):
+        Config.from_dict({"data": {"valid": [{"src": "a", "tgt": "b"}, {"src": "a", "tgt": "b", name: value}]}})

@@ -131,6 +131,15 @@ def test_weights_are_multiplicities(weights: list[float], seed: int) -> None:
         assert set(each) <= {int(weight), int(np.ceil(weight))}
 
 
+def test_a_weight_of_less_than_a_sentence_visits_it_as_often_as_it_says() -> None:
+    corpus = np.array([0] * 10 + [1])
+    counts = Counter[int]()
+    for epoch in range(1000):
+        counts.update(visits(corpus, (0.02, 0.5), seed=0, epoch=epoch).tolist())
+    assert sum(counts[i] for i in range(10)) == pytest.approx(200, abs=45)  # three standard deviations
+    assert counts[10] == pytest.approx(500, abs=50)
+
+
 def test_a_part_of_a_corpus_is_another_part_each_epoch() -> None:
     corpus = np.zeros(1000, np.int64)
     halves = [frozenset(visits(corpus, (0.5,), seed=0, epoch=epoch).tolist()) for epoch in range(4)]

@@ -292,6 +292,15 @@ def test_a_state_is_saved_though_the_older_one_cannot_be_removed(
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-0000003"]
 
 
+def test_saving_removes_older_states_and_unfinished_ones_but_no_copies(tmp_path: Path) -> None:
+    step = begun(updates=1)
+    saved(tmp_path, step, Progress(step=1))
+    for name in ("step-0000001-backup", ".step-0000002.tmp"):
+        (tmp_path / "state" / name).mkdir()
+    saved(tmp_path, step, Progress(step=3))
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["step-0000001-backup", "step-0000003"]
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()

@@ -121,6 +121,15 @@ def test_a_corpus_keeps_weight_and_tag_and_the_names_of_the_config(tmp_path: Pat
     assert str(found) == "a.en a.de"
 
 
+def test_a_file_whose_lines_move_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    corpus = find_corpus(write_pair(tmp_path, b"one\ntwo\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
+    (block,) = split_into_blocks(corpus)
+    for moved in (b"one two\n", b"o\ne\nwo\n"):
+        (tmp_path / "a.en").write_bytes(moved)  # as many bytes
+        with pytest.raises(QkvError, match=r"a\.en: the file changed while it was being read: start again"):
+            block.texts()
+
+
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     corpus = find_corpus(write_pair(tmp_path, b"one\ntwo\n", b"eins\nzwei\n"), DataConfig(root=str(tmp_path)))
     (block,) = split_into_blocks(corpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,26 @@ def test_a_result_that_another_process_published_meanwhile_stays(split: DataConf
     assert read_manifest(folder)["settings"] == {"text": "newer"}
     assert {path.name for path in folder.iterdir()} == {*content(folder), "manifest.json"}, "the older one is removed"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["store"]
+
+
+def test_a_result_published_at_the_moment_of_the_rename_stays(
+    split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = prepare_text(split, tmp_path / "first").folder
+    place, rename = tmp_path / "store", os.rename
+
+    def late(source: Path, target: Path) -> None:
+        if target == place and not place.exists():
+            shutil.copytree(folder, place)  # by another process
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    store, manifest = StoreFolder(place), read_manifest(folder)
+    with store.draft() as draft:
+        for name, content_ in content(folder).items():
+            (draft / name).write_bytes(content_)
+        assert store.publish(draft, manifest).folder == place
+    assert content(place) == content(folder)
 
 
 def test_a_draft_lies_beside_its_place_and_is_removed(tmp_path: Path) -> None:

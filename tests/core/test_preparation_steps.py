@@ -508,6 +508,29 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
         prepared(tmp_path, [train], [valid], progress=change)
 
 
+def test_a_corpus_of_weight_zero_is_not_read(tmp_path: Path) -> None:
+    train = [corpus_of(tmp_path, numbered(30), "off", weight=0.0), corpus_of(tmp_path, numbered(60))]
+    text = prepared(tmp_path, train, [corpus_of(tmp_path, numbered(3), "valid")])
+    assert texts(text, "train") == numbered(60), "none counts as repeated"
+    assert [row["name"] for row in text.report] == ["train.en train.de", "valid.en valid.de"]
+
+
+def test_text_that_is_empty_throughout_is_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(QkvError, match=r"^train.en train.de: no pair is left to train on: all are empty, repeated or"):
+        prepared(tmp_path, [corpus_of(tmp_path, [("", "x")] * 20)])
+
+
+def test_a_full_disk_ends_the_scan_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, start: int, size: int) -> None:
+        assert size == 23 * ROW.itemsize, "room for all rows before the first is written"
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    train, valid = corpus_of(tmp_path, numbered(20)), corpus_of(tmp_path, numbered(3), "valid")
+    with pytest.raises(QkvError, match=r"store: preparing the text failed: No space left on device$"):
+        prepared(tmp_path, [train], [valid])
+
+
 def test_errors_of_the_system_name_the_file(tmp_path: Path) -> None:
     def fail(stage: str, done: int, total: int | None) -> None:
         raise OSError(28, "No space left on device", *(["rows"] if stage == "scan" else []))

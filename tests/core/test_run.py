@@ -125,6 +125,12 @@ def test_weights_that_are_not_there_are_named_with_those_that_are(tmp_path: Path
         run.weights("worst")
 
 
+def test_copies_with_other_names_are_no_steps(tmp_path: Path) -> None:
+    for name in ("step-0000002-backup", "step-0000002.safetensors.old", "my-step-0000002", "step-0000003"):
+        (tmp_path / name).mkdir()
+    assert by_step(tmp_path) == {3: tmp_path / "step-0000003"}
+
+
 def test_steps_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     steps = [9_999_999, 10_000_000, 5, 100, 7, 60, 2_000, 31]
     run = run_with_weights(tmp_path, *(f"step-{step:07d}" for step in steps), "best", "step-x")
@@ -208,6 +214,8 @@ def test_a_resumed_run_drops_what_will_come_again(tmp_path: Path) -> None:
     kept = log.path.read_text().splitlines()[:3]
     with log.path.open("a") as file:
         file.write('7\n{"step": 1}\n{"event": "train", "st')
+    with log.path.open("ab") as file:
+        file.write('{"event": "valid", "sample": "é'.encode()[:-1])  # inside a character
     log.event("start", 8, {"validated": 4})
     assert log.path.read_text().splitlines() == kept
     inode = log.path.stat().st_ino

@@ -20,6 +20,7 @@ from qkv.core.batches import Batch, Update
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import Interrupted, QkvError
 from qkv.core.loss import SmoothedObjective
+from qkv.core.run import Run
 from qkv.core.trainer import Trainer
 from qkv.core.validation import TranslationTask, Validation
 
@@ -452,3 +453,29 @@ def test_training_begins_with_the_first_update_of_the_first_pass(trainer: Callab
     for batch, rows in zip(first.micro_batches, planned, strict=True):
         expected = made.updates.batch(rows, (made.config.train.seed, 0, 0))
         assert torch.equal(batch.labels, expected.labels)
+
+
+@pytest.mark.parametrize("at", ["keep_weights", "write_scores"])
+def test_a_training_killed_in_a_validation_keeps_scores_of_weights_that_there_are(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The weights of the killed validation are validated again, though another learning rate goes on from there."""
+    run, call, calls = tmp_path / "run", getattr(Run, at), [0]
+
+    def killed(self: Run, *arguments: Any) -> None:
+        call(self, *arguments)
+        calls[0] += 1
+        if calls[0] == {"keep_weights": 4, "write_scores": 2}[at]:  # of the second validation
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(small, steps=6, validate_every=2, average=0, metric="loss"), run)
+    opened = train(settings(small, steps=6, validate_every=2, average=0, metric="loss", learning_rate=500.0), run)
+    best, logged = opened.scores["best"], {line["step"]: line["loss"] for line in entries(run, "valid")}
+    assert sorted(logged) == [2, 4, 6]
+    assert best["loss"] == pytest.approx(logged[best["step"]], rel=1e-5)
+    about: dict[str, str] = {}
+    files.read_tensors(opened.weights("best"), about)
+    assert int(about["step"]) == best["step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,9 +118,9 @@ def test_line_breaks_in_a_translation_become_spaces() -> None:
     both = byte_tokenizers()
 
     def broken(wanted: list[list[int]], lines: list[int]) -> list[list[Hypothesis]]:
-        return [[Hypothesis(both.tgt.encode(" a\nb "), -1.0, -1.0, False)] for _ in wanted]
+        return [[Hypothesis(both.tgt.encode(" a\nb\r\nc "), -1.0, -1.0, False)] for _ in wanted]
 
-    assert translate_lines(["x"], both, broken, max_length=5)[0].texts == ["a b"]
+    assert translate_lines(["x"], both, broken, max_length=5)[0].texts == ["a b  c"]
 
 
 def test_pieces_are_searched_alone_and_joined() -> None:
@@ -155,3 +156,7 @@ def test_a_tag_is_put_before_every_source() -> None:
     found = translate_lines(["a"], both, recorded, max_length=3, tag=[side.tag("de")])
     assert seen == [[side.tag("de"), *side.encode("a")]]
     assert found[0].source_tokens == 3
+    limited = partial(translate_lines, tokenizers=both, search=recorded, max_length=2, tag=[side.tag("de")])
+    assert limited(["a"])[0].texts == ["A"], "the tag does not count in the length"
+    with pytest.raises(UsageError, match="line 1: 3 tokens, at most 2: split the line"):
+        limited(["ab"])

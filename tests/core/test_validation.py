@@ -124,6 +124,15 @@ def test_bleu_is_of_greedy_translations_and_raw_references(prepared: PreparedTex
     assert TranslationTask().bleu is corpus_bleu
 
 
+def test_weights_that_are_not_numbers_are_measured_without_a_search(prepared: PreparedText, model: Transformer) -> None:
+    with torch.no_grad():
+        model.output.weight.fill_(math.nan)
+    found = TranslationTask().validate(model.eval(), prepared, Config(train=TrainConfig(device="cpu")), CPU)
+    assert math.isnan(found.loss)
+    assert found.bleu is None
+    assert found.value("bleu") == -sys.float_info.max, "never the best"
+
+
 def test_updates_are_those_of_the_config(prepared: PreparedText) -> None:
     options = {"tokens_per_step": 700, "micro_tokens": 300, "seed": 9, "device": "cpu"}
     config = Config.from_dict({"train": options, "data": {"max_length": 50}})
