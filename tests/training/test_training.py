@@ -19,7 +19,7 @@ import qkv
 from conftest import Call, begun, sentences, tiny_config, updates, weights, write_pairs
 from qkv.api.run_training import average_last
 from qkv.assembly import Run, trainer_for
-from qkv.core import files
+from qkv.core import batches, files
 from qkv.core.batches import Batch, Update
 from qkv.core.checkpoint import average_checkpoints
 from qkv.core.dataset import PreparedText
@@ -28,6 +28,7 @@ from qkv.core.search import SearchOptions
 from qkv.core.trainer import Trainer
 from qkv.core.translate import search_all
 from qkv.core.validation import TranslationTask, Validation
+from qkv.data.pair_updates import choose_micro_tokens
 from qkv.options import (
     Config,
     ConvS2SConfig,
@@ -63,6 +64,24 @@ def trainer(small: tuple[str, str], tmp_path: Path) -> Callable[..., Trainer]:
 def entries(run: Path, event: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line["event"] == event]
+
+
+@pytest.mark.parametrize(("epochs", "passes"), [(0.0, [0]), (2.5, [0, 1, 2])])
+def test_the_text_is_planned_once_before_the_first_update(
+    corpus: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: float, passes: list[int]
+) -> None:
+    """Checks, schedule, description and stream share the plans: each of two million pairs takes a second."""
+    planned: list[int] = []
+    plan, chosen = batches.plan_epoch, choose_micro_tokens.cache_info().misses
+    monkeypatch.setattr(batches, "plan_epoch", lambda *a, **how: planned.append(how["epoch"]) or plan(*a, **how))
+    trainer = trainer_for(*begun(tmp_path, settings(corpus, epochs=epochs, steps=10_000, tokens_per_step=1024)))
+    last_step = trainer.plan().last_step
+    trainer.updates.describe(0)
+    updates(trainer, 1)
+    assert sorted(planned) == passes
+    assert choose_micro_tokens.cache_info().misses == chosen + 1
+    sizes = [len(trainer.updates.plan(epoch)) for epoch in passes]
+    assert last_step == (sizes[0] + sizes[1] + math.ceil(0.5 * sizes[2]) if epochs else 10_000)
 
 
 # ---- learns ----------------------------------------------------------------------------------------------------------

@@ -70,10 +70,10 @@ class ConfigSchedule:
     def plan(self, step: int, elapsed: float = 0.0) -> Plan:
         options, updates, micro_tokens = self.options, self.updates, self.updates.micro_tokens
         if micro_tokens not in self.last_steps:
-            whole, part = divmod(options.epochs, 1)  # half a pass is half the updates of it
-            count = sum(len(updates.plan(epoch)) for epoch in range(int(whole)))
-            # The remainder of 1.1 is a little more than 0.1.
-            count += math.ceil(part * len(updates.plan(int(whole))) - 1e-6) if part else 0
+            last_first = reversed(range(math.ceil(options.epochs)))  # so the plans of the first two passes stay cached
+            # Half a pass is half the updates of it; the parts of passes are not exact: 10.3 − 10 is more than 0.3.
+            parts = (len(updates.plan(n)) * min(1, options.epochs - n) for n in last_first)
+            count = sum(math.ceil(part - 1e-6) for part in parts)
             self.last_steps[micro_tokens] = min(options.steps, count or options.steps)
         last_step = self.last_steps[micro_tokens]
         return Plan(learning_rate(step, options, self.d_model, last_step), last_step)
