@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_streams import both, pairs_in, plain, updates_of
+from batch_streams import FakeStore, both, pairs_in, plain, updates_of
+from qkv.assembly import updates_for
 from qkv.core.batches import (
     PairBatches,
     Position,
     Update,
 )
 from qkv.data.pair_updates import PairUpdates
+from qkv.options import Config
 
 
 def stream(dropout: float = 0.0, **options: Any) -> PairBatches:
@@ -65,3 +69,20 @@ def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) 
         assert Counter(pairs_in(shared)) == Counter(pairs_in([step]))
         assert sum(part.tokens for part in shared) == step.tokens
         assert {part.after for part in shared} == {step.after}
+
+
+def test_dropout_keeps_the_length_limit_of_the_config() -> None:
+    """Neither side of a batch is longer than data.max_length, unless its stored sentence is."""
+    text: Any = SimpleNamespace(train=FakeStore(), tokenizers=both())
+    stored = {side: text.train.lengths(side) for side in ("src", "tgt")}
+    limit = int(max(lengths.max() for lengths in stored.values()))
+
+    def longest(max_length: int, side: int) -> int:
+        settings = {"tokens_per_step": 400, "micro_tokens": 200, "device": "cpu"}
+        config = Config().replace(tokenizer={"dropout": 0.9}, data={"max_length": max_length}, train=settings)
+        updates = updates_for(config, text)
+        with closing(updates.starting(Position(0, 0))) as steps:
+            return max(len(pair[side]) for pair in pairs_in(list(islice(steps, len(updates.plan(0))))))
+
+    for side in (0, 1):
+        assert longest(limit, side) <= limit < longest(199, side)

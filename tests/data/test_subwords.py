@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.core import tokenizer as module
+from qkv.core.dataset import Rows
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data import subwords as subwords
-from qkv.data.subwords import VARIANTS, BpeDropout, learn, readable_tokens, unique_names
+from qkv.data.subwords import VARIANTS, BpeDropout, learn, pair_dropout, readable_tokens, unique_names
 from qkv.interop.huggingface import library_tokenizer
 from qkv.options import TokenizerConfig
 from tokenizer_texts import AWKWARD, ENGLISH, GERMAN, TAGS, nfc
@@ -245,6 +246,18 @@ def test_dropout_keeps_the_length_limit() -> None:
     assert [side.decode(row) for row in np.split(limited, np.cumsum(new_lengths)[:-1])] == texts
     _, short = BpeDropout(side, 0.5, max_length=1).segment(ids, lengths, seeds)
     assert short.tolist() == lengths.tolist(), "a stored sentence that is longer stays as it is"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_dropout_of_pairs_keeps_the_length_limit_on_both_sides(shared: bool) -> None:
+    both, indices = learned("bpe", shared), np.array([0])
+    texts = ["the cat sleeps in a lovely garden " * 4, "die Katze schläft im Garten " * 4]
+    ids = [both.src.encode(texts[0]), both.tgt.encode(texts[1])]
+    rows = [Rows(np.array(row, both.src.dtype), np.array([len(row)])) for row in ids]
+    limit = max(map(len, ids))
+    free, limited = (pair_dropout(both, 0.8, most)(rows, indices, (1, 0, 0)) for most in (0, limit))
+    assert all(int(row.lengths[0]) > limit for row in free)
+    assert [row.ids.tolist() for row in limited] == ids, "the stored tokens stay"
 
 
 def test_dropout_is_for_bpe() -> None:

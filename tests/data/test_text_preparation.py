@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,6 +241,29 @@ def test_of_two_that_prepare_the_same_text_one_wins(split: DataConfig, tmp_path:
     assert outer.folder.stat().st_ino == inode[0], "the first one stays"
     assert texts(outer, "train") == texts(inner[0], "train")
     assert [path.name for path in outer.folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_shared_store_that_appears_while_it_is_renamed_is_used(
+    split: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: bool
+) -> None:
+    """Of two processes that rename at the same moment, the second fails and uses the result of the first."""
+    data = dataclasses.replace(split, store=str(tmp_path / "shared"))
+
+    def rename(draft: Path, place: Path) -> None:
+        if published:
+            shutil.copytree(draft, place)  # the other process
+        raise OSError(errno.ENOTEMPTY if published else errno.EIO, "as the system reports it", str(draft))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        if not published:
+            with pytest.raises(QkvError, match="preparing the text failed: as the system reports it"):
+                prepare_text(data, CHARS, tmp_path / "run")
+            return
+        found = prepare_text(data, CHARS, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == [found.folder.name]
+    assert len(texts(found, "train")) == 300
 
 
 def test_an_unfinished_store_is_not_read(split: DataConfig, tmp_path: Path) -> None:

@@ -264,11 +264,12 @@ def test_a_stopped_scheduler_refuses_every_submission(wait_for_room: bool) -> No
         scheduler = Scheduler(SchedulerOptions({}), RequestLimits(), Metrics())
         scheduler.stop()
         with pytest.raises(Refusal, match="stopped before") as refused:
-            await scheduler.submit("a", GROUP, ["x"], [1], wait_for_room=wait_for_room)
+            async with asyncio.timeout(9):  # simulated seconds: an accepted item would wait for ever
+                await scheduler.submit("a", GROUP, ["x"], [1], wait_for_room=wait_for_room)
         assert refused.value.status_code == 503
         assert not scheduler.queue.count
 
-    asyncio.run(submit())
+    run_simulated(submit())
 
 
 def test_a_full_queue_estimates_its_time_from_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
