@@ -99,10 +99,10 @@ def test_embeddings_begin_with_unit_variance_and_outputs_with_unit_logits() -> N
 
 
 def test_feed_forward_is_equation_2() -> None:
-    module, x = FeedForward(4, 6), torch.randn(3, 4)
+    module, x = FeedForward(48, 64), torch.randn(3, 48)
     for linear in (module.inner, module.outer):
-        bound = math.sqrt(6 / 10)
-        assert 0.5 * bound < float(linear.weight.detach().abs().max()) <= bound * (1 + 1e-6)
+        bound = math.sqrt(6 / (48 + 64))
+        assert 0.95 * bound < float(linear.weight.detach().abs().max()) <= bound * (1 + 1e-6)
         assert not linear.bias.any()
         linear.bias.data.normal_()
     inner = array(x) @ array(module.inner.weight).T + array(module.inner.bias)
@@ -138,15 +138,21 @@ def test_the_order_of_sublayers_is_figure_1s() -> None:
     encoder, decoder = model.encoder[1], model.decoder[1]
     for layer in (encoder, decoder):
         layer.feed_forward.register_forward_pre_hook(lambda *_: calls.append("feed-forward"))
+        for residual in layer.residuals:
+            residual.norm.weight.data.uniform_(1, 2)  # of its own: new norms are all equal
 
     def feed_forward(part: Any, y: Any) -> Any:
         return np.maximum(y @ array(part.inner.weight).T, 0) @ array(part.outer.weight).T
 
-    first = layer_norm(array(x) * 3)
-    expected = layer_norm(first + feed_forward(encoder.feed_forward, first))
+    def norm(layer: Any, number: int, y: Any) -> Any:
+        return layer_norm(y) * array(layer.residuals[number].norm.weight)
+
+    first = norm(encoder, 0, array(x) * 3)
+    expected = norm(encoder, 1, first + feed_forward(encoder.feed_forward, first))
     np.testing.assert_allclose(array(encoder(x, Recorded())), expected, atol=1e-5)
-    second = layer_norm(first + first[..., ::-1])
-    expected = layer_norm(second + feed_forward(decoder.feed_forward, second))
+    first = norm(decoder, 0, array(x) * 3)
+    second = norm(decoder, 1, first + first[..., ::-1])
+    expected = norm(decoder, 2, second + feed_forward(decoder.feed_forward, second))
     np.testing.assert_allclose(array(decoder(x, Recorded())), expected, atol=1e-5)
     assert calls == ["encoder.1.self 1", "feed-forward", "decoder.1.self 1", "decoder.1.cross 1", "feed-forward"]
 
@@ -155,18 +161,28 @@ def test_the_order_of_sublayers_is_figure_1s() -> None:
 
 
 def test_hidden_is_both_stacks_and_padding_changes_nothing() -> None:
+    class Normed(Layers):
+        """With a norm after the last layer, as in rings; new norms are all equal, so these differ."""
+
+        def final_norm(self) -> nn.Module:
+            norm = nn.LayerNorm(8)
+            norm.weight.data.normal_()
+            return norm
+
     torch.manual_seed(0)
-    model = Transformer(SMALL, 13, 13).eval()
+    config = TransformerConfig(**{**vars(SMALL), "tie": "none"})  # source and target have tables of their own
+    model = Transformer(config, 13, 13, Normed(config)).eval()
     source, lengths, target = torch.tensor([[4, 5, 6], [7, 2, 0]]), torch.tensor([3, 2]), torch.tensor([[1, 8], [1, 9]])
     encoded = model.encode(source, lengths)
     assert torch.equal(encoded.mask, padding_mask(3, lengths))
     x = model.source(source)
     for layer in model.encoder:
         x = layer(x, WholeSequence(encoded.mask))
-    assert torch.equal(encoded.values, x)
+    assert torch.equal(encoded.values, model.encoder_norm(x))
     y = model.target(target)
     for block in model.decoder:
         y = block(y, WholeSequence(encoded=encoded))
+    y = model.decoder_norm(y)
     assert torch.equal(model.hidden(source, lengths, target), y)
     torch.testing.assert_close(model(source, lengths, target), y @ model.output.weight.T)
     real = torch.tensor([[True, True], [True, False]])
