@@ -16,7 +16,9 @@ import sacrebleu
 
 import qkv
 from conftest import WORDS, sentences, tiny_config, write_pairs
+from qkv.api.run_training import _begin
 from qkv.api.translator import CHUNK, Translation, Translator
+from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
@@ -165,6 +167,15 @@ def test_training_text_decides_whether_a_text_is_cut(
     record = {} if share is None else {"several_sentences": share}
     (run / "run.json").write_text(json.dumps(about | record))
     assert qkv.load(run).translate(TEXT).pieces == pieces
+
+
+@pytest.mark.parametrize(("sentences_a_line", "by_sentence"), [(1, True), (2, False)])
+def test_a_new_run_records_whether_its_text_has_several_sentences_to_a_line(
+    tmp_path: Path, sentences_a_line: int, by_sentence: bool
+) -> None:
+    pairs = [(" ".join([src] * sentences_a_line), tgt) for src, tgt in sentences(80)]
+    run, _ = _begin(tmp_path / "run", tiny_config(*write_pairs(tmp_path, pairs)), None, [], "", 1, None)
+    assert Run.open(run.path).by_sentence == by_sentence
 
 
 def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:

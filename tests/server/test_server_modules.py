@@ -22,7 +22,7 @@ from qkv.core.errors import UsageError
 from qkv.server import listener, served_models
 from qkv.server.listener import open_socket
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, parse_form, parse_json
-from qkv.server.scheduler import SchedulerOptions
+from qkv.server.scheduler import Scheduler, SchedulerOptions
 from qkv.server.served_models import ServedModel, ServedModels
 from qkv.server.service import ApiKey, RateLimiter, Service, hash_key, new_key, read_keys
 
@@ -127,6 +127,21 @@ def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
     assert models.choose("de", "", [])[0].name == "back"
     with pytest.raises(Refusal, match="'xx' is not available as a target language: available: it, fr"):
         models.choose("auto", "xx", [english])
+
+
+@pytest.mark.parametrize("by_sentence", [True, False])
+def test_a_text_is_cut_as_the_training_text_was(tiny: Path, by_sentence: bool) -> None:
+    """Plain text and HTML: into sentences, unless the training text had several to a line."""
+    model = dataclasses.replace(ServedModel.open("tiny", tiny), by_sentence=by_sentence)
+    text, sentences_of = "One cat. Two dog.  Three house!", ["One cat.", "Two dog.", "Three house!"]
+    pieces, costs = model.split(text)
+    assert list(pieces) == (sentences_of if by_sentence else [text])
+    assert costs == [1 + len(model.tokenizers.src.encode(piece)) for piece in pieces]
+    limits, metrics = RequestLimits(), Metrics()
+    service = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
+    parts = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")
+    marked = ["<b>One</b> cat.", "Two dog."] if by_sentence else ["<b>One</b> cat. Two dog."]
+    assert [part.text for part in parts if not part.kept] == marked
 
 
 def test_a_run_without_languages_is_reported(
