@@ -115,6 +115,17 @@ def test_imports_only_from_stages_before(path: Path) -> None:
     assert not backward, f"{name} imports from a later stage: {sorted(backward)}"
 
 
+def test_the_core_is_read_in_the_order_of_its_imports() -> None:
+    package = SRC / "qkv" / "core" / "__init__.py"
+    text = (ast.get_docstring(tree_of(package)) or "").partition("\n    ")[2].partition("\n\n")[0]
+    order = [word for line in text.splitlines() for word in re.match(r"[a-z, ]+?(?=  |$)", line.strip())[0].split(", ")]
+    assert sorted(order) == sorted(path.stem for path in package.parent.glob("*.py") if path != package)
+    for number, name in enumerate(order):
+        earlier = {f"qkv.core.{other}" for other in order[:number]} | {"qkv.core", "qkv"}
+        loaded = {target for target in imports_at_load(package.with_name(f"{name}.py")) if target.startswith("qkv")}
+        assert loaded <= earlier, f"{name} uses {sorted(loaded - earlier)}, which the reader has not seen"
+
+
 def test_no_import_goes_in_a_circle() -> None:
     # A package's own __init__ gathers names from its modules, so it comes after them.
     graph = {name_of(path): imports(path) & NAMES - {name_of(path)} for path in MODULES if name_of(path) != "qkv"}
