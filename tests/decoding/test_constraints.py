@@ -17,8 +17,8 @@ from qkv.core.batches import collate, pad
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, search
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
-from qkv.core.tokenizer import to_printable as printable
 from qkv.data.subwords import readable_tokens
+from qkv.data.subwords import to_printable as printable
 from qkv.decoding.beam_variants import ConstrainedBeamSearch, DecodingOptions
 from qkv.decoding.constraints import Avoid, MustInclude, check_conflict, find, spell
 from qkv.decoding.logits_processors import Sampling

@@ -52,11 +52,6 @@ PRINTABLE = _printable_bytes()
 BYTE = {character: byte for byte, character in enumerate(PRINTABLE)}
 
 
-def to_printable(text: str) -> str:
-    """Write the UTF-8 bytes of text as printable characters, the spelling of pieces in the tokenizer file."""
-    return "".join(map(PRINTABLE.__getitem__, text.encode()))
-
-
 def pre_tokenizer(pattern: str = PIECES) -> tokenizers.pre_tokenizers.PreTokenizer:
     """Build the library's pre-tokenizer: split by the pattern, then write each part in printable bytes."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

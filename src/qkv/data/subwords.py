@@ -32,7 +32,6 @@ from qkv.core.tokenizer import (
     learn_bpe,
     learn_tokenizers,
     pre_tokenizer,
-    to_printable,
 )
 from qkv.options import TokenizerConfig
 
@@ -99,6 +98,11 @@ def learn_characters(lines: Iterable[str], size: int, tags: Sequence[str]) -> To
         counts.update(line)
     spelled = {to_printable(character): count for character, count in counts.items()}
     return Tokenizer("char", _most_frequent(spelled, size), tags)
+
+
+def to_printable(text: str) -> str:
+    """Write the UTF-8 bytes of text as printable characters, the spelling of pieces in the tokenizer file."""
+    return "".join(map(PRINTABLE.__getitem__, text.encode()))
 
 
 def _count_pieces(chunks: Counter[str]) -> Counter[str]:
