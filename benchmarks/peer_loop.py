@@ -45,7 +45,9 @@ def learn(files: list[str], vocab: int, store: str = "") -> tuple[TokenizerPair,
         data = DataConfig(train=(train,), valid=(valid,), store=store)
         prepared = prepare_text(data, TokenizerConfig(vocab=vocab), Path(folder))
         pairs = prepared.train
-        return prepared.tokenizers, [(pairs.src(i).tolist(), pairs.tgt(i).tolist()) for i in range(len(pairs))]
+        return prepared.tokenizers, [
+            (pairs.row("src", i).tolist(), pairs.row("tgt", i).tolist()) for i in range(len(pairs))
+        ]
 
 
 def build(size: argparse.Namespace, tokenizers: TokenizerPair) -> MarianMTModel:

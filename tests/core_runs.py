@@ -133,7 +133,7 @@ def write_corpus(folder: Path, pairs: list[tuple[str, str]], name: str = "train"
 def texts(prepared: PreparedText, part: str) -> list[tuple[str, str]]:
     """The pairs of a prepared text, decoded."""
     kept, both = getattr(prepared, part), prepared.tokenizers
-    return [(both.src.decode(kept.src(i)), both.tgt.decode(kept.tgt(i))) for i in range(len(kept))]
+    return [(both.src.decode(kept.row("src", i)), both.tgt.decode(kept.row("tgt", i))) for i in range(len(kept))]
 
 
 def content(folder: Path) -> dict[str, bytes]:

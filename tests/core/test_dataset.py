@@ -14,7 +14,7 @@ import pytest
 from core_runs import content, prepare_text, texts
 from qkv.core import files, preparation
 from qkv.core.config import CorpusConfig, DataConfig, TokenizerConfig
-from qkv.core.dataset import PreparedText, StoreFolder, TokenStore, join_rows, read_manifest
+from qkv.core.dataset import PreparedText, StoreFolder, TokenStore, read_manifest
 from qkv.core.errors import QkvError, UsageError
 
 
@@ -152,7 +152,10 @@ def test_many_rows_at_once_are_those_one_by_one(split: DataConfig, tmp_path: Pat
             ids, lengths = store.rows(side, indices)
             assert lengths.tolist() == [len(store.row(side, i)) for i in indices]
             assert ids.tolist() == [token for i in indices for token in store.row(side, i).tolist()]
-    assert store.rows("src", np.arange(300)).ids.tolist() == np.concatenate([store.src(i) for i in range(300)]).tolist()
+    assert (
+        store.rows("src", np.arange(300)).ids.tolist()
+        == np.concatenate([store.row("src", i) for i in range(300)]).tolist()
+    )
 
 
 # ---- a store by hand -------------------------------------------------------------------------------------------------
@@ -162,10 +165,9 @@ def store_by_hand(folder: Path) -> TokenStore:
     """Three pairs of two corpora, with links for none of them, of which the second pair has no target."""
     rows = {"src": [[5, 6], [7], [8, 9, 10]], "tgt": [[1], [], [2, 3]], "links": [[], [], []]}
     dtypes = {"src": "<u2", "tgt": "<u4", "links": "<u2"}
-    columns = [[np.array(row, dtypes[name]).tobytes() for row in rows[name]] for name in dtypes]
-    encoded = join_rows("train", {name: np.dtype(dtype) for name, dtype in dtypes.items()}, columns)
-    for name, content_ in encoded.items():
-        (folder / name).write_bytes(content_)
+    for name, dtype in dtypes.items():
+        np.concatenate([np.array(row, dtype) for row in rows[name]]).tofile(folder / f"train.{name}.ids")
+        np.array([len(row) for row in rows[name]], "<u4").tofile(folder / f"train.{name}.lengths")
     manifest = {"format": "qkv-store", "version": 1, "sides": ["src", "tgt"], "dtypes": dtypes}
     manifest["train"] = {"pairs": [2, 1], "weights": [1.0, 0.5]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -178,9 +180,9 @@ def test_rows_and_numbers_of_a_store(tmp_path: Path) -> None:
     assert store.weights == (1.0, 0.5)
     assert store.corpus.tolist() == [0, 0, 1]
     assert (store.sides, store.columns) == (["src", "tgt"], ["src", "tgt", "links"])
-    assert [store.src(i).tolist() for i in range(3)] == [[5, 6], [7], [8, 9, 10]]
-    assert [store.tgt(i).tolist() for i in range(3)] == [[1], [], [2, 3]]
-    assert store.stream.tolist() == [1, 2, 3]
+    assert [store.row("src", i).tolist() for i in range(3)] == [[5, 6], [7], [8, 9, 10]]
+    assert [store.row("tgt", i).tolist() for i in range(3)] == [[1], [], [2, 3]]
+    assert store.ids["tgt"].tolist() == [1, 2, 3]
     assert store.lengths("src").tolist() == [2, 1, 3]
     assert [store.row("links", i).tolist() for i in range(3)] == [[], [], []]
     assert store.rows("tgt", np.array([2, 1, 0])).ids.tolist() == [2, 3, 1]

@@ -76,8 +76,8 @@ def test_stored_ids_are_the_encoded_lines(split: DataConfig, tmp_path: Path) -> 
         assert texts(prepared, part) == pairs
         assert kept.lengths("src").tolist() == [len(both.src.encode(src)) for src, _ in pairs]
         assert kept.lengths("tgt").tolist() == [len(both.tgt.encode(tgt)) for _, tgt in pairs]
-        assert [kept.src(i).tolist() for i in range(len(kept))] == [both.src.encode(src) for src, _ in pairs]
-    assert prepared.train.src(0).dtype == np.uint16
+        assert [kept.row("src", i).tolist() for i in range(len(kept))] == [both.src.encode(src) for src, _ in pairs]
+    assert prepared.train.row("src", 0).dtype == np.uint16
 
 
 def test_validation_text_is_raw(tmp_path: Path) -> None:
@@ -107,20 +107,20 @@ def test_corpora_with_weights_and_tags(tmp_path: Path) -> None:
     assert both.src.tags == ("de", "fr")
     assert prepared.train.weights == (2.0, 0.5)
     assert prepared.train.corpus.tolist() == [0] * 30 + [1] * 30, "the same pair under another tag is no duplicate"
-    assert {int(prepared.train.src(i)[0]) for i in range(30)} == {both.src.tag("de")}
-    assert {int(prepared.train.src(i)[0]) for i in range(30, 60)} == {both.src.tag("fr")}
-    assert prepared.train.src(0).tolist()[1:] == both.src.encode(same[0][0])
+    assert {int(prepared.train.row("src", i)[0]) for i in range(30)} == {both.src.tag("de")}
+    assert {int(prepared.train.row("src", i)[0]) for i in range(30, 60)} == {both.src.tag("fr")}
+    assert prepared.train.row("src", 0).tolist()[1:] == both.src.encode(same[0][0])
     assert int(prepared.train.lengths("src")[0]) == len(both.src.encode(same[0][0])) + 1
-    assert prepared.train.tgt(0).tolist() == both.tgt.encode(same[0][1])
+    assert prepared.train.row("tgt", 0).tolist() == both.tgt.encode(same[0][1])
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(split: DataConfig, tmp_path: Path) -> None:
     pieces = [f"w{n}" for n in range(70_000)]
     words = Tokenizer("word", [*pieces, "Ġtree"])
     prepared = prepare_text(split, tmp_path / "store", tokenizers=TokenizerPair(words, words))
-    assert prepared.train.src(0).dtype == np.uint32
+    assert prepared.train.row("src", 0).dtype == np.uint32
     assert texts(prepared, "train") == distinct_pairs(300)
-    assert max(int(prepared.train.src(i).max()) for i in range(300)) == words.size - 1
+    assert max(int(prepared.train.row("src", i).max()) for i in range(300)) == words.size - 1
 
 
 def repeated_sources(count: int) -> list[tuple[str, str]]:

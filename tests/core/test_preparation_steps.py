@@ -73,7 +73,7 @@ def prepared(
 
 def texts(text: PreparedText, part: str) -> list[tuple[str, str]]:
     store, both = getattr(text, part), text.tokenizers
-    return [(both.src.decode(store.src(i)), both.tgt.decode(store.tgt(i))) for i in range(len(store))]
+    return [(both.src.decode(store.row("src", i)), both.tgt.decode(store.row("tgt", i))) for i in range(len(store))]
 
 
 # ---- filters ---------------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_given_tokenizers(tmp_path: Path) -> None:
     text = prepared(tmp_path, [train], [valid], tokenizers=TokenizerPair(words, words))
     manifest = read_manifest(text.folder)
     assert manifest["settings"]["tokenizer"] == manifest["tokenizer"] == TokenizerPair(words, words).fingerprint
-    assert int(text.train.src(0)[0]) == words.size - 1
+    assert int(text.train.row("src", 0)[0]) == words.size - 1
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_loss_is_the_mean_of_all_labels(
     found = TranslationTask().validate(model, prepared, config, CPU)
     store, scores = prepared.valid, list[float]()
     for i in range(len(store)):
-        batch = collate([store.src(i)], [store.tgt(i)], prepared.tokenizers)
+        batch = collate([store.row("src", i)], [store.row("tgt", i)], prepared.tokenizers)
         scores += label_logprobs(model, batch)[0]
     assert found.loss == pytest.approx(-sum(scores) / len(scores), rel=1e-5)
     assert (found.bleu, found.sample) == (None, "")
@@ -115,7 +115,7 @@ def test_bleu_is_of_greedy_translations_and_raw_references(prepared: PreparedTex
     found = TranslationTask(start, bleu).validate(model.eval(), prepared, config, CPU)
     assert {(options.beam, options.extra_length) for options in used} == {(1, 3)}
     both, store = prepared.tokenizers, prepared.valid
-    sources = [store.src(i).tolist() for i in range(len(store))]
+    sources = [store.row("src", i).tolist() for i in range(len(store))]
     best = search_all(model.eval(), sources, SearchOptions(beam=1, extra_length=3), both, device=CPU)
     texts = [both.tgt.decode(hypotheses[0].tokens).replace("\n", " ") for hypotheses in best]
     references = [target for _, target in distinct_pairs(9, seed=1)]

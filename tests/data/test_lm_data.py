@@ -106,7 +106,7 @@ POEM = "One line\n\nOne line\n  indented, and  spaced  \n" * 10 + "the end"
 def test_nothing_of_running_text_is_dropped(tmp_path: Path) -> None:
     prepared = running_text(tmp_path, POEM, max_length=4)  # repeated, empty and long lines are all there
     tgt = prepared.tokenizers.tgt
-    train, valid = (decode_text(tgt, store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    train, valid = (decode_text(tgt, store.ids["tgt"].tolist()) for store in (prepared.train, prepared.valid))
     assert train + valid == POEM + "\n"
     assert valid == "\nOne line\n  indented, and  spaced  \nthe end\n"  # the end of it, a tenth of the lines or so
     assert prepared.valid_text[1].read_text(encoding="utf-8") == valid
@@ -128,9 +128,9 @@ def test_long_lines_of_running_text_are_held_out_in_part(tmp_path: Path, lines: 
     text = "\ufeff" * 0 + (line + "\n") * lines
     prepared = running_text(tmp_path, text, max_length=16)
     tgt = prepared.tokenizers.tgt
-    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    ids = [*prepared.train.ids["tgt"].tolist(), *prepared.valid.ids["tgt"].tolist()]
     assert ids == encode_text(tgt, text), "the tokens of the whole lines, and newlines where the text has them"
-    valid = decode_text(tgt, prepared.valid.stream.tolist())
+    valid = decode_text(tgt, prepared.valid.ids["tgt"].tolist())
     assert 0.05 < len(valid) / len(text) < 0.2
     raw = prepared.valid_text[1].read_text(encoding="utf-8")
     assert unicodedata.normalize("NFC", raw) == valid.replace("\r", " ")
@@ -141,7 +141,7 @@ def test_documents_end(tmp_path: Path) -> None:
     text = "".join(json.dumps({"text": each}) + "\n" for each in documents)
     prepared = running_text(tmp_path, text, name="text.jsonl", valid_size=3)
     tgt = prepared.tokenizers.tgt
-    ids = [*prepared.train.stream.tolist(), *prepared.valid.stream.tolist()]
+    ids = [*prepared.train.ids["tgt"].tolist(), *prepared.valid.ids["tgt"].tolist()]
     ends = [i for i, token in enumerate(ids) if token == tgt.eos]
     assert len(ends) == len(documents)
     found = [decode_text(tgt, ids[a + 1 : b]) for a, b in pairwise([-1, *ends])]
@@ -182,13 +182,13 @@ def test_blocks_cover_the_text_once_and_are_cut_anew(length: int, rows: int, epo
     covered = np.sort(starts)[:, None] + np.arange(length)
     assert (np.diff(covered.ravel()) == 1).all()  # end to end, without overlap
     assert covered[0, 0] < length
-    assert covered[-1, -1] >= len(text.stream) - 1 - length
+    assert covered[-1, -1] >= len(text.ids["tgt"]) - 1 - length
     assert all(sum(map(len, update)) == rows for update in plan[:-1])
     batch = blocks.batch(plan[0][0], (0,))
     (given_ids,) = batch.inputs
     for row, start in enumerate(plan[0][0]):
-        assert given_ids[row].tolist() == text.stream[start : start + length].tolist()
-        assert batch.labels[row].tolist() == text.stream[start + 1 : start + length + 1].tolist()
+        assert given_ids[row].tolist() == text.ids["tgt"][start : start + length].tolist()
+        assert batch.labels[row].tolist() == text.ids["tgt"][start + 1 : start + length + 1].tolist()
     assert batch.tokens == batch.labels.numel()
 
 
@@ -219,7 +219,7 @@ def test_blocks_split_among_micro_batches_and_ranks(store: TokenStore) -> None:
 
 def test_a_text_shorter_than_the_context_is_refused(store: TokenStore) -> None:
     with pytest.raises(UsageError, match=r"holds no block of data\.max_length"):
-        BlockBatches(store, length=len(store.stream), tokens=10**6)
+        BlockBatches(store, length=len(store.ids["tgt"]), tokens=10**6)
 
 
 @given(st.lists(st.integers(3, 90), min_size=1, max_size=50), st.integers(1, 20))
@@ -419,7 +419,7 @@ def bigram_loss(train: str, valid: str) -> float:
 def test_a_character_model_beats_a_bigram_table(writer: Path) -> None:
     prepared = PreparedText.open(writer / "store")
     tgt = prepared.tokenizers.tgt
-    train, valid = (decode_text(tgt, store.stream.tolist()) for store in (prepared.train, prepared.valid))
+    train, valid = (decode_text(tgt, store.ids["tgt"].tolist()) for store in (prepared.train, prepared.valid))
     language_model = qkv.LanguageModel(writer)
     found = language_model.evaluate(valid)
     assert found.per_character < bigram_loss(train, valid) - 0.3

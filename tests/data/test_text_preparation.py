@@ -87,14 +87,14 @@ def test_plain_text(tmp_path: Path) -> None:
     assert prepared.tokenizers.shared
     assert prepared.train.sides == ["tgt"]
     kept = [
-        prepared.tokenizers.tgt.decode(part.tgt(i))
+        prepared.tokenizers.tgt.decode(part.row("tgt", i))
         for part in (prepared.train, prepared.valid)
         for i in range(len(part))
     ]
     assert sorted(kept) == sorted(f"line {n}" for n in range(100))
     assert prepared.report[0]["empty"] == 100
     with pytest.raises(UsageError, match="no src side"):
-        prepared.train.src(0)
+        prepared.train.row("src", 0)
 
 
 # ---- the held-out part -----------------------------------------------------------------------------------------------

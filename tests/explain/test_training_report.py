@@ -399,7 +399,7 @@ def test_validation_logs_the_entropy_of_a_small_batch(tiny: Path) -> None:
     task, rows = task_for(run.config), attention_heads.SAMPLE_ROWS
     looked_at = attention_heads.first_rows(prepared, run.config, rows, attention_heads.SAMPLE_TOKENS)
     assert looked_at.source.shape[0] == rows
-    first = [prepared.valid.tgt(i).tolist() for i in range(rows)]
+    first = [prepared.valid.row("tgt", i).tolist() for i in range(rows)]
     pad, eos = prepared.tokenizers.tgt.pad, prepared.tokenizers.tgt.eos
     assert [[t for t in row if t not in (pad, eos)] for row in looked_at.labels.tolist()] == first
     smaller = attention_heads.first_rows(prepared, run.config, rows, 40)

@@ -188,7 +188,7 @@ def expected_links(prepared: PreparedText, part: str, gold: dict[str, str], tag:
     kept, both = getattr(prepared, part), prepared.tokenizers
     found = []
     for n in range(len(kept)):
-        source, target = kept.src(n).tolist()[tag:], kept.tgt(n).tolist()
+        source, target = kept.row("src", n).tolist()[tag:], kept.row("tgt", n).tolist()
         text = both.src.decode(source)
         groups = [
             alignments.tokens_of_words(side, ids, side.decode(ids), "spaces")

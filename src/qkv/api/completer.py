@@ -169,7 +169,7 @@ class LanguageModel(LoadedRun[DecoderOnly]):
         """Return the loss of the held-out text, as validation measured it."""
         prepared = PreparedText.open(self.run.store)
         raw = prepared.valid_text[1].read_text(encoding="utf-8")
-        return self._loss(np.asarray(prepared.valid.stream), raw)
+        return self._loss(np.asarray(prepared.valid.ids["tgt"]), raw)
 
     def _loss(self, ids: NDArray[Any], text: str) -> TextLoss:
         batches = running_text(ids, self.config, self.tokenizer)

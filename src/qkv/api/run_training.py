@@ -246,7 +246,7 @@ def _begin(
 def several_sentences(prepared: PreparedText) -> float:
     """The share of source lines that have more than one sentence, in a sample of the training pairs."""
     src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
-    rows = [prepared.train.src(i * len(prepared.train) // count).tolist() for i in range(count)]
+    rows = [prepared.train.row("src", i * len(prepared.train) // count).tolist() for i in range(count)]
     several = sum(len(split(src.decode(row), lambda piece: True, sentences=True)) > 1 for row in rows)
     return round(several / count, 4)
 

@@ -13,10 +13,9 @@ import platform
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,39 +42,34 @@ class TokenStore:
     """Sentences as ids, without <s> and </s>; where a corpus has a language tag, its sources begin with it."""
 
     def __init__(self, folder: Path, part: str) -> None:
-        self.folder, self.part = folder, part
+        self.folder = folder
         manifest = read_manifest(folder)
         self.weights: tuple[float, ...] = tuple(manifest[part]["weights"])  # one for each corpus
-        self._counts: list[int] = manifest[part]["pairs"]
+        pairs: list[int] = manifest[part]["pairs"]
+        self.corpus = np.repeat(np.arange(len(pairs), dtype=np.uint16), pairs)  # the number of the corpus of each pair
         self.sides: list[str] = manifest["sides"]
         self.columns = [*self.sides, *(name for name in manifest["dtypes"] if name not in ("src", "tgt"))]
-        self._ids, self._lengths, self._ends = {}, {}, {}
+        self.ids, self._lengths, self._ends = {}, {}, {}  # of each column: the ids of all sentences, as one array
         for name in self.columns:
-            self._ids[name] = _map(folder / f"{part}.{name}.ids", manifest["dtypes"][name])
+            self.ids[name] = _map(folder / f"{part}.{name}.ids", manifest["dtypes"][name])
             self._lengths[name] = _map(folder / f"{part}.{name}.lengths", "<u4")
             self._ends[name] = np.cumsum(self._lengths[name], dtype=np.int64)
-            if len(self._lengths[name]) != len(self) or len(self._ids[name]) != self._ends[name][-1]:
+            if len(self._lengths[name]) != len(self) or len(self.ids[name]) != self._ends[name][-1]:
                 raise QkvError(f"{folder}/{part}.{name}.ids: cut off or damaged: delete {folder} and prepare again")
         self.plans: dict[tuple[Any, ...], Any] = {}  # of epochs, shared by all streams over this store
 
     def __len__(self) -> int:
-        return sum(self._counts)
+        return len(self.corpus)
 
     def row(self, column: str, i: int) -> NDArray[Any]:
+        """Return the ids of one sentence; a line of text without a source is a target."""
         length, end = int(self.lengths(column)[i]), int(self._ends[column][i])
-        return self._ids[column][end - length : end]
-
-    def src(self, i: int) -> NDArray[Any]:
-        return self.row("src", i)
-
-    def tgt(self, i: int) -> NDArray[Any]:
-        """Return the target sentence i, or line i of text without a source."""
-        return self.row("tgt", i)
+        return self.ids[column][end - length : end]
 
     def rows(self, column: str, indices: NDArray[np.int64]) -> Rows:
         lengths = self.lengths(column)[indices].astype(np.int64)
         shift = self._ends[column][indices] - np.cumsum(lengths)  # from the place in the result to that in the store
-        return Rows(self._ids[column][np.arange(int(lengths.sum())) + np.repeat(shift, lengths)], lengths)
+        return Rows(self.ids[column][np.arange(int(lengths.sum())) + np.repeat(shift, lengths)], lengths)
 
     def lengths(self, column: str) -> NDArray[np.uint32]:
         """Return the number of ids of every sentence."""
@@ -83,16 +77,6 @@ class TokenStore:
             remedy = "train a model without a source on it"
             raise UsageError(f"{self.folder}: plain text, which has no {column} side: {remedy}")
         return self._lengths[column]
-
-    @cached_property
-    def corpus(self) -> NDArray[np.uint16]:
-        """The number of the corpus of each pair; `weights` has one weight for each corpus."""
-        return np.repeat(np.arange(len(self._counts), dtype=np.uint16), self._counts)
-
-    @property
-    def stream(self) -> NDArray[Any]:
-        """All ids of text without a source, as one array."""
-        return self._ids["tgt"]
 
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
@@ -141,17 +125,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-Encoded = dict[str, bytes]  # of each file of a prepared text, the next bytes
-
-
-def join_rows(part: str, dtypes: Mapping[str, np.dtype[Any]], columns: Sequence[Sequence[bytes]]) -> Encoded:
-    """Concatenate the rows of each column: their ids, and their lengths."""
-    encoded: Encoded = {}
-    for (name, dtype), rows in zip(dtypes.items(), columns, strict=True):
-        lengths = np.array([len(row) for row in rows], "<u4") // dtype.itemsize
-        encoded |= {f"{part}.{name}.ids": b"".join(rows), f"{part}.{name}.lengths": lengths.tobytes()}
-    return encoded
 
 
 class StoreFolder:

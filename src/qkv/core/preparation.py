@@ -33,7 +33,7 @@ from qkv.core.corpus import (
     one_line,
     split_into_blocks,
 )
-from qkv.core.dataset import Encoded, PreparedText, StoreFolder
+from qkv.core.dataset import PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import content_hash
 from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
@@ -153,12 +153,11 @@ class Sentences:
 
     def encode(
         self, block: TextBlock, dispositions: bytes, dtypes: dict[str, np.dtype[Any]], path: Path
-    ) -> tuple[Encoded, list[int]]:
+    ) -> tuple[dict[str, bytes], list[int]]:
         """Tokenise a block; return the bytes to append to each file, and the number of pairs per disposition."""
         tokenizers, corpus = load_tokenizers(path), block.corpus
         sides = [tokenizers.src, tokenizers.tgt][-corpus.sides :]
         tag = np.array([sides[0].tag(corpus.tag)] if corpus.tag else [], sides[0].dtype).tobytes()
-        sizes = [side.dtype.itemsize for side in sides]
         column = corpus.column and corpus.column.read(block, tokenizers)
         none = [b""] * (len(dtypes) - len(sides))  # of a column that other corpora have
         train, valid = Disposition.TRAIN, Disposition.VALID
@@ -168,9 +167,8 @@ class Sentences:
             if texts is not None and disposition in kept:
                 read = tuple(text.strip() for text in texts) if self.strips else texts
                 ids = [self.pack(text, side, corpus.format) for text, side in zip(read, sides, strict=True)]
-                if self.filters:
-                    lengths = [len(packed) // size for packed, size in zip(ids, sizes, strict=True)]
-                    disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
+                lengths = [len(packed) // side.dtype.itemsize for packed, side in zip(ids, sides, strict=True)]
+                disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
                 if disposition in kept:
                     ids[0] = tag + ids[0]
                     ids += [column(row, read, ids)] if column else none
@@ -182,7 +180,10 @@ class Sentences:
             counts[disposition] += 1
         encoded = {f"valid.{name}.txt": "".join(lines).encode() for name, lines in zip(dtypes, raw, strict=False)}
         for part in (train, valid):
-            encoded |= dataset.join_rows(part.name.lower(), dtypes, kept[part])
+            for (name, dtype), rows in zip(dtypes.items(), kept[part], strict=True):
+                widths = np.array([len(row) for row in rows], "<u4") // dtype.itemsize
+                file = f"{part.name.lower()}.{name}"
+                encoded |= {f"{file}.ids": b"".join(rows), f"{file}.lengths": widths.tobytes()}
         return encoded, counts
 
     def pack(self, text: str, side: Tokenizer, layout: LineFormat) -> bytes:

@@ -96,12 +96,15 @@ class TranslationTask:
         src, tgt = (np.asarray(lengths) + 1 for lengths in (store.lengths("src"), store.lengths("tgt")))
         order = np.lexsort((src, tgt)).astype(np.int64)
         cuts = cut(order, src, tgt, max(TOKENS, int(src.max()), int(tgt.max())))
-        held_out = (collate([store.src(i) for i in rows], [store.tgt(i) for i in rows], tokenizers) for rows in cuts)
+        held_out = (
+            collate([store.row("src", i) for i in rows], [store.row("tgt", i) for i in rows], tokenizers)
+            for rows in cuts
+        )
         bleu, sample = None, ""
         with torch.inference_mode():
             total, tokens = total_loss(model, held_out, tokenizers.tgt.pad, device, self.loss)
             if config.train.metric == "bleu" and math.isfinite(total):  # else there is nothing to search
-                sources = [store.src(i).tolist() for i in range(len(store))]
+                sources = [store.row("src", i).tolist() for i in range(len(store))]
                 greedy = SearchOptions(**vars(config.decode) | {"beam": 1})
                 found = search_all(model, sources, greedy, tokenizers, device=device, start=self.start)
                 texts = [one_line(tokenizers.tgt.decode(best[0].tokens)) for best in found]

@@ -149,7 +149,7 @@ class BlockBatches(UpdateStream):
         )
 
     def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
-        return block_batch(self.store.stream[micro[:, None] + np.arange(self.length + 1)])
+        return block_batch(self.store.ids["tgt"][micro[:, None] + np.arange(self.length + 1)])
 
 
 def _groups(starts: Indices, size: int) -> list[Indices]:
@@ -183,7 +183,7 @@ class MaskedBatches(PairUpdates):
 
     def batch(self, micro: Indices, seed: tuple[int, ...]) -> Batch:
         random = [np.random.default_rng((*seed, int(i), 5)) for i in micro]
-        rows = [self.store.tgt(i).astype(np.int64) for i in micro]
+        rows = [self.store.row("tgt", i).astype(np.int64) for i in micro]
         return mask_tokens(rows, self.tokenizers.tgt, self.masked, random)
 
 

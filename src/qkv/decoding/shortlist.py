@@ -78,7 +78,7 @@ class Shortlist:
     ) -> Shortlist:
         """From the training pairs, or as many of them as have `links` pairs of tokens, by IBM model 1."""
         src, tgt = tokenizers.src, tokenizers.tgt
-        counts = np.bincount(np.asarray(store.stream), minlength=tgt.size)
+        counts = np.bincount(np.asarray(store.ids["tgt"]), minlength=tgt.size)
         counts[: tgt.offset] = 0
         counts[tgt.eos] = counts.max() + 1
         often = np.argsort(-counts, kind="stable")[: min(frequent, int((counts > 0).sum()))]
@@ -99,7 +99,7 @@ Pair = tuple[NDArray[np.int64], NDArray[np.int64]]
 def _pairs(store: TokenStore, eos: int, links: int) -> Iterator[Pair]:
     """Training pairs in a random order that is always the same, until they have so many links; </s> ends a source."""
     for i in np.random.default_rng(0).permutation(len(store)).tolist():
-        source, target = np.append(store.src(i).astype(np.int64), eos), store.tgt(i).astype(np.int64)
+        source, target = np.append(store.row("src", i).astype(np.int64), eos), store.row("tgt", i).astype(np.int64)
         links -= len(source) * len(target)
         if links < 0:
             return

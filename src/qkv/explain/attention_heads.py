@@ -230,7 +230,7 @@ def first_rows(text: PreparedText, config: Config, rows: int, tokens: int) -> Ba
     store, tokenizers = text.valid, text.tokenizers
     if isinstance(config.model, DecoderOnlyConfig):
         length = min(config.data.max_length, tokens // 4)
-        return block_batch(text_blocks(np.asarray(store.stream[:tokens]), tokenizers.tgt, length)[:rows])
+        return block_batch(text_blocks(np.asarray(store.ids["tgt"][:tokens]), tokenizers.tgt, length)[:rows])
     masked = isinstance(config.model, EncoderOnlyConfig)
     sides = ("tgt",) if masked else ("src", "tgt")
     widths = np.max([np.asarray(store.lengths(side)[:rows]) + 1 for side in sides], axis=0)
@@ -238,7 +238,7 @@ def first_rows(text: PreparedText, config: Config, rows: int, tokens: int) -> Ba
     count = max(1, int((padded <= tokens).sum()))
     if masked:
         return masked_batch(text, config, np.arange(count))
-    return collate([store.src(i) for i in range(count)], [store.tgt(i) for i in range(count)], tokenizers)
+    return collate([store.row("src", i) for i in range(count)], [store.row("tgt", i) for i in range(count)], tokenizers)
 
 
 @torch.inference_mode()

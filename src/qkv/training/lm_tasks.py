@@ -53,7 +53,7 @@ class LanguageModelTask:
     def validate(self, model: Any, text: PreparedText, config: Config, device: torch.device) -> Validation:
         """Measure the loss on the held-out text, and let the model write some text."""
         tgt = text.tokenizers.tgt
-        held_out = running_text(np.asarray(text.valid.stream), config, tgt)
+        held_out = running_text(np.asarray(text.valid.ids["tgt"]), config, tgt)
         total, tokens = total_loss(model, held_out, tgt.pad, device, loss_in_parts)
         raw = text.valid_text[1].read_text(encoding="utf-8")
         context, forbidden = config.data.max_length, (tgt.pad, tgt.bos, tgt.eos)
@@ -92,7 +92,7 @@ class MaskedLanguageModelTask:
 def masked_batch(text: PreparedText, config: Config, indices: batches.Indices) -> Batch:
     """Return held-out lines with hidden tokens, which are the same at every call."""
     random = [np.random.default_rng((int(i), 5)) for i in indices]
-    rows = [text.valid.tgt(i).astype(np.int64) for i in indices]
+    rows = [text.valid.row("tgt", i).astype(np.int64) for i in indices]
     return mask_tokens(rows, text.tokenizers.tgt, _masked(config), random)
 
 
