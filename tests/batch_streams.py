@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from qkv.core.batches import (
@@ -15,16 +16,17 @@ from qkv.core.batches import (
 )
 from qkv.core.config import TokenizerConfig
 from qkv.core.dataset import Rows
-from qkv.core.tokenizer import TokenizerPair, learn_tokenizers
+from qkv.core.device import ALONE
+from qkv.core.tokenizer import TokenizerPair, learn_bpe, learn_tokenizers
 
+CPU = torch.device("cpu")
 WORDS = "the cat sleeps in a lovely garden under green trees while small birds sing about summer mornings".split()
 
 
 @cache
 def both() -> TokenizerPair:
-    return learn_tokenizers(
-        [[" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20], TokenizerConfig(vocab=320), ("de", "fr"), pairs=20
-    )
+    sides = [[" ".join(WORDS)] * 20, ["  ".join(reversed(WORDS))] * 20]
+    return learn_tokenizers(sides, TokenizerConfig(vocab=320), ("de", "fr"), pairs=20, learner=learn_bpe)
 
 
 @dataclass(eq=False)
@@ -65,7 +67,9 @@ def realistic(pairs: int, median: float, spread: float, seed: int = 0) -> tuple[
 
 def updates_of(kind: type[PairBatches] = PairBatches, **options: Any) -> PairBatches:
     store: Any = options.pop("store", None) or FakeStore()
-    return kind(store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, **options})
+    return kind(
+        store, both(), **{"tokens": 400, "micro_tokens": 200, "seed": 3, "world": ALONE, "device": CPU, **options}
+    )
 
 
 def plain(step: Update) -> Any:

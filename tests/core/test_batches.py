@@ -27,6 +27,7 @@ from qkv.core.batches import (
     visits,
 )
 from qkv.core.dataset import Rows
+from qkv.core.device import World
 from qkv.core.errors import UsageError
 
 lengths_of = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60)
@@ -284,7 +285,7 @@ def test_any_position_starts_the_tail_of_the_whole(start: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_together_load_the_batches_of_one(world: int) -> None:
     one = list(islice(updates_of().starting(Position(0, 0)), 12))
-    ranks = [list(islice(updates_of(rank=rank, world=world).starting(Position(0, 0)), 12)) for rank in range(world)]
+    ranks = [list(islice(updates_of(world=World(rank, world)).starting(Position(0, 0)), 12)) for rank in range(world)]
     for number, step in enumerate(one):
         shared = [mine[number] for mine in ranks]
         assert Counter(pairs_in(shared)) == Counter(pairs_in([step]))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from qkv.core import tokenizer as module
 from qkv.core.config import TokenizerConfig
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.tokenizer import Tokenizer, TokenizerPair, learn_tokenizers
+from qkv.core.tokenizer import Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
 from tokenizer_texts import AWKWARD, ENGLISH, GERMAN, TAGS, nfc
 
 
@@ -27,7 +27,7 @@ def learned(shared: bool = True) -> TokenizerPair:
 
 
 def learn(*sides: Iterable[str], vocab: int = 0, shared: bool = True, tags: Sequence[str] = TAGS) -> TokenizerPair:
-    return learn_tokenizers(sides, TokenizerConfig(vocab=vocab, shared=shared), tags, pairs=15)
+    return learn_tokenizers(sides, TokenizerConfig(vocab=vocab, shared=shared), tags, pairs=15, learner=learn_bpe)
 
 
 # ---- there and back --------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_default_sizes() -> None:
         return Tokenizer("char", [])
 
     for pairs in (1, 4_999, 5_000, 29_000, 149_999, 150_000, 999_999, 1_000_000, 10**9):
-        learn_tokenizers([["a"]], TokenizerConfig(), pairs=pairs, learner=learner)
+        learn_tokenizers([["a"]], TokenizerConfig(), (), pairs=pairs, learner=learner)
     assert sizes == [2_000, 2_000, 4_000, 8_000, 8_000, 16_000, 16_000, 32_000, 32_000]
 
 

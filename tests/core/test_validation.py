@@ -139,6 +139,6 @@ def test_updates_are_those_of_the_config(prepared: PreparedText) -> None:
     world = World(1, 2)
     updates: Any = TranslationTask().updates(prepared, config, CPU, world)
     assert isinstance(updates, PairBatches)
-    expected = {"tokens": 700, "micro_tokens": 300, "seed": 9, "rank": 1, "world": 2, "device": CPU}
+    expected = {"tokens": 700, "micro_tokens": 300, "seed": 9, "world": world, "device": CPU}
     assert update_options(config, CPU, world) == expected
     assert {name: getattr(updates, name) for name in expected} == expected

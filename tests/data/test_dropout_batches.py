@@ -19,6 +19,7 @@ from qkv.core.batches import (
     Position,
     Update,
 )
+from qkv.core.device import World
 from qkv.data.pair_updates import PairUpdates
 from qkv.options import Config
 
@@ -62,7 +63,7 @@ def test_any_position_starts_the_tail_of_the_whole(dropout: float, start: int) -
 def test_all_ranks_together_load_the_batches_of_one(world: int, dropout: float) -> None:
     one = list(islice(stream(dropout).starting(Position(0, 0)), 12))
     ranks = [
-        list(islice(stream(dropout, rank=rank, world=world).starting(Position(0, 0)), 12)) for rank in range(world)
+        list(islice(stream(dropout, world=World(rank, world)).starting(Position(0, 0)), 12)) for rank in range(world)
     ]
     for number, step in enumerate(one):
         shared = [mine[number] for mine in ranks]

@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import qkv
+from batch_streams import CPU
 from conftest import Call, sentences, tiny_config
 from qkv.api.completer import Continuation
 from qkv.assembly import build_model
 from qkv.core.batches import Position
 from qkv.core.dataset import PreparedText, TokenStore
+from qkv.core.device import ALONE, World
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.data.lm_data import BlockBatches, MaskedBatches, mask_tokens, text_blocks
@@ -176,7 +178,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
 def test_blocks_cover_the_text_once_and_are_cut_anew(length: int, rows: int, epoch: int, seed: int) -> None:
     text = running_text_store()
-    blocks = BlockBatches(text, length=length, tokens=rows * length, seed=seed)
+    blocks = BlockBatches(text, length=length, tokens=rows * length, seed=seed, world=ALONE, device=CPU)
     plan = blocks.plan(epoch)
     starts = np.concatenate([micro for update in plan for micro in update])
     covered = np.sort(starts)[:, None] + np.arange(length)
@@ -205,8 +207,9 @@ def _share_the_store(store: TokenStore) -> None:
 
 
 def test_blocks_split_among_micro_batches_and_ranks(store: TokenStore) -> None:
-    whole = BlockBatches(store, length=8, tokens=80, seed=1)
-    parts = [BlockBatches(store, length=8, tokens=80, micro_tokens=24, seed=1, rank=r, world=2) for r in range(2)]
+    options: dict[str, Any] = {"length": 8, "tokens": 80, "seed": 1, "device": CPU}
+    whole = BlockBatches(store, world=ALONE, **options)
+    parts = [BlockBatches(store, micro_tokens=24, world=World(rank, 2), **options) for rank in range(2)]
     for (first, second), step in zip(
         zip(*(part.starting(Position(0, 0)) for part in parts), strict=False),
         islice(whole.starting(Position(0, 0)), 5),
@@ -219,7 +222,7 @@ def test_blocks_split_among_micro_batches_and_ranks(store: TokenStore) -> None:
 
 def test_a_text_shorter_than_the_context_is_refused(store: TokenStore) -> None:
     with pytest.raises(UsageError, match=r"holds no block of data\.max_length"):
-        BlockBatches(store, length=len(store.ids["tgt"]), tokens=10**6)
+        BlockBatches(store, length=len(store.ids["tgt"]), tokens=10**6, seed=1, world=ALONE, device=CPU)
 
 
 @given(st.lists(st.integers(3, 90), min_size=1, max_size=50), st.integers(1, 20))
@@ -667,7 +670,9 @@ def test_sentences_are_read_by_themselves(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
     spec = DataConfig(train=(CorpusConfig(text=str(tmp_path / "text.txt")),))
     prepared = prepare_text(spec, TokenizerConfig(kind="char"), tmp_path / "store")
-    updates = MaskedBatches(prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1)
+    updates = MaskedBatches(
+        prepared.train, prepared.tokenizers, masked=0.2, tokens=512, seed=1, world=ALONE, device=CPU
+    )
     once, again = (islice(updates.starting(Position(0, 0)), 3) for _ in range(2))
     for a, b in zip(once, again, strict=True):
         for x, y in zip(a.micro_batches, b.micro_batches, strict=True):

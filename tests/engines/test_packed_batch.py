@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batch_streams import FakeStore, both, pairs_in, updates_of
+from batch_streams import CPU, FakeStore, both, pairs_in, updates_of
 from qkv.core.batches import (
     Position,
 )
+from qkv.core.device import ALONE, World
 from qkv.engines.cuda_training.packed_batch import PackedPairs, PackedUpdate
 
 
@@ -24,7 +25,7 @@ def test_packed_batches_hold_every_row_once(world: int) -> None:
     packed: list[list[PackedUpdate]] = []
     for rank in range(world):
         stream = PackedPairs(
-            store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, rank=rank, world=world
+            store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, world=World(rank, world), device=CPU
         )
         packed.append(list(islice(stream.starting(Position(0, 0)), 12)))  # type: ignore[arg-type]
     for number, update in enumerate(plainly):
@@ -39,7 +40,9 @@ def test_packed_batches_hold_every_row_once(world: int) -> None:
 def test_packed_batches_are_as_full_as_their_budget() -> None:
     """Parts start at the beginning of the update and have about equal sizes; no row is longer than a budget."""
     store: Any = FakeStore()
-    stream = PackedPairs(store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3)
+    stream = PackedPairs(
+        store, both(), packed_tokens=64, tokens=2000, micro_tokens=200, seed=3, world=ALONE, device=CPU
+    )
     rows = np.concatenate(stream.plan(0)[0])
     parts = stream._parts(rows)
     assert np.concatenate(parts).tolist() == rows.tolist()

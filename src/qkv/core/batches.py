@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkv.core.dataset import Rows, TokenStore
+from qkv.core.device import World
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 
@@ -28,7 +29,6 @@ PlannedUpdate = list[Indices]  # the micro-batches of one optimizer step
 Seed = tuple[int, ...]
 
 PLANS_CACHED = 2
-CPU = torch.device("cpu")
 
 
 # ---- the plan of an epoch --------------------------------------------------------------------------------------------
@@ -197,18 +197,10 @@ class UpdateStream(ABC):
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        *,
-        tokens: int,
-        micro_tokens: int = 0,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        device: torch.device = CPU,
+        self, store: TokenStore, *, tokens: int, micro_tokens: int = 0, seed: int, world: World, device: torch.device
     ) -> None:
         self.store, self.tokens, self.micro_tokens = store, tokens, micro_tokens or tokens
-        self.seed, self.rank, self.world, self.device = seed, rank, world, device
+        self.seed, self.world, self.device = seed, world, device
         self.plan_key: tuple[Any, ...] = (type(self).__name__,)  # with all else that a plan depends on
         self.wrap: Callable[[Updates], Updates] = lambda updates: updates  # `assembly.prefetch` reads ahead
 
@@ -244,7 +236,9 @@ class UpdateStream(ABC):
             plan = self.plan(epoch)
             for number in range(first, len(plan)):
                 after = Position(epoch, number + 1) if number + 1 < len(plan) else Position(epoch + 1, 0)
-                yield self.make(share(plan[number], self.rank, self.world), (self.seed, epoch, number), after)
+                yield self.make(
+                    share(plan[number], self.world.rank, self.world.size), (self.seed, epoch, number), after
+                )
             epoch, first = epoch + 1, 0
 
     def make(self, planned: PlannedUpdate, seed: Seed, after: Position) -> Update:

@@ -205,12 +205,7 @@ def learn_bpe(lines: Iterable[str], size: int, tags: Sequence[str]) -> Tokenizer
 
 
 def learn_tokenizers(
-    sides: Sequence[Iterable[str]],
-    options: TokenizerConfig,
-    tags: Sequence[str] = (),
-    *,
-    pairs: int,
-    learner: Learner = learn_bpe,
+    sides: Sequence[Iterable[str]], options: TokenizerConfig, tags: Sequence[str], *, pairs: int, learner: Learner
 ) -> TokenizerPair:
     """Learn one vocabulary for all sides, or one for each, from the lines of a sample of a corpus of so many pairs."""
     base = len(SPECIALS) + len(tags) + len(PRINTABLE)

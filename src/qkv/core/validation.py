@@ -116,12 +116,10 @@ class TranslationTask:
 def update_options(config: Config, device: torch.device, world: World) -> dict[str, Any]:
     """Return the arguments that all streams of updates have in common."""
     size = {"tokens": config.train.tokens_per_step, "micro_tokens": config.train.micro_tokens}
-    return {**size, "seed": config.train.seed, "rank": world.rank, "world": world.size, "device": device}
+    return {**size, "seed": config.train.seed, "world": world, "device": device}
 
 
-def total_loss(
-    model: Model, batches: Iterable[Batch], pad: int, device: torch.device, loss: Loss = label_smoothed_loss
-) -> tuple[float, int]:
+def total_loss(model: Model, batches: Iterable[Batch], pad: int, device: torch.device, loss: Loss) -> tuple[float, int]:
     """Return −log p summed over all labels, and the number of labels."""
     objective, total, tokens = SmoothedObjective(0.0, pad, loss), 0.0, 0
     for batch in batches:

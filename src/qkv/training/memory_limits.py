@@ -77,7 +77,7 @@ def largest_batch(updates: UpdateStream) -> Batch:
         return len(micro) * width, width
 
     micro = max((micro for update in updates.plan(0) for micro in update), key=padded)
-    share = micro[updates.rank :: updates.world]
+    share = micro[updates.world.rank :: updates.world.size]
     return updates.batch(share if len(share) else micro[:1], (0, 0, 0))
 
 

@@ -188,7 +188,7 @@ class PackedPairs(PairUpdates):
         """Return the maximum rows of each tile in this rank's share of an update, with rows of padding."""
         most = np.zeros(len(TILES), np.int64)
         for update in self.plan(epoch):
-            rows = np.concatenate([np.empty(0, np.int64), *share(update, self.rank, self.world)])
+            rows = np.concatenate([np.empty(0, np.int64), *share(update, self.world.rank, self.world.size)])
             widths = np.maximum(self.src_widths[rows], self.tgt_widths[rows])
             tiles = np.searchsorted(TILES, widths[widths <= LONGEST])
             most = np.maximum(most, np.bincount(tiles, minlength=len(TILES)))
