@@ -183,17 +183,18 @@ def test_the_same_again_is_the_same(recipe: Path, unbroken: dict[str, Any], tmp_
 
 
 # `sync` flushes every file, and after its renaming the folder. A kill in the first call truncates a file. In order:
-# the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation the weights of
-# the step, the best ones, the scores, and a state of weights, optimiser, EMA and progress: two each, and one more for
-# the state as a whole.
+# the folder of the store, the run's tokenizers, config and run.json (1 to 7), then at each validation a state of
+# weights, optimiser, EMA and progress (two each, and one more for the state as a whole), the weights of the step, the
+# best ones, the scores, and the progress after the validation.
 MOMENTS = {
-    "half of the first weights": 8,
-    "best without scores": 11,
-    "half of a state's weights": 14,
-    "half of an optimiser": 16,
-    "a state but for its name": 21,
-    "two whole states": 37,
-    "somewhere": random.Random(7).randrange(38, 67),
+    "half of a state's weights": 8,
+    "half of an optimiser": 10,
+    "a state but for its name": 15,
+    "half of the first weights": 17,
+    "best without scores": 20,
+    "scores without progress": 23,
+    "two whole states": 33,
+    "somewhere": random.Random(7).randrange(34, 70),
 }
 
 
@@ -389,13 +390,13 @@ def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> Non
 
 
 def test_weights_of_steps_that_did_not_last_are_forgotten(stop: Stop, recipe: Path, tmp_path: Path) -> None:
-    """Killed with the weights of a step but not its state, and continued with other steps in view."""
+    """Killed with the weights of a step that is not validated, and continued with validations at other steps."""
     run = tmp_path / "run"
-    stop(["train", recipe, "--run", run], "sync", 25, signal.SIGKILL)
+    stop(["train", recipe, "--run", run], "sync", 36, signal.SIGKILL)
     assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", f"step-{2 * EVERY:07d}"]
-    qkv.train(run=run, resume=True, settings=["train.validate_every=3", "train.steps=6"])
-    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", "step-0000006"]
-    assert Run(run).scores["average"]["of"] == [f"step-{EVERY:07d}", "step-0000006"]
+    qkv.train(run=run, resume=True, settings=["train.validate_every=3", "train.steps=9"])
+    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", "step-0000009"]
+    assert Run(run).scores["average"]["of"] == [f"step-{EVERY:07d}", "step-0000009"]
 
 
 def test_fewer_steps_than_are_done_end_it_well(stop: Stop, recipe: Path, tmp_path: Path) -> None:
