@@ -91,7 +91,9 @@ def trainer_for(
     return Trainer(config, text, step, task, updates, schedule)
 
 
-def train(config: Config, folder: Path, sinks: Sequence[LogSink] = (), **parts: Any) -> Run:
+def train(
+    config: Config, folder: Path, sinks: Sequence[LogSink] = (), signals: Sequence[int] = (), **parts: Any
+) -> Run:
     """Train in a run folder with the core alone, or go on with the training there."""
     text = prepare_text(config.data, folder / "store", learn=True, tokenizer=config.tokenizer)
     run = Run(folder)
@@ -99,7 +101,7 @@ def train(config: Config, folder: Path, sinks: Sequence[LogSink] = (), **parts: 
         run.write_config(config)
     else:
         run = Run.create(folder, config, text.tokenizers)
-    trainer_for(config, text, **parts).fit(run, sinks)
+    trainer_for(config, text, **parts).fit(run, sinks, signals)
     return Run.open(folder)
 
 

@@ -101,7 +101,7 @@ def _plain_model(config: ModelConfig, src_vocab: int, tgt_vocab: int) -> Model:
 def layers_for(config: AttentionModelConfig) -> Layers:
     """Return the constructors of the layers: the paper's, unless an option selects variants."""
     added = [spec for spec in dataclasses.fields(config) if spec.name not in Layers.implemented]
-    if config.positions in ("sinusoidal", "learned") and all(getattr(config, s.name) == s.default for s in added):
+    if config.positions == "sinusoidal" and all(getattr(config, s.name) == s.default for s in added):
         return Layers(config)
     from qkv.models.variants import VariantLayers
 

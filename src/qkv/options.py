@@ -16,7 +16,7 @@ from typing import Any, Self
 from qkv.core import config
 from qkv.core.config import DecodeConfig as DecodeConfig  # public here, beside the rings' own
 from qkv.core.config import ModelConfig as ModelConfig
-from qkv.core.config import check_positions, option
+from qkv.core.config import option
 from qkv.core.errors import UsageError
 
 
@@ -52,6 +52,15 @@ class TokenizerConfig(config.TokenizerConfig):
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
+def check_learned_positions(model: Any, longest: int) -> None:
+    """Refuse a table of learned positions that is too short."""
+    if model.positions == "learned" and model.max_positions < longest:
+        raise UsageError(
+            f"model.max_positions = {model.max_positions}: data.max_length + decode.extra_length need {longest} "
+            f"learned positions: raise the first or lower one of these"
+        )
+
+
 @dataclass(frozen=True)
 class AttentionModelConfig(config.AttentionModelConfig):
     """Options of all stacks of attention layers: the paper's, and variants of its parts."""
@@ -68,6 +77,7 @@ class AttentionModelConfig(config.AttentionModelConfig):
         "relu", "activation of the feed-forward layers; swiglu has a gate", choices=("relu", "gelu", "swiglu")
     )
     positions: str = option("sinusoidal", "position encoding", choices=("sinusoidal", "learned", "rotary", "none"))
+    max_positions: int = option(1024, "number of learned positions", low=1)
     bias: bool = option(False, "bias in the attention projections (the paper has none)")
     attention_dropout: float = option(0.0, "dropout on attention weights", low=0.0, high=0.99)
     activation_dropout: float = option(0.0, "dropout inside the feed-forward layers", low=0.0, high=0.99)
@@ -77,6 +87,7 @@ class AttentionModelConfig(config.AttentionModelConfig):
 
     def check(self, longest: int) -> None:
         super().check(longest)
+        check_learned_positions(self, longest)
         if self.positions == "rotary" and self.key_width % 2:
             raise UsageError(f"model.d_k = {self.key_width}: rotary positions rotate pairs and need an even width")
         if self.positions == "rotary" and self.attention == "additive":
@@ -158,7 +169,9 @@ class ConvS2SConfig(ModelConfig):
     def check(self, longest: int) -> None:
         if self.kernel % 2 == 0:
             raise UsageError(f"model.kernel = {self.kernel}: a kernel is centred on a position, so it must be odd")
-        check_positions(self.positions, self.d_model, self.max_positions, longest)
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise UsageError(f"model.d_model = {self.d_model}: sinusoidal positions need an even width")
+        check_learned_positions(self, longest)
 
 
 TranslationConfig = TransformerConfig | RnnConfig | ConvS2SConfig  # models of a target given a source

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from qkv.core import config as module
 from qkv.core.config import (
-    AttentionModelConfig,
     Config,
     CorpusConfig,
     DataConfig,
@@ -32,7 +31,7 @@ DEFAULTS = {
         dedupe=True on_bad='error' seed=1""",
     "tokenizer": "vocab=0 shared=True sample=200000",
     "model": """kind='transformer' d_model=512 dropout=0.1 d_ff=2048 heads=8 d_k=0 d_v=0 positions='sinusoidal'
-        max_positions=1024 encoder_layers=6 decoder_layers=6 tie='all'""",
+        encoder_layers=6 decoder_layers=6 tie='all'""",
     "train": """steps=100000 epochs=0.0 tokens_per_step=25000 micro_tokens=0 beta1=0.9 beta2=0.98 eps=1e-09
         schedule='paper' learning_rate=1.0 warmup=4000 clip=0.0 label_smoothing=0.1 average=5 precision='auto'
         device='auto' validate_every=1000 metric='bleu' patience=0 log_every=50 seed=1""",
@@ -43,7 +42,7 @@ BOUNDS = {
     "data.valid_size": (0, None), "data.max_length": (1, None), "data.max_ratio": (0.0, None), "data.seed": (0, 10**9),
     "tokenizer.vocab": (0, None), "tokenizer.sample": (1, None),
     "model.d_model": (1, None), "model.dropout": (0.0, 0.99), "model.d_ff": (1, None), "model.heads": (1, None),
-    "model.d_k": (0, None), "model.d_v": (0, None), "model.max_positions": (1, None),
+    "model.d_k": (0, None), "model.d_v": (0, None),
     "model.encoder_layers": (1, None), "model.decoder_layers": (1, None),
     "train.steps": (1, None), "train.epochs": (0.0, None), "train.tokens_per_step": (1, None),
     "train.micro_tokens": (0, None), "train.beta1": (0.0, 1.0), "train.beta2": (0.0, 1.0), "train.eps": (0.0, None),
@@ -180,10 +179,6 @@ def test_values_that_are_built_already_are_taken_as_they_are() -> None:
         ({"model": {"d_model": 9, "heads": 3}}, "model.d_model = 9: sinusoidal positions need an even width"),
         ({"tokenizer": {"shared": False}}, 'model.tie = "all" needs tokenizer.shared = true: set model.tie = "output"'),
         ({"train": {"seed": 10**10}}, "train.seed = 10000000000: must be at most 1e+09"),
-        (
-            {"model": {"positions": "learned", "max_positions": 307}},
-            "model.max_positions = 307: data.max_length + decode.extra_length need 308 learned positions: raise the",
-        ),
         ({"train": {"micro_tokens": 30_000}}, "train.micro_tokens = 30000 is more than train.tokens_per_step = 25000"),
         (
             {"train": {"tokens_per_step": 256}},
@@ -211,8 +206,7 @@ def test_values_at_the_limit_are_allowed() -> None:
     assert replaced(train={"micro_tokens": 25_000}).train.micro_tokens == 25_000
     assert replaced(train={"tokens_per_step": 257}).train.tokens_per_step == 257
     assert replaced(train={"micro_tokens": 257}).train.micro_tokens == 257
-    assert replaced(model={"positions": "learned", "max_positions": 308}).longest() == 308
-    assert replaced(model={"positions": "learned", "d_model": 9, "heads": 3}).model.d_model == 9
+    assert replaced(data={"max_length": 256}).longest() == 308
     assert replaced(tokenizer={"shared": False}, model={"tie": "none"}).model.d_model == 512
     assert replaced(train={"beta1": 0.0, "label_smoothing": 1, "seed": 10**9}).train.label_smoothing == 1.0
     assert replaced(model={"dropout": 0.99}).model.dropout == 0.99
@@ -236,7 +230,6 @@ def test_widths_of_heads_follow_the_model_unless_they_are_given() -> None:
     assert (model.key_width, model.value_width) == (5, 6)
     model.check(10**6)
     ModelConfig().check(10**6)
-    AttentionModelConfig(positions="learned", max_positions=20).check(20)
 
 
 @pytest.mark.parametrize(

@@ -277,14 +277,14 @@ def test_a_validation_logs_tokens_and_seconds_so_far(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int | None
 ) -> None:
     """By a clock on which a step takes one second, a validation 100 and to save 1000; stopped in between or not."""
-    now, read = [0.0], [0]
+    now, read, signals = [0.0], [0], list[int]()
     start, saved = Trainer.start, trainer_module.save_state
 
     def step(self: Trainer, update: Update) -> None:
         now[0] += 1
         read.append(read[-1] + update.tokens)
         if self.progress.step + 1 == stopped:
-            signal.raise_signal(signal.SIGINT)
+            signals.append(signal.SIGINT)
         start(self, update)
 
     def save(*arguments: Any) -> None:
@@ -302,7 +302,7 @@ def test_a_validation_logs_tokens_and_seconds_so_far(
     spec, run = settings(small, steps=7, log_every=3, validate_every=5), tmp_path / "run"
     if stopped:
         with pytest.raises(Interrupted):
-            train(spec, run)
+            train(spec, run, signals=signals)
         train(spec, run)
     else:
         train(spec, run)
@@ -392,17 +392,17 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
 ) -> None:
     """The second process restores weights, moments, position, plan and log, and then says what it did."""
     whole = train(settings(small, steps=9, validate_every=4), tmp_path / "whole")
-    start = Trainer.start
+    start, signals = Trainer.start, list[int]()
 
     def stopped(self: Trainer, update: Update) -> None:
         if self.progress.step == 5:
-            signal.raise_signal(signal.SIGTERM)
+            signals.append(signal.SIGTERM)
         start(self, update)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "start", stopped)
         with pytest.raises(Interrupted, match=r"stopped at step 6 and saved: go on with `qkv train --resume") as caught:
-            train(settings(small, steps=9, validate_every=4), tmp_path / "parts")
+            train(settings(small, steps=9, validate_every=4), tmp_path / "parts", signals=signals)
     assert caught.value.exit_code == 128 + signal.SIGTERM
     messages = Messages()
     parts = train(settings(small, steps=9, validate_every=4), tmp_path / "parts", [messages])

@@ -18,8 +18,6 @@ from qkv.core.transformer import (
     Embedding,
     FeedForward,
     Layers,
-    LearnedPositions,
-    Positions,
     Residual,
     SinusoidalPositions,
     Transformer,
@@ -62,17 +60,8 @@ def test_a_table_of_sinusoids_grows_and_works_in_training_afterwards() -> None:
     assert not list(positions.state_dict())  # it is computed, not stored
 
 
-def test_learned_positions_begin_as_small_as_embeddings_and_end() -> None:
-    torch.manual_seed(0)
-    positions = LearnedPositions(64, 500)
-    assert float(positions.table.detach().std()) == pytest.approx(64**-0.5, rel=0.02)
-    assert torch.equal(positions(498, 2), positions.table[498:])
-    with pytest.raises(UsageError, match=r"a sequence of 501 tokens, but model\.max_positions = 500"):
-        positions(499, 2)
-
-
-@pytest.mark.parametrize("positions", [SinusoidalPositions(6, 20), LearnedPositions(6, 20)], ids=type)
-def test_embeddings_are_scaled_and_placed_whatever_form_the_position_has(positions: Positions) -> None:
+def test_embeddings_are_scaled_and_placed_whatever_form_the_position_has() -> None:
+    positions = SinusoidalPositions(6, 20)
     module, table = Embedding(11, 6, positions, dropout=0.0), array(positions.table)
     ids = torch.tensor([[3, 0, 10], [5, 5, 5]])
     words = array(module.tokens.weight)[ids.numpy()] * math.sqrt(6)

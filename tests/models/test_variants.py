@@ -14,7 +14,15 @@ from qkv.assembly import build_model
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.transformer import SinusoidalPositions, sinusoids
-from qkv.models.variants import VariantAttention, VariantFeedForward, VariantLayers, attention_scores, rotary_of, rotate
+from qkv.models.variants import (
+    LearnedPositions,
+    VariantAttention,
+    VariantFeedForward,
+    VariantLayers,
+    attention_scores,
+    rotary_of,
+    rotate,
+)
 from qkv.options import TransformerConfig
 
 sizes = st.integers(1, 5)
@@ -89,6 +97,15 @@ def test_rotary_scores_depend_on_distance_alone(i: int, j: int, shift: int, seed
         )
 
     assert score(i + shift, j + shift) == pytest.approx(score(i, j), abs=2e-4)
+
+
+def test_learned_positions_begin_as_small_as_embeddings_and_end() -> None:
+    torch.manual_seed(0)
+    positions = LearnedPositions(64, 500)
+    assert float(positions.table.detach().std()) == pytest.approx(64**-0.5, rel=0.02)
+    assert torch.equal(positions(498, 2), positions.table[498:])
+    with pytest.raises(UsageError, match=r"a sequence of 501 tokens, but model\.max_positions = 500"):
+        positions(499, 2)
 
 
 def test_rotary_goes_past_the_training_length_and_learned_does_not() -> None:

@@ -24,13 +24,12 @@ from qkv.core.errors import UsageError
 from qkv.core.transformer import (
     Embedding,
     FeedForward,
-    LearnedPositions,
     Residual,
     SinusoidalPositions,
     Transformer,
     sinusoids,
 )
-from qkv.models.variants import PreNormResidual, VariantFeedForward, record_attention
+from qkv.models.variants import LearnedPositions, PreNormResidual, VariantFeedForward, record_attention
 from qkv.options import TrainConfig, TransformerConfig
 from qkv.training.regularization import Ema
 from qkv.training.unpadded import ShortDropout

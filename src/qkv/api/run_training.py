@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,30 @@ def fit(run: Run, text: PreparedText, world: World = ALONE) -> bool:
             sinks.append(held.enter_context(closing(TrainingBar())))
             if run.config.train.tensorboard:
                 sinks.append(held.enter_context(closing(TensorBoardLog(run.path / "tensorboard"))))
-        return trainer.fit(run, sinks)
+        return trainer.fit(run, sinks, held.enter_context(stop_signals(impatient=world.size == 1)))
+
+
+@contextmanager
+def stop_signals(impatient: bool = True) -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of dying; if impatient, a second one stops at once.
+
+    torchrun passes on signals that every process may have received already, and limits the time itself.
+    """
+    received: list[int] = []
+
+    def remember(number: int, _frame: object) -> None:
+        if received and impatient:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()  # Python refuses handlers in other threads
+    before = {number: signal.signal(number, remember) for number in numbers if in_main}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start_as_given(run: Run, trainer: Trainer) -> None:

@@ -88,8 +88,7 @@ class AttentionModelConfig(ModelConfig):
     heads: int = option(8, "attention heads", low=1)
     d_k: int = option(0, "width of a query or key in one head; 0: d_model / heads", low=0)
     d_v: int = option(0, "width of a value in one head; 0: d_model / heads", low=0)
-    positions: str = option("sinusoidal", "position encoding", choices=("sinusoidal", "learned"))
-    max_positions: int = option(1024, "number of learned positions", low=1)
+    positions: str = option("sinusoidal", "position encoding", choices=("sinusoidal",))
 
     @property
     def key_width(self) -> int:
@@ -105,18 +104,8 @@ class AttentionModelConfig(ModelConfig):
                 f"model.heads = {self.heads} does not divide model.d_model = {self.d_model}: "
                 f"choose heads that divide it, or set model.d_k and model.d_v"
             )
-        check_positions(self.positions, self.d_model, self.max_positions, longest)
-
-
-def check_positions(positions: str, d_model: int, max_positions: int, longest: int) -> None:
-    """Refuse sinusoids of an odd width and a table of learned positions that is too short."""
-    if positions == "sinusoidal" and d_model % 2:
-        raise UsageError(f"model.d_model = {d_model}: sinusoidal positions need an even width")
-    if positions == "learned" and max_positions < longest:
-        raise UsageError(
-            f"model.max_positions = {max_positions}: data.max_length + decode.extra_length need {longest} "
-            f"learned positions: raise the first or lower one of these"
-        )
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise UsageError(f"model.d_model = {self.d_model}: sinusoidal positions need an even width")
 
 
 TIE = "which of the embeddings and the output projection share one matrix"

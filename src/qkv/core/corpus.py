@@ -93,10 +93,8 @@ class TextBlock:
         with open(corpus.paths[file], "rb") as stream:
             stream.seek(start)
             data = stream.read(stop - start)
-        if len(data) < stop - start:
-            raise QkvError(f"{corpus.names[file]}: the file changed while it was being read: start again")
-        data = data.removesuffix(b"\n")
-        if data.count(b"\n") != self.count - 1:
+        whole, data = len(data) == stop - start, data.removesuffix(b"\n")
+        if not whole or data.count(b"\n") != self.count - 1:
             raise QkvError(f"{corpus.names[file]}: the file changed while it was being read: start again")
         try:
             return [line.removesuffix("\r") for line in data.decode().split("\n")]
@@ -165,11 +163,6 @@ def split_into_blocks(corpus: Corpus) -> list[TextBlock]:
     if not blocks:
         raise QkvError(f"{corpus}: the file is empty")
     return blocks
-
-
-def one_line(text: str) -> str:
-    """Return a text with spaces for its line breaks, so that it is one line of a file."""
-    return text.replace("\n", " ").replace("\r", " ")
 
 
 def decode_line(line: bytes, where: str, on_bad: str) -> str | None:

@@ -23,20 +23,11 @@ from numpy.typing import NDArray
 
 from qkv.core import dataset
 from qkv.core.config import DataConfig, TokenizerConfig
-from qkv.core.corpus import (
-    Corpus,
-    LineFormat,
-    ParallelMap,
-    Progress,
-    TextBlock,
-    file_state,
-    one_line,
-    split_into_blocks,
-)
+from qkv.core.corpus import Corpus, LineFormat, ParallelMap, Progress, TextBlock, file_state, split_into_blocks
 from qkv.core.dataset import PreparedText, StoreFolder
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.files import content_hash
-from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers
+from qkv.core.tokenizer import Learner, Tokenizer, TokenizerPair, learn_bpe, learn_tokenizers, one_line
 
 Hashes = NDArray[np.uint64]
 Dispositions = NDArray[np.uint8]

@@ -59,6 +59,11 @@ def pre_tokenizer(pattern: str = PIECES) -> tokenizers.pre_tokenizers.PreTokeniz
     return tokenizers.pre_tokenizers.Sequence([split, spelled])
 
 
+def one_line(text: str) -> str:
+    """Return a text with spaces for its line breaks, so that it is one line of a file."""
+    return text.replace("\n", " ").replace("\r", " ")
+
+
 class Tokenizer:
     """One side's vocabulary and the rule that splits text into its tokens.
 
@@ -87,6 +92,7 @@ class Tokenizer:
         self.index = {piece: number for number, piece in enumerate(spelled)}
         if len(self.index) != len(spelled):
             raise ValueError("a piece occurs twice")
+        self.bytes_of = self._bytes.__getitem__  # of one token; special tokens have none
         self.size = len(self._bytes)
         self.max_token_bytes = max(map(len, self._bytes))
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.size <= 1 << 16 else "<u4")
@@ -112,11 +118,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, without special tokens and tags; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self._bytes.__getitem__, ids)).removeprefix(b" ").decode("utf-8", "replace")
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of one token; special tokens have none."""
-        return self._bytes[token]
+        return b"".join(map(self.bytes_of, ids)).removeprefix(b" ").decode("utf-8", "replace")
 
     def tag(self, name: str) -> int:
         if name not in self.tags:

@@ -23,7 +23,7 @@ from qkv.core.checkpoint import Progress, average_checkpoints, clear_away, lates
 from qkv.core.config import Config, TrainConfig
 from qkv.core.dataset import PreparedText
 from qkv.core.device import ALONE, World, choose_precision
-from qkv.core.errors import Interrupted, QkvError, stop_signals
+from qkv.core.errors import Interrupted, QkvError
 from qkv.core.optimizer import Plan, Schedule
 from qkv.core.run import JsonlLog, LogSink, Run, load_weights
 from qkv.core.transformer import Model
@@ -222,10 +222,10 @@ class Trainer:
         self.settle()
         return self.outcome
 
-    def fit(self, run: Run, sinks: Sequence[LogSink] = ()) -> bool:
+    def fit(self, run: Run, sinks: Sequence[LogSink] = (), signals: Sequence[int] = ()) -> bool:
         """Train from the newest state in the run folder until the schedule ends; False if it has ended before.
 
-        All ranks stop at the same step if one of them receives a signal.
+        All ranks save and stop at the same step once `signals` holds one on any of them.
         """
         world, options = self.world, self.config.train
         self.sinks = [JsonlLog(run.log), *sinks] if world.first else []
@@ -240,16 +240,13 @@ class Trainer:
         if world.first:
             clear_away(run, progress)
         self.log("start", last_step=self.plan().last_step, validated=progress.validated)
-        with (
-            stop_signals(impatient=world.size == 1) as received,
-            closing(self.updates.starting(progress.position)) as updates,
-        ):
+        with closing(self.updates.starting(progress.position)) as updates:
             self.say(self.updates.describe(progress.epoch))
             if state:
                 self.say(f"going on from step {progress.step:,}")
             self.counted_until, logged, stalled = time.perf_counter(), replace(progress), 0.0
             while True:
-                stop = world.largest(received[0] if received else 0)
+                stop = world.largest(signals[0] if signals else 0)
                 due = progress.step % options.validate_every == 0 or self.done()
                 if stop or due:
                     self.settle()

@@ -61,21 +61,6 @@ class SinusoidalPositions(Positions):
             self.table = larger
 
 
-class LearnedPositions(Positions):
-    """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
-
-    def __init__(self, d_model: int, length: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
-
-    def reach(self, length: int) -> None:
-        if length > len(self.table):
-            raise UsageError(
-                f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
-                f"learned positions end there; split the text, or train with more or with sinusoidal positions"
-            )
-
-
 class Embedding(nn.Module):
     """Token embedding × √d_model, plus positions, then dropout (sections 3.4, 3.5 and 5.4)."""
 
@@ -141,12 +126,9 @@ class Layers:
         return Embedding(vocab, self.config.d_model, self.positions(), self.config.dropout)
 
     def positions(self) -> Positions | None:
-        match self.config.positions:
-            case "sinusoidal":
-                return SinusoidalPositions(self.config.d_model)
-            case "learned":
-                return LearnedPositions(self.config.d_model, self.config.max_positions)
-        raise UsageError(f"model.positions = {self.config.positions}: not an option of the paper's layers")
+        if self.config.positions != "sinusoidal":
+            raise UsageError(f"model.positions = {self.config.positions}: not an option of the paper's layers")
+        return SinusoidalPositions(self.config.d_model)
 
     def attention(self, name: str, *, cross: bool) -> MultiHeadAttention:
         c = self.config

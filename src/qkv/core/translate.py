@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from qkv.core.batches import cut, pad
-from qkv.core.corpus import one_line
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, search, start_search
-from qkv.core.tokenizer import TokenizerPair
+from qkv.core.tokenizer import TokenizerPair, one_line
 from qkv.core.transformer import StepModel
 
 Join = Callable[[list[str]], str]  # translations of the pieces of a line → translation of the line

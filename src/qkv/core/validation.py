@@ -14,12 +14,12 @@ import torch
 
 from qkv.core.batches import Batch, PairBatches, UpdateStream, collate, cut
 from qkv.core.config import Config
-from qkv.core.corpus import one_line
 from qkv.core.dataset import PreparedText
 from qkv.core.device import World
 from qkv.core.errors import QkvError
 from qkv.core.loss import Loss, SmoothedObjective, label_smoothed_loss
 from qkv.core.search import SearchOptions, StartSearch, start_search
+from qkv.core.tokenizer import one_line
 from qkv.core.transformer import Model
 from qkv.core.translate import search_all
 

@@ -16,7 +16,7 @@ from qkv.core import files
 from qkv.core.attention import MultiHeadAttention
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import SPECIALS, TokenizerPair
-from qkv.core.transformer import LearnedPositions, Transformer, TransformerLayer, sinusoids
+from qkv.core.transformer import Transformer, TransformerLayer, sinusoids
 from qkv.data.subwords import unique_names
 from qkv.interop import (
     LinearWeights,
@@ -27,6 +27,7 @@ from qkv.interop import (
     max_output_length,
 )
 from qkv.interop.huggingface import library_tokenizer
+from qkv.models.variants import LearnedPositions
 from qkv.options import Config, TransformerConfig
 
 POSITIONS = 4096  # rows of sinusoids written to the file: CTranslate2's default formula differs

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import attend, kept_sentences, padding_mask
-from qkv.core.transformer import Embedding, LearnedPositions, Positions, SinusoidalPositions, TranslationModel
-from qkv.models.variants import ScoredAttention
+from qkv.core.transformer import Embedding, Positions, SinusoidalPositions, TranslationModel
+from qkv.models.variants import LearnedPositions, ScoredAttention
 from qkv.options import ConvS2SConfig
 
 REACH = 1024  # largest span of the dilations of a deep stack; then they start at 1 again

@@ -28,6 +28,7 @@ from qkv.core.attention import (
     causal_mask,
     padding_mask,
 )
+from qkv.core.errors import UsageError
 from qkv.core.transformer import (
     Embedding,
     Layers,
@@ -57,6 +58,8 @@ class VariantLayers(Layers):
         return super().embedding(vocab)
 
     def positions(self) -> Positions | None:
+        if self.config.positions == "learned":
+            return LearnedPositions(self.config.d_model, self.config.max_positions)
         return None if self.config.positions in ("rotary", "none") else super().positions()
 
     def attention(self, name: str, *, cross: bool) -> MultiHeadAttention:
@@ -97,6 +100,21 @@ class VariantLayers(Layers):
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
+
+
+class LearnedPositions(Positions):
+    """A learned vector for each position (Table 3, row E); a longer sequence is refused."""
+
+    def __init__(self, d_model: int, length: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(length, d_model).normal_(std=d_model**-0.5))
+
+    def reach(self, length: int) -> None:
+        if length > len(self.table):
+            raise UsageError(
+                f"a sequence of {length} tokens, but model.max_positions = {len(self.table)}: "
+                f"learned positions end there; split the text, or train with more or with sinusoidal positions"
+            )
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

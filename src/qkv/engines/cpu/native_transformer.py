@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from qkv.core.transformer import LearnedPositions, SinusoidalPositions, Transformer
+from qkv.core.transformer import SinusoidalPositions, Transformer
 from qkv.engines.cpu.native_library import DecoderStep, EncoderBatch, WeightPacking
-from qkv.models.variants import DecoderOnly, rotary_of
+from qkv.models.variants import DecoderOnly, LearnedPositions, rotary_of
 
 # ---- the KV cache ----------------------------------------------------------------------------------------------------
 

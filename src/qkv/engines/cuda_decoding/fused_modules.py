@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions
+from qkv.core.transformer import Embedding, FeedForward, Residual, SinusoidalPositions
 from qkv.engines.cuda_decoding.inference_kernels import add_norm_kernel, triton
 from qkv.engines.cuda_training.elementwise_kernels import DropoutHash
 from qkv.engines.cuda_training.vocabulary_kernels import Tokens, embed
-from qkv.models.variants import TokenDropoutEmbedding, VariantFeedForward
+from qkv.models.variants import LearnedPositions, TokenDropoutEmbedding, VariantFeedForward
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkv.core.attention import MultiHeadAttention
-from qkv.core.transformer import Embedding, FeedForward, LearnedPositions, Residual, SinusoidalPositions, Transformer
+from qkv.core.transformer import Embedding, FeedForward, Residual, SinusoidalPositions, Transformer
 from qkv.engines.cuda_training.attention_kernels import attend, attend_backward
 from qkv.engines.cuda_training.elementwise_kernels import (
     DropoutHash,
@@ -38,7 +38,7 @@ from qkv.engines.cuda_training.vocabulary_kernels import (
     loss_and_gradient,
     r_drop_loss_and_gradients,
 )
-from qkv.models.variants import VariantFeedForward, rotary_of, score_of
+from qkv.models.variants import LearnedPositions, VariantFeedForward, rotary_of, score_of
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
