@@ -154,6 +154,19 @@ def test_cached_steps_are_the_whole_target_whatever_the_rows_become() -> None:
         sentences = sentences[torch.tensor(rows[::beam]) // beam]
 
 
+@torch.inference_mode()
+def test_rows_are_selected_where_there_is_no_source() -> None:
+    """As in a language model: rows may leave and repeat, and nothing else is kept for them."""
+    module, x = attention_of(), torch.randn(3, 2, 12)
+    state = CachedDecoding([module.new_cache()], [], None, 1)
+    state.self_attention(0, module, x[:, :1])
+    state.advance(1)
+    rows = torch.tensor([2, 0])
+    found = state.select(rows).self_attention(0, module, x[rows, 1:])
+    expected = WholeSequence().self_attention(0, module, x[rows])[:, 1:]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_cache_grows_with_room_to_spare_and_masks_only_several_queries() -> None:
     cache = KVCache()
     k = torch.randn(2, 3, 40, 4)

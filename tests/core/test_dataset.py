@@ -241,6 +241,10 @@ def test_an_earlier_result_is_found_by_settings_and_inputs(split: DataConfig, tm
     assert store.find({**settings, "text": "other"}, states) is None
     assert store.find(settings, [*states[:-1], {"path": "-", "size": None, "mtime": None}]) is None
     assert said == [], "the content may still be equal"
+    stream = [*inputs[:-1], {**inputs[-1], "size": None}]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"inputs": stream}))
+    assert store.find(settings, stream) is None, "a stream has other content each time"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     for other, about in [(settings, [*hashes[:-1], {"hash": "x"}]), ({}, hashes)]:
         assert store.find(other, about) is None
         assert (

@@ -148,6 +148,7 @@ def test_a_model_is_loaded_ready_for_use(tmp_path: Path) -> None:
     about: dict[str, str] = {}
     model = run.model(CPU, "step-0000004", about)
     assert not model.training
+    assert {p.device.type for p in run.model(torch.device("meta"), "step-0000004").parameters()} == {"meta"}
     assert about == {"format": "pt", "step": "4", "made by": "qkv"}
     loaded = dict(model.named_parameters())
     assert loaded.keys() == dict(trained.named_parameters()).keys()

@@ -158,6 +158,15 @@ def test_a_rule_that_forbids_leaves_the_other_hypotheses_and_their_scores(seed: 
 
 
 @pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("changes_score", [False, True])
+def test_a_processor_gets_log_probabilities_of_logits_that_are_none(beam: int, changes_score: bool) -> None:
+    nothing = Change({}, changes_score)
+    (ours,) = find(lambda *row: 20 * GARDEN_PATH(*row), [4], beam=beam, processors=(nothing,))
+    (theirs,) = find(GARDEN_PATH, [4], beam=beam)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
 def test_a_preference_changes_the_choice_and_not_the_score(beam: int) -> None:
     """In GARDEN_PATH, b is the second choice and then ends: 0.4 · 0.9."""
     prefers = Change({B: 3.0}, changes_score=False)

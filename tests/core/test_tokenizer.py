@@ -233,6 +233,12 @@ def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_the_fingerprint_is_that_of_earlier_versions() -> None:
+    """Prepared text names it: another one for the same tokenizer would make every stored text useless."""
+    side = Tokenizer("bpe", ["Ġt", "he"], ["dé"], merges=[("Ġ", "t"), ("h", "e")])
+    assert TokenizerPair(side, side).fingerprint == "d137b977ac3ca00597d9499764a2777f"
+
+
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
     path = tmp_path / "tokenizers.json"
     learned().save(path)

@@ -108,6 +108,15 @@ def test_every_update_of_every_rank_and_seed_has_its_own_random_numbers(trainer:
             made.world = World(rank, 8)
             seeds |= {made.seed(number) % 2**32 for number in range(1, 200)}  # a CPU's generator uses 32 bits
     assert len(seeds) == 2 * 8 * 199
+    made = trainer(seed=2).train_step
+    made.world = World(3, 8)
+    assert made.seed(7) == 2_000_006 + 7 + 3 * 0x9E3779B1, "runs of earlier versions are resumed with these"
+
+
+def test_what_an_update_returns_holds_no_graph(trainer: Callable[..., Trainer]) -> None:
+    made = trainer()
+    for batch in updates(made, 1)[0].micro_batches:
+        assert not made.train_step.forward_backward(batch).requires_grad
 
 
 # ---- weights in place of the trained ones ----------------------------------------------------------------------------

@@ -74,6 +74,16 @@ def test_embeddings_are_scaled_and_placed_whatever_form_the_position_has() -> No
     np.testing.assert_allclose(array(Embedding(11, 6, None, 0.0)(ids)).shape, (2, 3, 6))
 
 
+def test_embeddings_and_positions_keep_the_type_of_the_model() -> None:
+    module = Embedding(11, 6, SinusoidalPositions(6, 4), dropout=0.0)
+    module.tokens.to(torch.bfloat16)
+    assert module(torch.tensor([[3, 1]])).dtype == torch.bfloat16, "not that of the table"
+    module.double()
+    assert module(torch.zeros(1, 9, dtype=torch.long)).dtype == torch.float64
+    assert module.positions is not None
+    assert module.positions.table.dtype == torch.float64, "of the larger table too"
+
+
 def test_embeddings_begin_with_unit_variance_and_outputs_with_unit_logits() -> None:
     torch.manual_seed(0)
     model = Transformer(TransformerConfig(d_model=64, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1), 900, 900)

@@ -233,7 +233,7 @@ def around_attention(wrap: Wrap) -> Iterator[None]:
         wrappers.reset(token)
 
 
-def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
     """Run an attention inside the active wrappers: (batch, heads, queries, d_v)."""
     call: Attend = attention.attend
     for wrap in reversed(wrappers.get()):
