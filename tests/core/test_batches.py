@@ -122,14 +122,6 @@ def test_targets_rise_and_fall_in_turn_inside_bands_of_sources() -> None:
     assert [micro.tolist() for micro in micro_batches(np.arange(4), widths, np.ones(4), 4)] == [[1, 3], [0], [2]]
 
 
-def test_micro_batches_are_the_same_for_the_unsigned_lengths_of_a_store() -> None:
-    src, tgt = realistic(500, 20, 0.5)
-    indices = np.arange(500)
-    kinds = np.int64, np.uint32
-    signed, unsigned = (micro_batches(indices, src.astype(kind), tgt.astype(kind), 400) for kind in kinds)
-    assert [micro.tolist() for micro in signed] == [micro.tolist() for micro in unsigned]
-
-
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.25]), min_size=1, max_size=3), st.integers(0, 9))
 def test_weights_are_multiplicities(weights: list[float], seed: int) -> None:
     corpus = np.repeat(np.arange(len(weights)), 40)
