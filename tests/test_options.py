@@ -124,8 +124,7 @@ def configs(draw: st.DrawFn) -> Config:
         train = dataclasses.replace(train, checkpointing=False, parallel="data")
     elif model.attention in ("additive", "general"):
         train = dataclasses.replace(train, parallel="data")
-    given = tuple(dataclasses.replace(corpus, align="", weight=1.0) for corpus in data.valid)
-    data = dataclasses.replace(data, valid=given)
+    data = dataclasses.replace(data, valid=tuple(dataclasses.replace(corpus, align="") for corpus in data.valid))
     if data.max_length >= 1 << 16:
         data = dataclasses.replace(data, train=tuple(dataclasses.replace(corpus, align="") for corpus in data.train))
     aligned = isinstance(model, TransformerConfig) and any(corpus.align for corpus in data.train)
@@ -346,15 +345,3 @@ def test_the_options_page_is_up_to_date() -> None:
 def test_training_options_that_do_not_go_together(train: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Config().replace(train=train)
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "soap"])
-def test_an_optimizer_for_matrices_is_refused_for_a_model_that_has_none(optimizer: str) -> None:
-    with pytest.raises(UsageError, match=f'optimizer = "{optimizer}" finds no matrices in ConvS2S: use adam or adamw'):
-        Config.from_dict({"model": {"kind": "conv"}, "train": {"optimizer": optimizer}})
-
-
-@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("align", "links")])
-def test_options_of_training_text_are_refused_for_validation_text(name: str, value: object) -> None:
-    with pytest.raises(UsageError, match=rf"data\.valid\[1\]\.{name} has no effect: it is for data\.train: omit it"):
-        Config.from_dict({"data": {"valid": [{"src": "a", "tgt": "b"}, {"src": "a", "tgt": "b", name: value}]}})

@@ -304,8 +304,6 @@ class Config(config.Config):
             raise UsageError(
                 'train.weight_decay is for train.optimizer = "adamw", "muon" or "soap": set one, or omit it'
             )
-        if train.optimizer in ("muon", "soap") and isinstance(self.model, ConvS2SConfig):  # its weights are normalised
-            raise UsageError(f'train.optimizer = "{train.optimizer}" finds no matrices in ConvS2S: use adam or adamw')
         self._check_layers()
         self._check_alignment()
 
@@ -329,11 +327,10 @@ class Config(config.Config):
             )
 
     def _check_alignment(self) -> None:
-        """Refuse weights, word alignments and guided alignment where they have no effect."""
+        """Refuse word alignments and guided alignment where they have no effect."""
         for i, corpus in enumerate(self.data.valid):
-            for name in ("align", "weight"):
-                if getattr(corpus, name) != getattr(CorpusConfig, name):
-                    raise UsageError(f"data.valid[{i}].{name} has no effect: it is for data.train: omit it")
+            if corpus.align:
+                raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train: omit it")
         if any(corpus.align for corpus in self.data.train) and self.data.max_length >= 1 << 16:
             raise UsageError(f"data.max_length = {self.data.max_length}: with align, at most {(1 << 16) - 1}")
         if not self.train.guided_alignment:

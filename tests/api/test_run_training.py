@@ -1,14 +1,42 @@
-"""Signals during a training are collected, and stop it in good order."""
+"""What a new training refuses, and the signals that stop one in good order."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import qkv
+from conftest import tiny_config
 from qkv.api.run_training import stop_signals
+from qkv.core.errors import UsageError
+from qkv.options import Config
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"data": {"valid": [{"src": "a", "tgt": "b", "weight": 0.5}]}}, r"data\.valid\[0\]\.weight has no effect"),
+        *(
+            ({"model": {"kind": "conv"}, "train": {"optimizer": name}}, f'"{name}" finds no matrices in ConvS2S: use')
+            for name in ("muon", "soap")
+        ),
+    ],
+)
+def test_a_new_training_refuses_options_without_an_effect_and_an_old_one_still_loads(
+    tables: dict[str, Any], message: str, corpus: tuple[str, str], tmp_path: Path
+) -> None:
+    given = tiny_config(*corpus)
+    config = Config.from_dict({"data": given.to_dict()["data"] | tables.pop("data", {}), **tables})
+    with pytest.raises(UsageError, match=message):
+        qkv.train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "config.toml").write_text(config.dumps(), encoding="utf-8")
+    assert Config.load(tmp_path / "config.toml") == config
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -27,7 +27,7 @@ from qkv.core.trainer import Trainer
 from qkv.core.validation import Task, Validation
 from qkv.data.formats import infer_languages
 from qkv.data.text_preparation import filter_table, prepare_text
-from qkv.options import DROPOUTS, Config, DecoderOnlyConfig, TranslationConfig
+from qkv.options import DROPOUTS, Config, ConvS2SConfig, DecoderOnlyConfig, TranslationConfig
 from qkv.segmentation.sentences import split
 from qkv.training.distributed import joined
 
@@ -248,7 +248,7 @@ def _begin(
     config = config.assign(settings) if start is None else _as_in(start, config, settings)
     config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
-    _check_text(config)
+    _check_new(config)
     prepared = _prepare(folder, config, start)
     say(filter_table(prepared.report))
     if recipe is not None:
@@ -311,8 +311,15 @@ def _reopen(folder: Path, settings: list[str]) -> tuple[Run, PreparedText]:
     return run, prepared
 
 
-def _check_text(config: Config) -> None:
-    """Refuse sentence pairs for a language model, and monolingual text for a translation model."""
+def _check_new(config: Config) -> None:
+    """Refuse text of another kind than the model reads, and options without an effect that an older run may have."""
+    for i, corpus in enumerate(config.data.valid):
+        if corpus.weight != 1:
+            raise UsageError(f"data.valid[{i}].weight has no effect: weights are for data.train: omit it")
+    if config.train.optimizer in ("muon", "soap") and isinstance(config.model, ConvS2SConfig):  # normalised weights
+        raise UsageError(
+            f'train.optimizer = "{config.train.optimizer}" finds no matrices in ConvS2S: use adam or adamw'
+        )
     plain, kind = any(corpus.text for corpus in config.data.train), config.model.kind
     if isinstance(config.model, TranslationConfig):
         if plain:
