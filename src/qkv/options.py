@@ -40,6 +40,11 @@ class DataConfig(config.DataConfig):
     tgt_lang: str = option("", "target language code, e.g. de; empty: from the file names")
     workers: int = option(0, "processes that tokenise; 0: one for each core", low=0)
 
+    @property
+    def visited(self) -> tuple[CorpusConfig, ...]:
+        """The training corpora that are read: those of a weight above 0."""
+        return tuple(corpus for corpus in self.train if corpus.weight)
+
 
 @dataclass(frozen=True)
 class TokenizerConfig(config.TokenizerConfig):
@@ -331,13 +336,13 @@ class Config(config.Config):
         for i, corpus in enumerate(self.data.valid):
             if corpus.align:
                 raise UsageError(f"data.valid[{i}].align has no effect: alignments are for data.train: omit it")
-        if any(corpus.align for corpus in self.data.train) and self.data.max_length >= 1 << 16:
+        if any(corpus.align for corpus in self.data.visited) and self.data.max_length >= 1 << 16:
             raise UsageError(f"data.max_length = {self.data.max_length}: with align, at most {(1 << 16) - 1}")
         if not self.train.guided_alignment:
             return
         if self.train.r_drop:
             raise UsageError("train.guided_alignment guides one pass, but train.r_drop has two: set one to 0")
-        if self.data.train and not any(corpus.align for corpus in self.data.train):
+        if self.data.train and not any(corpus.align for corpus in self.data.visited):
             raise UsageError("train.guided_alignment needs alignments: name their file as align in [[data.train]]")
         if not isinstance(self.model, TransformerConfig):
             raise UsageError(

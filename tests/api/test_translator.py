@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -23,6 +24,9 @@ from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis
 from qkv.core.tokenizer import Tokenizer, TokenizerPair
 from qkv.core.translate import translate_lines
+from qkv.decoding.search_request import tag_before
+from qkv.explain.word_alignment import AlignmentHead
+from qkv.options import CorpusConfig
 from qkv.segmentation.sentences import split
 
 
@@ -303,6 +307,18 @@ def test_the_likely_scores_above_the_unlikely(translator: Translator) -> None:
         translator.score("a", ["c"])  # type: ignore[call-overload]
 
 
+def test_white_space_around_a_sentence_is_never_read(translator: Translator) -> None:
+    """Training removed it, so a model that reads it sees something new."""
+    plain, padded = translator.score("One cat.", "Uno gatto."), translator.score("  One cat. ", " Uno gatto.\u2028")
+    assert (padded.tokens, padded.logprob) == (plain.tokens, plain.logprob)
+    ours, theirs = (translator.attention(text, "Uno gatto.") for text in ("One cat.", " One cat.  "))
+    assert ours.source == theirs.source
+    assert translator.what_if("  One cat. ").before == translator.what_if("One cat.").before
+    head = AlignmentHead("decoder.0.cross", 0)
+    links = [translator.align([text], ["Uno gatto."], rule="spaces", head=head) for text in ("One cat.", " One cat. ")]
+    assert links[0] == links[1]
+
+
 # ---- language tags ---------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +351,25 @@ def test_a_tag_that_is_missing_or_unknown_is_refused(tagged: Translator, transla
         tagged.translate("two dog", tag="de")
     with pytest.raises(UsageError, match="known tags: none"):
         translator.translate("two dog", tag="de")
+
+
+def test_a_sentence_of_the_greatest_length_is_read_whole_with_its_tag(tagged: Translator) -> None:
+    limit, src = tagged.config.data.max_length, tagged.tokenizers.src
+    text = "two dog" + " dog" * limit
+    while len(src.encode(text)) > limit:
+        text = text.rpartition(" ")[0]
+    text += "." * (limit - len(src.encode(text)))
+    assert len(src.encode(text)) == limit
+    assert tagged.translate(text, tag="it", split=False).pieces == 1
+    assert tagged.attention(text, "due", tag="it").source
+
+
+def test_a_corpus_that_is_not_read_says_nothing_about_tags(tagged: Translator) -> None:
+    unread = CorpusConfig("a", "b", weight=0.0)
+    data = dataclasses.replace(tagged.config.data, train=(*tagged.config.data.train, unread))
+    config = dataclasses.replace(tagged.config, data=data)
+    with pytest.raises(UsageError, match=r"one of them.*it, up"):
+        tag_before("", tagged.tokenizers, config)
 
 
 # ---- evaluate and load -----------------------------------------------------------------------------------------------

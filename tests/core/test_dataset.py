@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -280,19 +281,26 @@ def test_a_result_published_at_the_moment_of_the_rename_stays(
 ) -> None:
     folder = prepare_text(split, tmp_path / "first").folder
     place, rename = tmp_path / "store", os.rename
+    other = prepare_text(dataclasses.replace(split, seed=split.seed + 1), tmp_path / "second").folder
 
-    def late(source: Path, target: Path) -> None:
-        if target == place and not place.exists():
-            shutil.copytree(folder, place)  # by another process
-        rename(source, target)
+    def publish(by_other: Path) -> Path:
+        def late(source: Path, target: Path) -> None:
+            if target == place and not place.exists():
+                shutil.copytree(by_other, place)
+            rename(source, target)
 
-    monkeypatch.setattr(os, "rename", late)
-    store, manifest = StoreFolder(place), read_manifest(folder)
-    with store.draft() as draft:
-        for name, content_ in content(folder).items():
-            (draft / name).write_bytes(content_)
-        assert store.publish(draft, manifest).folder == place
+        store, manifest = StoreFolder(place), read_manifest(folder)
+        with store.draft() as draft, monkeypatch.context() as patch:
+            for name, content_ in content(folder).items():
+                (draft / name).write_bytes(content_)
+            patch.setattr(os, "rename", late)
+            return store.publish(draft, manifest).folder
+
+    assert publish(folder) == place
     assert content(place) == content(folder)
+    shutil.rmtree(place)
+    with pytest.raises(OSError, match="not empty"):  # another text must not pass for this one
+        publish(other)
 
 
 def test_a_draft_lies_beside_its_place_and_is_removed(tmp_path: Path) -> None:

@@ -455,11 +455,12 @@ def test_training_begins_with_the_first_update_of_the_first_pass(trainer: Callab
         assert torch.equal(batch.labels, expected.labels)
 
 
+@pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize("at", ["keep_weights", "write_scores"])
 def test_a_training_killed_in_a_validation_keeps_scores_of_weights_that_there_are(
-    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, every: int
 ) -> None:
-    """The weights of the killed validation are validated again, though another learning rate goes on from there."""
+    """The weights of the killed validation are validated again, though other options go on from there."""
     run, call, calls = tmp_path / "run", getattr(Run, at), [0]
 
     def killed(self: Run, *arguments: Any) -> None:
@@ -472,7 +473,8 @@ def test_a_training_killed_in_a_validation_keeps_scores_of_weights_that_there_ar
         patch.setattr(Run, at, killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings(small, steps=6, validate_every=2, average=0, metric="loss"), run)
-    opened = train(settings(small, steps=6, validate_every=2, average=0, metric="loss", learning_rate=500.0), run)
+    later = settings(small, steps=6, validate_every=every, average=0, metric="loss", learning_rate=500.0)
+    opened = train(later, run)
     best, logged = opened.scores["best"], {line["step"]: line["loss"] for line in entries(run, "valid")}
     assert sorted(logged) == [2, 4, 6]
     assert best["loss"] == pytest.approx(logged[best["step"]], rel=1e-5)

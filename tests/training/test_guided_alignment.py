@@ -66,6 +66,28 @@ def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     return *write_pairs(folder, pairs), str(folder / "text.align")
 
 
+def test_white_space_around_a_text_does_not_move_its_alignment(tmp_path: Path) -> None:
+    """Only white space that separates words is removed: a no-break space may be a word that alignments number."""
+    pairs = [
+        ("the cat sees", "il gatto vede"),
+        ("  the cat sees ", " il gatto vede"),
+        ("\u3000 the cat", "\u3000 il gatto"),
+    ]
+    pairs += sentences(100)
+    lines = ["0-0 1-1 2-2", "0-0 1-1 2-2", "0-0 1-1 2-2", *words_links(pairs[3:])]
+    (tmp_path / "text.align").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    files = *write_pairs(tmp_path, pairs), str(tmp_path / "text.align")
+    spec = settings(files).replace(data={"dedupe": False, "valid": [{"src": files[0], "tgt": files[1]}]})
+    _, text = begun(tmp_path, spec)
+    rows = [text.train.row("src", i).tolist() for i in range(3)]
+    assert rows[0] == rows[1]
+    links = batch_alignment(text.train, np.arange(3)).tolist()
+    ours, theirs, other = ({(s, t) for row, s, t in links if row == number} for number in range(3))
+    assert ours == theirs
+    last = text.tokenizers.src.bytes_of(rows[2][max(s for s, _ in other)]).decode()
+    assert last.strip() in "cat", "the third word, after the one that is U+3000"
+
+
 def settings(files: tuple[str, str, str], align: bool = True, **train: object) -> Config:
     spec = tiny_config(*files[:2], tokens_per_step=256, metric="loss", steps=8, validate_every=100)
     values = {"guided_alignment": 0.5 if align else 0.0, **train}

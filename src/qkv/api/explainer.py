@@ -38,6 +38,7 @@ class Explainer(LoadedRun[TranslationModel]):
 
         The map includes the candidates at each step and, if the translation was searched for, the beam as a tree.
         """
+        source, target = source.strip(), None if target is None else target.strip()
         ids = self._sentence(source, tag)
         encoded, beam = EncodedSource(self.model, self.tokenizers, ids, self.device), None
         if target is None:
@@ -51,7 +52,7 @@ class Explainer(LoadedRun[TranslationModel]):
 
     def what_if(self, source: str, *, tag: str = "", beam: int | None = None, **changes: Unpack[Changes]) -> WhatIf:
         """Translate a sentence as it is and with changes: heads muted, another word forced, source words dropped."""
-        self._sentence(source, tag)
+        self._sentence(source := source.strip(), tag)
         edited = edit(self.tokenizers.src, source, changes.get("drop", ()), changes.get("replace") or {})
         self._sentence(edited, tag)
         spec = self.config.replace(decode={} if beam is None else {"beam": beam}).decode
@@ -62,7 +63,7 @@ class Explainer(LoadedRun[TranslationModel]):
     ) -> list[HeadImportance]:
         """Return the increase of the loss of these translations without each head, most important first."""
         rows = [self._sentence(line, tag, f"line {number}: ") for number, line in enumerate(sources, 1)]
-        written = [self.tokenizers.tgt.encode(line) for line in targets]
+        written = [self.tokenizers.tgt.encode(line.strip()) for line in targets]
         return head_importance(self.model, self.tokenizers, rows, written, self.device, progress)
 
     def align(
@@ -89,11 +90,10 @@ class Explainer(LoadedRun[TranslationModel]):
 
     def _sentence(self, text: str, tag: str, where: str = "") -> list[int]:
         """Return the ids of one sentence; refuse text that the model cannot read as a whole."""
-        ids = self._prefix(tag) + self.tokenizers.src.encode(text)
-        limit = self.config.data.max_length
-        if not text.strip() or len(ids) > limit:
+        ids, limit = self.tokenizers.src.encode(text.strip()), self.config.data.max_length
+        if not ids or len(ids) > limit:
             raise UsageError(f"{where}{len(ids)} tokens: give one sentence of 1 to {limit} tokens")
-        return ids
+        return self._prefix(tag) + ids
 
     def _prefix(self, tag: str) -> list[int]:
         return tag_before(tag, self.tokenizers, self.config)

@@ -142,7 +142,7 @@ class Encoder(LoadedRun[EncoderOnly]):
             raise UsageError(f"nothing to fill in: write {GAP} where a token is missing")
         if STAND_IN in text:
             raise UsageError("the text contains U+E000, a private-use character that marks gaps: remove it")
-        ids = self.tokenizer.encode(text.replace(GAP, STAND_IN))
+        ids = self.tokenizer.encode(text.strip().replace(GAP, STAND_IN))
         inside = [self.tokenizer.offset + byte for byte in STAND_IN.encode()]
         space = self.tokenizer.offset + ord(" ")
         masked: list[int] = []
@@ -159,7 +159,7 @@ class Encoder(LoadedRun[EncoderOnly]):
         return self._checked(masked)
 
     def _rows(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        return [np.asarray(self._checked(self.tokenizer.encode(text)), np.int64) for text in texts]
+        return [np.asarray(self._checked(self.tokenizer.encode(text.strip())), np.int64) for text in texts]
 
     def _checked(self, ids: list[int]) -> list[int]:
         limit = self.config.data.max_length

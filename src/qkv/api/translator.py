@@ -22,7 +22,7 @@ from qkv.console import Advance, describe_device, say
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis
-from qkv.core.tokenizer import Tokenizer
+from qkv.core.tokenizer import Tokenizer, one_line
 from qkv.core.transformer import Model, StepModel
 from qkv.core.translate import TranslatedLine, translate_lines
 from qkv.data.subwords import readable_tokens
@@ -241,7 +241,7 @@ class Translator(Explainer):
 
         def cut(text: str, number: int) -> tuple[Sequence[str], Callable[[list[str]], str]]:
             constrained = bool(prefixes[number] or required[number])  # … for the text as a whole, not for a sentence
-            pieces = self._pieces(text, len(tags), sentences=split and self.run.by_sentence and not constrained)
+            pieces = self._pieces(text, sentences=split and self.run.by_sentence and not constrained)
             if len(pieces) > 1 and constrained:
                 raise UsageError(
                     f"text {first + number + 1} is translated in {len(pieces)} pieces, but a prefix or must_include "
@@ -326,13 +326,13 @@ class Translator(Explainer):
         index after the last word means the next word. In a text of several sentences only the sentence with that word
         is continued, if the translation has as many sentences.
         """
-        sources = self._pieces(source, len(self._prefix(tag)), sentences=self.run.by_sentence)
+        sources = self._pieces(source, sentences=self.run.by_sentence)
         targets = split(translation, lambda piece: True, sentences=True)
         if 1 < len(sources) == len(targets):
             return self._alternatives_in(sources, targets, position, n, tag=tag, beam=beam)
         request = SearchRequest.of(self.config, self.tokenizers.tgt, beam=beam)
         ids, tgt = self._sentence(source, tag), self.tokenizers.tgt
-        written = tgt.encode(translation)
+        written = tgt.encode(translation.strip())
         spans = words(readable_tokens(tgt, written))
         if not 0 <= position <= len(spans):
             raise UsageError(
@@ -350,7 +350,7 @@ class Translator(Explainer):
         work = SearchInput([ids] * len(starts), starts, [None] * len(starts), list(range(len(starts))))
         results = []
         for (tokens, logprob), (best,) in zip(others, self.runner.run(work, request), strict=True):
-            text = tgt.decode(best.tokens).replace("\n", " ").strip()
+            text = one_line(tgt.decode(best.tokens)).strip()
             results.append(OtherWord(tgt.decode(tokens).strip(), math.exp(logprob), text, best.score, best.logprob))
         return results
 
@@ -428,8 +428,8 @@ class Translator(Explainer):
             raise UsageError(f"{len(source)} sources but {len(target)} targets: they must correspond line by line")
         src, tgt = self.tokenizers.src, self.tokenizers.tgt
         prefix = self._prefix(tag)
-        sources = [prefix + src.encode(line) for line in source]
-        targets = [tgt.encode(line) for line in target]
+        sources = [prefix + src.encode(line.strip()) for line in source]
+        targets = [tgt.encode(line.strip()) for line in target]
         for number, pair in enumerate(zip(sources, targets, strict=True), 1):
             if (length := max(map(len, pair))) > LONGEST_SCORED:
                 raise UsageError(
@@ -443,6 +443,6 @@ class Translator(Explainer):
             for ids, row in zip(targets, logprobs, strict=True)
         ]
 
-    def _pieces(self, line: str, prefix: int, *, sentences: bool) -> Pieces:
-        room = self.config.data.max_length - prefix
-        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= room, sentences=sentences)
+    def _pieces(self, line: str, *, sentences: bool) -> Pieces:
+        limit = self.config.data.max_length
+        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= limit, sentences=sentences)

@@ -38,6 +38,7 @@ class Progress:
     skipped: int = 0  # updates skipped because the loss was not finite
     skipped_in_a_row: int = 0
     validated: int = 0  # step of the last validation
+    validating: bool = False  # this step is validated next, whatever the options say
     best: float | None = None
     best_step: int = 0
     worse: int = 0  # validations since the best one

@@ -186,20 +186,23 @@ class StoreFolder:
         files.write_text(draft / "manifest.json", json.dumps(manifest, indent=1, ensure_ascii=False))
         for path in (*paths, draft):
             files.sync(path)
-        with suppress(QkvError):  # nothing is there, or it is damaged
-            other = read_manifest(place)
-            if (other.get("settings"), other.get("checksums")) == (manifest["settings"], checksums):
-                return PreparedText.open(place)  # another process was faster
-        self.move(draft, place)
-        return PreparedText.open(place)
 
-    def move(self, draft: Path, place: Path) -> None:
-        if place.exists():
-            os.rename(place, draft / "old")
+        def published() -> PreparedText | None:
+            with suppress(QkvError):  # nothing is there, or it is damaged
+                other = read_manifest(place)
+                if (other.get("settings"), other.get("checksums")) == (manifest["settings"], checksums):
+                    return PreparedText.open(place)  # another process was faster
+            return None
+
+        if ready := published():
+            return ready
         try:
+            if place.exists():
+                os.rename(place, draft / "old")
             os.rename(draft, place)
+            files.sync(place.parent)
+            shutil.rmtree(place / "old", ignore_errors=True)
         except OSError:
-            if not place.exists():  # else another process published the same text at this moment
+            if not published():  # at this moment
                 raise
-        files.sync(place.parent)
-        shutil.rmtree(place / "old", ignore_errors=True)
+        return PreparedText.open(place)

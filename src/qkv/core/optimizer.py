@@ -73,7 +73,7 @@ class ConfigSchedule:
             last_first = reversed(range(math.ceil(options.epochs)))  # so the plans of the first two passes stay cached
             # Half a pass is half the updates of it; the parts of passes are not exact: 10.3 − 10 is more than 0.3.
             parts = (len(updates.plan(n)) * min(1, options.epochs - n) for n in last_first)
-            count = sum(math.ceil(part - 1e-6) for part in parts)
-            self.last_steps[micro_tokens] = min(options.steps, count or options.steps)
+            count = max(1, sum(math.ceil(part - 1e-6) for part in parts)) if options.epochs else options.steps
+            self.last_steps[micro_tokens] = min(options.steps, count)
         last_step = self.last_steps[micro_tokens]
         return Plan(learning_rate(step, options, self.d_model, last_step), last_step)

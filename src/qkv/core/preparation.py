@@ -8,7 +8,6 @@ on blocks of text goes through `parallel_map`, so that a pool of processes can d
 from __future__ import annotations
 
 import hashlib
-import os
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -156,7 +155,8 @@ class Sentences:
         raw, counts = [list[str]() for _ in sides], [0] * len(self.reasons)
         for row, (texts, disposition) in enumerate(zip(block.texts(self.data.on_bad), dispositions, strict=True)):
             if texts is not None and disposition in kept:
-                read = tuple(text.strip() for text in texts) if self.strips else texts
+                white = " \t\r\n" if column else None  # other white space may be a word, which alignments number
+                read = tuple(text.strip(white) for text in texts) if self.strips else texts
                 ids = [self.pack(text, side, corpus.format) for text, side in zip(read, sides, strict=True)]
                 lengths = [len(packed) // side.dtype.itemsize for packed, side in zip(ids, sides, strict=True)]
                 disposition = self.first_filter("tokens", lengths, corpus.given) or disposition
@@ -269,8 +269,9 @@ class Scan:
         self.blocks = [(number, block) for number, blocks in enumerate(divided) for block in blocks]
         self.stops = np.cumsum([block.count for _, block in self.blocks]).tolist()
         path = self.scratch / "rows"
-        with path.open("wb") as file:  # a hole in the file would end the process by SIGBUS once the disk is full
-            os.posix_fallocate(file.fileno(), 0, ROW.itemsize * self.stops[-1])
+        with path.open("wb") as file:  # all of it now: a hole in a map is a bus error once the disk is full
+            for _, block in self.blocks:
+                file.write(bytes(ROW.itemsize * block.count))
         self.rows = np.memmap(path, ROW, "r+", shape=(self.stops[-1],))
         self.dispositions = self.rows["disposition"]
         found = self.parallel_map(self.text.scan, ((block,) for _, block in self.blocks))

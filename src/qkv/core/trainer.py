@@ -247,7 +247,7 @@ class Trainer:
             self.counted_until, logged, stalled = time.perf_counter(), replace(progress), 0.0
             while True:
                 stop = world.largest(signals[0] if signals else 0)
-                due = progress.step % options.validate_every == 0 or self.done()
+                due = progress.step % options.validate_every == 0 or self.done() or progress.validating
                 if stop or due:
                     self.settle()
                     self.count_seconds()
@@ -287,6 +287,7 @@ class Trainer:
         Rank 0 does it, and the other ranks learn whether training goes on.
         """
         progress, options, result = self.progress, self.config.train, None
+        progress.validating = True
         save_state(run, progress, self.train_step)  # after a kill, the same weights are validated again
         with self.train_step.evaluated_model() as model:
             if self.world.first:
@@ -301,7 +302,7 @@ class Trainer:
                     run.keep_weights("best", model, progress.step)
                     best = {"step": progress.step, **result.to_dict()}
                     run.write_scores({"best": best, "chosen": "best", "metric": options.metric})
-        progress.validated = progress.step
+        progress.validated, progress.validating = progress.step, False
         progress.worse = int(self.world.broadcast(str(progress.worse)))  # decides whether training goes on
         self.count_seconds(training=False)
         if result is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkv.core.errors import UsageError
 from qkv.core.search import SearchState
-from qkv.core.tokenizer import Tokenizer
+from qkv.core.tokenizer import Tokenizer, one_line
 
 LETTER = "ꙮ"  # a letter of no phrase: stands for a longer last word
 
@@ -221,7 +221,7 @@ class MustInclude:
         """Return the text of tokens; a last character that is not whole yet is left out."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         joined = b"".join(map(self.tokenizer.bytes_of, tokens))
-        return decoder.decode(joined).replace("\n", " ").removeprefix(" ")
+        return one_line(decoder.decode(joined)).removeprefix(" ")
 
     def room(self, missing: Sequence[int]) -> int:
         """Return the total number of tokens of these phrases."""

@@ -16,7 +16,7 @@ from qkv.core.attention import wrappers
 from qkv.core.batches import Batch, collate
 from qkv.core.errors import QkvError, UsageError
 from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, length_penalty, start_search
-from qkv.core.tokenizer import Tokenizer, TokenizerPair
+from qkv.core.tokenizer import Tokenizer, TokenizerPair, one_line
 from qkv.core.transformer import StepModel
 from qkv.core.translate import by_length, search_all
 from qkv.decoding.beam_variants import DecodingOptions
@@ -186,7 +186,7 @@ def tag_before(tag: str, tokenizers: TokenizerPair, config: Config) -> list[int]
     """The ids before every source: the language tag, which a model trained with tags alone cannot do without."""
     if tag:
         return [tokenizers.src.tag(tag)]
-    if tokenizers.src.tags and all(corpus.tag for corpus in config.data.train):
+    if tokenizers.src.tags and all(corpus.tag for corpus in config.data.visited):
         known = ", ".join(tokenizers.src.tags)
         raise UsageError(f"this model was trained with language tags: give one of them as tag (--tag): {known}")
     return []
@@ -333,7 +333,7 @@ class SearchRunner:
         """Check in the text that required phrases are there."""
         for required, hypotheses in zip(work.required, found, strict=True):
             for hypothesis in hypotheses if required is not None else ():
-                text = self.tokenizers.tgt.decode(hypothesis.tokens).replace("\n", " ")
+                text = one_line(self.tokenizers.tgt.decode(hypothesis.tokens))
                 if required is not None and (missing := required.missing(text)):
                     raise QkvError(f'must_include: "{required.phrases[missing[0]]}" was not met in "{text}"')
 

@@ -184,6 +184,7 @@ def _record_pairs(
     if len(sources) != len(targets):
         raise UsageError(f"{len(sources)} sources but {len(targets)} targets: give one target for each source")
     src, tgt = tokenizers.src, tokenizers.tgt
+    sources, targets = ([line.strip(" \t\r\n") for line in side] for side in (sources, targets))
     prefix = [src.tag(tag)] if tag else []
     numbers = [
         n for n, pair in enumerate(zip(sources, targets, strict=True)) if all(alignments.words(s, rule) for s in pair)

@@ -43,7 +43,7 @@ class ServedModel:
             raise UsageError(f"{path}: an encoder-only model has no route on the server: remove it from the command")
         run.weights()  # raises if the weights are missing
         # Tags are target languages only if all text has them; otherwise they mark synthetic pairs (qkv augment).
-        tagged = isinstance(model, TranslationConfig) and all(corpus.tag for corpus in data.train)
+        tagged = isinstance(model, TranslationConfig) and all(corpus.tag for corpus in data.visited)
         tags = tuple(run.tokenizers.src.tags) if tagged else ()
         return cls(
             name=name,
@@ -73,7 +73,7 @@ class ServedModel:
 
     def split(self, text: str) -> tuple[Pieces, list[int]]:
         """Split a text into sentences within the length limit, as `Translator` does, and return their costs."""
-        encode, limit = self.tokenizers.src.encode, self.max_length - (1 if self.tags else 0)
+        encode, limit = self.tokenizers.src.encode, self.max_length
         lengths: dict[str, int] = {}
 
         def fits(piece: str) -> bool:
