@@ -114,7 +114,7 @@ def test_wrong_calls_are_refused_before_any_training(tmp_path: Path) -> None:
     made = recipe(tmp_path)
     with pytest.raises(UsageError, match="choose one of time, steps"):
         ablation.measure(made, [], out=tmp_path, equal="luck")
-    with pytest.raises(UsageError, match=r'which model\.kind = "decoder" has not'):
+    with pytest.raises(UsageError, match=r'which model\.kind = "decoder" does not have'):
         ablation.measure(Config(model=DecoderOnlyConfig()), [], out=tmp_path)
     with pytest.raises(UsageError, match=r"unknown option train\.rdrop: did you mean train\.r_drop"):
         ablation.measure(made, ["train.rdrop=1"], out=tmp_path)

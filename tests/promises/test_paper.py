@@ -104,7 +104,7 @@ def test_equation_1_causal() -> None:
     q, k, v = torch.randn(3, 1, 1, 6, 4)
     may = np.tri(6, dtype=bool)
     expected = equation_1(*(array(x[0, 0]) for x in (q, k, v)), may)
-    np.testing.assert_allclose(array(attend(ATTENTION, q, k, v, causal=True))[0, 0], expected, atol=1e-5)
+    np.testing.assert_allclose(array(attend(ATTENTION, q, k, v, None, causal=True))[0, 0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])
