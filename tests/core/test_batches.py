@@ -66,6 +66,17 @@ def test_a_plan_visits_each_once_within_its_budgets(
         assert sum(of_micros) <= tokens or len(update) == 1
 
 
+def test_the_plan_of_an_older_run_is_the_same() -> None:
+    """A resumed run reads on in it: whole weights draw nothing else from the random numbers of the epoch."""
+    random = np.random.default_rng((3, 2, 1))
+    random.permutation(6)  # of which no part is visited once more
+    expected = random.permutation(np.arange(6))
+    assert visits(np.zeros(6, np.int64), (1.0,), seed=3, epoch=2).tolist() == expected.tolist()
+    widths = np.full(8, 5)
+    updates = plan_epoch(np.arange(8), widths, widths, tokens=20, micro_tokens=10, seed=0, epoch=0)
+    assert [len(update) for update in updates] == [2, 2], "micro-batches that fill an update to the last token"
+
+
 def test_a_plan_is_a_function_of_its_arguments() -> None:
     src, tgt = realistic(2000, 20, 0.5)
 

@@ -215,6 +215,7 @@ def test_values_at_the_limit_are_allowed() -> None:
 def test_the_constructor_checks_too() -> None:
     with pytest.raises(UsageError, match=r"train.steps = '10': expected a whole number"):
         Config(train=TrainConfig(steps="10"))  # type: ignore[arg-type]
+    assert Config(train=TrainConfig(clip=1)).train.clip == 1, "a whole number is a number"
     with pytest.raises(UsageError, match=r"data.train = \[\]: expected a tuple"):
         Config(DataConfig(train=[]))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"data.valid\[0\].tag = 1: expected a string"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from qkv.core import files
 from qkv.core.errors import QkvError, UsageError
@@ -45,6 +46,9 @@ def test_tensors_come_back_with_their_metadata_and_ordinary_permissions(tmp_path
     files.write_tensors(path, {"a": weight}, {"step": "7"})
     files.read_tensors(path, about)
     assert about["step"] == "7"
+    save_file({"a": weight}, path)  # by other software, without metadata
+    assert torch.equal(files.read_tensors(path, about)["a"], weight)
+    files.write_tensors(path, {"a": weight})
     plain = tmp_path / "plain"
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode

@@ -115,3 +115,9 @@ def test_training_ends_with_the_steps_or_the_passes(epochs: float, steps: int, l
     assert stream.planned == [*reversed(range(math.ceil(epochs)))], "counted once, the first last: it stays cached"
     stream.micro_tokens = 50  # a resumed run with other micro-batches has more updates
     assert schedule.plan(1).last_step == halved
+
+
+def test_a_small_part_of_a_pass_is_one_update() -> None:
+    stream: Any = Epochs()
+    schedule = ConfigSchedule(TrainConfig(epochs=1e-9, steps=50, schedule="constant", warmup=1), 512, stream)
+    assert schedule.plan(1).last_step == 1

@@ -319,6 +319,12 @@ def test_the_order_of_sources_is_that_of_a_seeded_hash() -> None:
     assert abs(mean - 1_000) < 60
 
 
+def test_the_hash_of_hashes_is_that_of_earlier_versions() -> None:
+    """The held-out pairs of a run that is prepared again stay the same."""
+    hashes = preparation._mix(np.array([1, 2**63], np.uint64), 1)
+    assert hashes.tolist() == [3843862589663420446, 12993861888267872631]
+
+
 def test_only_usable_pairs_are_held_out() -> None:
     sources, dispositions = np.repeat(spread(200), 2), np.tile(np.array([0, 3], np.uint8), 200)
     hold_out(sources, dispositions, 0, 1)

@@ -339,3 +339,35 @@ def test_a_new_state_has_no_sentence() -> None:
     assert (state.logprob == -math.inf).all()
     assert (state.finished_scores == -math.inf).all()
     assert (state.tokens.shape, state.finished_tokens.shape) == ((2, 3, 5), (2, 1, 5))
+
+
+# ---- places and numbers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_prefix_may_be_longer_than_all_limits(beam: int) -> None:
+    (found,) = find(random_table(5, WORDS), [1], [[B, A, B, A, A]], beam=beam)
+    assert found[0].tokens == [B, A, B, A, A]
+
+
+def test_a_slot_forgets_the_prefix_of_its_last_sentence() -> None:
+    model: Any = TableModel(GARDEN_PATH)
+    run = start_search(model, SearchOptions(), SPECIAL, lengths=torch.tensor([1]), capacity=6)
+    slot, longest = torch.tensor([0]), torch.tensor([3])
+    run.place(slot, longest, torch.tensor([[A, B]]))
+    assert run.state.forced[0, :3].tolist() == [A, B, -1]
+    run.place(slot, longest, torch.empty(1, 0, dtype=torch.long))
+    assert run.state.forced.unique().tolist() == [-1]
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_logits_in_half_precision_are_summed_in_single(beam: int) -> None:
+    class Half(TableModel):
+        def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+            logits, state = super().step(tokens, state)
+            return logits.bfloat16(), state
+
+    model: Any = Half(random_table(3, WORDS))
+    options = SearchOptions(beam=beam, length_penalty="none")
+    ((best, *_),) = search(model, torch.zeros(1, 1, dtype=torch.long), torch.tensor([5]), options, SPECIAL)
+    assert best.logprob != float(torch.tensor(best.logprob).bfloat16()), "no sum in bf16"

@@ -240,6 +240,14 @@ def test_early_stopping(small: tuple[str, str], tmp_path: Path, monkeypatch: pyt
     assert run.scores["finished"] == 12
 
 
+def test_a_patience_of_one_stops_at_the_first_worse_validation(
+    small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, [3.0, 2.0, 2.5, 1.0])
+    run = train(settings(small, steps=100, patience=1, average=0), tmp_path / "run")
+    assert [line["loss"] for line in entries(run.path, "valid")] == [3.0, 2.0, 2.5]
+
+
 def test_the_best_weights_are_kept_and_used(
     small: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

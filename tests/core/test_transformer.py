@@ -92,6 +92,7 @@ def test_embeddings_begin_with_unit_variance_and_outputs_with_unit_logits() -> N
         TransformerConfig(d_model=64, d_ff=8, heads=2, encoder_layers=1, decoder_layers=1, tie="none"), 900, 800
     )
     assert float(untied.output.weight.detach().std()) == pytest.approx(64**-0.5, rel=0.02)
+    assert "output.bias" not in dict(untied.named_parameters())
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
