@@ -39,6 +39,15 @@ def test_a_new_training_refuses_options_without_an_effect_and_an_old_one_still_l
     assert Config.load(tmp_path / "config.toml") == config
 
 
+def test_a_folder_with_files_of_another_kind_is_left_alone(corpus: tuple[str, str], tmp_path: Path) -> None:
+    own = tmp_path / "config.toml"
+    own.write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"is no run and holds config\.toml: name a new or an empty folder with --run"):
+        qkv.train(tiny_config(*corpus), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    assert own.read_text(encoding="utf-8") == "mine"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_collected_and_the_handlers_come_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)

@@ -389,14 +389,14 @@ def test_an_average_may_begin_with_a_resume(recipe: Path, tmp_path: Path) -> Non
         torch.testing.assert_close(ema[name], weight + (new[name] - weight) * (1 - (EVERY + 2) / (EVERY + 11)))
 
 
-def test_weights_of_steps_that_did_not_last_are_forgotten(stop: Stop, recipe: Path, tmp_path: Path) -> None:
+def test_a_killed_validation_is_repeated_whatever_the_options_say(stop: Stop, recipe: Path, tmp_path: Path) -> None:
     """Killed with the weights of a step that is not validated, and continued with validations at other steps."""
     run = tmp_path / "run"
     stop(["train", recipe, "--run", run], "sync", 36, signal.SIGKILL)
     assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", f"step-{2 * EVERY:07d}"]
     qkv.train(run=run, resume=True, settings=["train.validate_every=3", "train.steps=9"])
-    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{EVERY:07d}", "step-0000009"]
-    assert Run(run).scores["average"]["of"] == [f"step-{EVERY:07d}", "step-0000009"]
+    assert [path.stem for path in Run(run).checkpoints()] == [f"step-{2 * EVERY:07d}", "step-0000009"]
+    assert Run(run).scores["average"]["of"] == [f"step-{2 * EVERY:07d}", "step-0000009"]
 
 
 def test_fewer_steps_than_are_done_end_it_well(stop: Stop, recipe: Path, tmp_path: Path) -> None:

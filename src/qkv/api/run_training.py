@@ -245,6 +245,10 @@ def _begin(
         )
     if (folder / "state").exists():
         raise UsageError(f"{folder} holds an incomplete run (state, but no run.json): name another folder with --run")
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    begun = {"store", "weights", "tokenizer.json"}  # by a command that was killed before it wrote run.json
+    if foreign := sorted(names - begun - ({"config.toml"} if "tokenizer.json" in names else set())):
+        raise UsageError(f"{folder} is no run and holds {foreign[0]}: name a new or an empty folder with --run")
     config = config.assign(settings) if start is None else _as_in(start, config, settings)
     config = dataclasses.replace(config, data=infer_languages(config.data))
     choose_device(config.train.device)  # refuses one that is not there before any work is done
