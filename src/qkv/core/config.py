@@ -14,12 +14,14 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from qkv.core.errors import UsageError
 
 T = TypeVar("T")
+type_hints = cache(typing.get_type_hints)  # every request makes a config
 
 
 def option(
@@ -252,7 +254,7 @@ class Config:
             return values
         if not isinstance(values, Mapping):
             raise UsageError(f"{path or 'the config'}: expected a table of options, got {values!r}")
-        hints = typing.get_type_hints(section)
+        hints = type_hints(typing.cast(Any, section))
         known = [spec.name for spec in dataclasses.fields(section)]  # type: ignore[arg-type]
         arguments: dict[str, Any] = {}
         for key, value in values.items():

@@ -161,6 +161,7 @@ def unique_names(tokenizer: Tokenizer) -> list[str]:
     return [*special, *(f"{piece} " if piece in special else piece for piece in tokenizer.index)]  # text may hold <s>
 
 
+@lru_cache(1 << 16)  # a tenth of greedy decoding of short sentences otherwise
 def _readable(piece: bytes) -> str:
     # Bytes that are no text decode to lone surrogates, which do not print either.
     text, errors = piece.decode("utf-8", "surrogateescape"), "surrogateescape"
