@@ -245,7 +245,7 @@ def _begin(
         )
     if (folder / "state").exists():
         raise UsageError(f"{folder} holds an incomplete run (state, but no run.json): name another folder with --run")
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    names = {path.name for path in folder.glob("*") if not path.name.startswith(".")}
     begun = {"store", "weights", "tokenizer.json"}  # by a command that was killed before it wrote run.json
     if foreign := sorted(names - begun - ({"config.toml"} if "tokenizer.json" in names else set())):
         raise UsageError(f"{folder} is no run and holds {foreign[0]}: name a new or an empty folder with --run")
