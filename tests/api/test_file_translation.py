@@ -349,16 +349,6 @@ def test_a_full_disk_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.
     assert out.read_bytes() == EXPECTED
 
 
-def test_the_input_is_no_output(tiny: Path, tmp_path: Path, call: Call) -> None:
-    (tmp_path / "lines.src").write_text("One cat.\n", encoding="utf-8")
-    (tmp_path / "same.src").symlink_to("lines.src")
-    for output in ("lines.src", "same.src"):
-        done = call("translate", tiny, tmp_path / "lines.src", "-o", tmp_path / output)
-        assert done.code == 2
-        assert f"{output}: is the input, which it would replace: name another file with -o" in done.err
-    assert (tmp_path / "lines.src").read_text(encoding="utf-8") == "One cat.\n"
-
-
 def test_a_folder_is_no_output(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder: give a file"):
         attempt(tmp_path)

@@ -108,8 +108,6 @@ def check_files(inputs: Sequence[str], output: str, group: ProcessGroup) -> None
     if Path(output).suffix in COMPRESSED:
         raise UsageError(f"{output}: compressed output is not supported: name it without {Path(output).suffix}")
     for name in inputs:
-        if Path(name).is_file() and Path(output).is_file() and Path(name).samefile(output):
-            raise UsageError(f"{output}: is the input, which it would replace: name another file with -o")
         if (form := layout_of(name)) != "lines":
             raise UsageError(f"{name}: a .{form} file holds pairs: give a file with one segment per line")
     streams = [name for name in inputs if is_stream(open_text(name))]
