@@ -22,7 +22,7 @@ from qkv.core.corpus import Progress
 from qkv.core.dataset import DRAFT, PreparedText, StoreFolder
 from qkv.core.errors import UsageError
 from qkv.core.preparation import Disposition, Filter, Scan, Sentences, length_filters, prepare, slices
-from qkv.core.tokenizer import TokenizerPair, learn_bpe
+from qkv.core.tokenizer import TokenizerPair
 from qkv.data.formats import COMPRESSED, find_text, unpack
 from qkv.data.subwords import learner_for
 from qkv.options import DataConfig, TokenizerConfig
@@ -69,8 +69,12 @@ def prepare_text(
         for corpus in (*train, *valid)
         for path in corpus.paths
     ]
-    learner = learn_bpe if tokenizer.kind == "bpe" else learner_for(tokenizer.kind)
-    options: dict[str, Any] = {"tokenizers": tokenizers, "unpack": unpack, "progress": progress, "learner": learner}
+    options: dict[str, Any] = {
+        "tokenizers": tokenizers,
+        "unpack": unpack,
+        "progress": progress,
+        "learner": learner_for(tokenizer.kind),
+    }
     run = partial(prepare, train, valid, text, tokenizer, store, **options)
     workers = 1 if sum(sizes) < SMALL_TEXT else data.workers or cpu_count()
     if workers == 1:
