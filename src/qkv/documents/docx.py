@@ -17,12 +17,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qkv.core.errors import UsageError
+from qkv.documents import Document
 from qkv.documents.inline_markup import split_at
 from qkv.documents.segments import NUMBERED_TAG, Segment, TextFormat, Token, make_segment, too_many_marks
 
 if TYPE_CHECKING:
     from docx.document import Document as WordDocument
 
+WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 MAX_UNPACKED_BYTES = 100 << 20
 MAX_MEMBERS = 5000  # files in the archive
 UNSUPPORTED = "fldChar fldSimple instrText ins del moveFrom moveTo sdt smartTag".split()
@@ -32,6 +34,11 @@ AS_XML = TextFormat(partial(html.escape, quote=False))  # built text keeps its n
 
 Runs = list[tuple[Any, Any]]  # each run with its hyperlink, or None
 Group = tuple[int, Runs, str | None]  # number of the formatting, the runs, their text (None: other content)
+
+
+def read(name: str, data: bytes) -> Document:
+    word = WordFile(data, name)
+    return Document(name, WORD_TYPE, word.segments, word.write)
 
 
 class WordFile:

@@ -15,6 +15,7 @@ from functools import partial
 
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link
+from qkv.documents import Document, read_utf8
 from qkv.documents.inline_markup import TAG, UNPAIRED, parse_markup, place_markup, split_at, strip_markup
 from qkv.documents.segments import MAX_MARKS, Segment, TextFormat, Token, split_segments
 from qkv.segmentation.sentences import split
@@ -33,6 +34,10 @@ VOID = frozenset("area base br col embed hr img input link meta param source tra
 ELEMENT_TAG = re.compile(r"""<(?P<close>/?)(?P<name>[A-Za-z][^\s/>]*+)(?:[^>"']|"[^"]*"|'[^']*')*+>""")
 MARKUP = re.compile(r"<[A-Za-z/!?]")
 NOT_TRANSLATED = re.compile(r"""\stranslate\s*=\s*["']?no\b|\sclass\s*=\s*["'][^"']*\bnotranslate\b""", re.IGNORECASE)
+
+
+def read(name: str, data: bytes) -> Document:
+    return read_utf8(name, data, "text/html", read_html)
 
 
 def read_html(text: str) -> list[str | Segment]:

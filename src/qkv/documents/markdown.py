@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qkv.core.errors import UsageError
-from qkv.documents import html_text
+from qkv.documents import Document, html_text, read_utf8
 from qkv.documents.segments import (
     Segment,
     TextFormat,
@@ -47,6 +47,10 @@ INLINE = re.compile(
 )
 SPECIAL = re.compile(r"[\\`*\[\]<]|(?<!\w)_|_(?!\w)|~(?=~)|&(?=#\d|#?\w+;)")
 BLOCK_START = re.compile(r"(?:#{1,6}(?=\s|$)|[-+](?=\s|$)|>|=+$|-{3,}|~~~)|(?P<number>\d{1,9})(?=[.)](?:\s|$))")
+
+
+def read(name: str, data: bytes) -> Document:
+    return read_utf8(name, data, "text/markdown", read_markdown)
 
 
 def read_markdown(text: str) -> list[str | Segment]:

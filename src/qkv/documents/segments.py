@@ -55,6 +55,7 @@ class Segment:
     marks: tuple[tuple[str, str], ...]
     less_than: str  # replaces "<" of the text in `tagged`
     format: TextFormat
+    protected: tuple[tuple[int, int], ...] = ()  # spans of `text` that must come back unchanged
 
     @cached_property
     def text(self) -> str:
