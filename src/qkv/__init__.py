@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that a name is public
     from qkv.api.completer import LanguageModel as LanguageModel
     from qkv.api.run_training import train as train
     from qkv.api.text_encoder import Encoder as Encoder
-    from qkv.api.translator import Translation as Translation
+    from qkv.api.translation import Translation as Translation
     from qkv.api.translator import Translator as Translator
     from qkv.assembly import Run as Run
     from qkv.assembly import build_model as build_model

@@ -54,10 +54,11 @@ from qkv.training.unpadded import loss_in_parts
 if TYPE_CHECKING:
     from qkv.decoding.search_request import DecodingEngine
     from qkv.engines.cpu.native_search import OpenedRun
-    from qkv.worker_pool import ProcessWorkers
+    from qkv.segmentation.text_cutter import LineStatistics, TextCutter
+from qkv.segmentation.text_cutter import LineStatistics, TextCutter
+from qkv.worker_pool import ProcessWorkers
 
 LOCKED = (errno.EWOULDBLOCK, errno.EACCES)  # another process holds the lock; other errors: locks do not work here
-SEVERAL = 0.1  # from this share of training lines with several sentences on, a text is translated as a whole
 UPDATES_AHEAD = 4  # made before they are needed
 
 # ---- model and run folder --------------------------------------------------------------------------------------------
@@ -176,12 +177,13 @@ class Run(core_run.Run):
         return super().weights(f"step-{int(name):07d}" if name.isdigit() else name)
 
     @property
-    def by_sentence(self) -> bool:
-        """Whether texts are translated sentence by sentence: the training text had mostly one sentence in a line.
+    def cutter(self) -> TextCutter:
+        """What cuts texts into pieces like the lines of the training text; an older run folder has no record of them.
 
-        An older run folder has no record of that, and its texts are translated sentence by sentence.
+        Then texts are cut into sentences.
         """
-        return bool(self.about.get("several_sentences", 0.0) < SEVERAL)
+        data, statistics = self.config.data, LineStatistics.read(self.about.get("lines"))
+        return TextCutter(self.tokenizers.src.encode, data.max_length, data.src_lang, statistics)
 
     @property
     def store(self) -> Path:

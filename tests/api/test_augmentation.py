@@ -44,7 +44,8 @@ from qkv.api.pair_filters import (
     WordNoise,
     filter_lines,
 )
-from qkv.api.translator import Alternative, Translation, Translator
+from qkv.api.translation import Alternative, Translation
+from qkv.api.translator import Translator
 from qkv.core.corpus import split_into_blocks
 from qkv.core.errors import QkvError, UsageError
 from qkv.data.formats import find_text

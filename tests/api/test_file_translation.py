@@ -31,7 +31,7 @@ from qkv import cli
 from qkv.api import file_translation, output_journal
 from qkv.api.file_translation import Chunk, ProcessGroup, chunks, count_lines, translate_file, translate_text
 from qkv.api.output_journal import End, Entry, Journal, PartialFile
-from qkv.api.translator import Translation
+from qkv.api.translation import Translation
 from qkv.assembly import Run
 from qkv.core.errors import QkvError, UsageError
 
@@ -503,7 +503,7 @@ sys.path.insert(0, sys.argv[1])
 import test_file_translation as tests
 from qkv import cli
 from qkv.api import file_translation as files, output_journal as journal
-from qkv.api.translator import Translation
+from qkv.api.translation import Translation
 
 journal.INTERVAL = 0.0
 out, killed, is_held = Path(sys.argv[2]), sys.argv[3:] == ["killed"], files._is_locked
@@ -571,6 +571,7 @@ class Recorder:
         self.device = torch.device("cpu")
         self.members: list[Any] = []  # of the loaded runs
         self.run: Any = None
+        self.cutter = SimpleNamespace(sentences=1)
         self.asked: list[dict[str, Any]] = []
 
     def learn_shortlist(self) -> None:
@@ -623,6 +624,7 @@ HOW: dict[str, tuple[list[str], Any]] = {
     "rerank": (["chrf"], "chrf"),
     "candidates": (["8"], 8),
     "split": ([], False),
+    "newlines": (["join"], "join"),
     "tag": (["it"], "it"),
 }
 NEGATED = {"split": "no_split"}
@@ -647,7 +649,7 @@ def test_every_option_of_decoding_is_there() -> None:
 
     command = typer.main.get_command(cli.app).commands["translate"]  # type: ignore[attr-defined]
     assert {each.name for each in command.params} - {*NOT_SEARCH, "help"} == {NEGATED.get(name, name) for name in HOW}
-    assert set(HOW) == set(Options.__annotations__) - {"first", "progress"}
+    assert set(HOW) == set(Options.__annotations__) - {"first", "progress", "protected", "check"}
 
 
 def test_every_option_is_on_the_page() -> None:

@@ -8,9 +8,9 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sacrebleu
@@ -18,7 +18,8 @@ import sacrebleu
 import qkv
 from conftest import WORDS, sentences, tiny_config, write_pairs
 from qkv.api.run_training import _begin
-from qkv.api.translator import CHUNK, Translation, Translator
+from qkv.api.translation import PieceOutput, Translation, best_combinations
+from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.core.search import Hypothesis
@@ -28,6 +29,7 @@ from qkv.decoding.search_request import tag_before
 from qkv.explain.word_alignment import AlignmentHead
 from qkv.options import CorpusConfig
 from qkv.segmentation.sentences import split
+from qkv.segmentation.text_cutter import TextCutter
 
 
 def test_public_names_are_unchanged() -> None:
@@ -65,10 +67,16 @@ assert set(qkv.__all__) == set(dir(qkv))
 def test_a_text_or_several(translator: Translator) -> None:
     one = translator.translate("The big cat sees one dog.")
     assert isinstance(one, Translation)
-    assert (str(one), one.pieces, one.truncated, one.alternatives) == ("Il grande gatto vede uno cane.", 1, False, [])
+    assert (str(one), len(one.pieces), one.truncated, one.alternatives) == (
+        "Il grande gatto vede uno cane.",
+        1,
+        False,
+        [],
+    )
     several = translator.translate(["Good day.", "", "The big cat sees one dog.", " \t\u3000 "])
-    assert [each.text for each in several] == ["Buono giorno.", "", "Il grande gatto vede uno cane.", ""]
-    assert [each.pieces for each in several] == [1, 0, 1, 0]
+    assert [each.text for each in several] == ["Buono giorno.", "", "Il grande gatto vede uno cane.", " \t\u3000 "]
+    assert [len(each.pieces) for each in several] == [1, 0, 1, 1]
+    assert several[3].flags == ("blank",)
     assert several[2].logprob == pytest.approx(one.logprob, abs=1e-4)
     assert translator.translate([]) == []
     assert translator.translate(("One.",))[0].text == "Uno."
@@ -84,7 +92,7 @@ def test_fields_of_a_translation(translator: Translator) -> None:
     assert len({found.text, *(each.text for each in found.alternatives)}) >= 2
     plain = found.to_dict()
     assert json.loads(json.dumps(plain)) == plain
-    known = "text score logprob tokens alternatives truncated pieces finish_reason length_ratio looped".split()
+    known = "text score logprob tokens alternatives truncated pieces finish_reason length_ratio looped dropped".split()
     assert sorted(plain) == sorted(known)
 
 
@@ -114,12 +122,14 @@ def test_long_text_is_translated_in_pieces_and_nothing_is_cut(translator: Transl
     assert len(translator.tokenizers.src.encode(source)) > 5 * longest
     found = translator.translate(source, split=False)
     pieces = split(source, lambda piece: len(translator.tokenizers.src.encode(piece)) <= longest)
-    assert found.pieces == len(pieces) > 5
+    assert len(found.pieces) == len(pieces) > 5
     alone = translator.translate(list(pieces), split=False)
     assert found.text == " ".join(each.text for each in alone)
     assert found.tokens == [token for each in alone for token in each.tokens]
     assert found.logprob == pytest.approx(sum(each.logprob for each in alone), abs=1e-3)
-    assert found.score == pytest.approx(sum(each.score for each in alone), abs=1e-3)
+    weights = [len(translator.tokenizers.src.encode(piece)) + 1 for piece in pieces]
+    mean = sum(w * each.score for w, each in zip(weights, alone, strict=True)) / sum(weights)
+    assert found.score == pytest.approx(mean, abs=1e-3)
 
 
 TEXT, SENTENCES = "One cat. Two dog?  Three house!", ["One cat.", "Two dog?", "Three house!"]
@@ -129,23 +139,28 @@ def test_a_text_is_translated_sentence_by_sentence(translator: Translator) -> No
     """White space between sentences is kept; long texts are cut into sentences, and alternatives are joined."""
     alone = translator.translate(SENTENCES)
     found = translator.translate(TEXT)
-    assert (found.text, found.pieces) == ("{} {}  {}".format(*map(str, alone)), 3)
+    assert (found.text, len(found.pieces)) == ("{} {}  {}".format(*map(str, alone)), 3)
+    assert [TEXT[slice(*piece.source)] for piece in found.pieces] == ["One cat. ", "Two dog?  ", "Three house!"]
+    assert "".join(found.text[slice(*piece.target)] for piece in found.pieces) == found.text
     assert found.logprob == pytest.approx(sum(each.logprob for each in alone), abs=1e-4)
     assert [each.text for each in translator.stream([TEXT, "One cat."])] == [found.text, alone[0].text]
     several = translator.translate(TEXT, n_best=2)
     assert several.text == found.text
-    second = [each.alternatives[0].text for each in translator.translate(SENTENCES, n_best=2)]
-    assert several.alternatives[0].text == "{} {}  {}".format(*second)
+    choices = translator.translate(SENTENCES, n_best=2)
+    rank = [[each.text, each.alternatives[0].text] for each in choices]
+    others = {"{} {}  {}".format(*(rank[i][i == k] for i in range(3))) for k in range(3)}
+    assert several.alternatives[0].text in others  # in one sentence the second best, not in all at once
+    assert several.score >= several.alternatives[0].score
     pairs = sentences(60, seed=5)
-    assert translator.translate(" ".join(text for text, _ in pairs)).pieces == len(pairs)
+    assert len(translator.translate(" ".join(text for text, _ in pairs)).pieces) == len(pairs)
 
 
 def test_a_text_may_be_translated_as_a_whole(translator: Translator) -> None:
     """A text is not cut if split is false, or with a prefix or phrases for the text as a whole."""
-    assert translator.translate(TEXT, split=False).pieces == 1
-    assert translator.translate(TEXT, prefix="Uno").pieces == 1
+    assert len(translator.translate(TEXT, split=False).pieces) == 1
+    assert len(translator.translate(TEXT, prefix="Uno").pieces) == 1
     found = translator.translate([TEXT, TEXT], must_include=[["rosso"], []])
-    assert [each.pieces for each in found] == [1, 3]
+    assert [len(each.pieces) for each in found] == [1, 3]
     assert "rosso" in found[0].text
 
 
@@ -159,32 +174,90 @@ def test_another_word_is_for_its_sentence(translator: Translator) -> None:
     assert last[0].text.startswith("Uno gatto. Due cane.  Tre casa")
 
 
-@pytest.mark.parametrize(("share", "pieces"), [(None, 3), (0.0, 3), (0.09, 3), (0.1, 1), (1.0, 1)])
+@pytest.mark.parametrize(
+    ("sentences", "pieces"),
+    [
+        (None, 3),
+        ({"1": 1.0}, 3),
+        ({"1": 0.91, "2": 0.09}, 3),
+        ({"1": 0.8, "2": 0.2}, 2),
+        ({"2": 0.5, "5": 0.5}, 1),
+    ],
+)
 def test_training_text_decides_whether_a_text_is_cut(
-    tiny: Path, tmp_path: Path, share: float | None, pieces: int
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sentences: dict[str, float] | None,
+    pieces: int,
 ) -> None:
-    """Older run folders without the record are treated as trained on single sentences."""
+    """Older run folders without the record are treated as trained on single sentences, and say so once."""
     run = tmp_path / "run"
     shutil.copytree(tiny, run, ignore=shutil.ignore_patterns("state", "store"))
     about = json.loads((run / "run.json").read_text())
-    assert about.pop("several_sentences") == 0.0
-    record = {} if share is None else {"several_sentences": share}
+    assert about.pop("lines")["sentences"] == {"1": 1.0}
+    record = {} if sentences is None else {"lines": {"sentences": sentences, "tokens": 50, "lines": 1000}}
     (run / "run.json").write_text(json.dumps(about | record))
-    assert qkv.load(run).translate(TEXT).pieces == pieces
+    translator = qkv.load(run)
+    assert [len(translator.translate(TEXT).pieces) for _ in range(2)] == [pieces, pieces]
+    assert capsys.readouterr().err.count("no record of how many sentences") == (sentences is None)
 
 
-@pytest.mark.parametrize(("sentences_a_line", "by_sentence"), [(1, True), (2, False)])
-def test_a_new_run_records_whether_its_text_has_several_sentences_to_a_line(
-    tmp_path: Path, sentences_a_line: int, by_sentence: bool
-) -> None:
+@pytest.mark.parametrize("sentences_a_line", [1, 2])
+def test_a_new_run_records_how_many_sentences_a_line_has(tmp_path: Path, sentences_a_line: int) -> None:
     pairs = [(" ".join([src] * sentences_a_line), tgt) for src, tgt in sentences(80)]
-    run, _ = _begin(tmp_path / "run", tiny_config(*write_pairs(tmp_path, pairs)), None, [], "", 1, None)
-    assert Run.open(run.path).by_sentence == by_sentence
+    run, prepared = _begin(tmp_path / "run", tiny_config(*write_pairs(tmp_path, pairs)), None, [], "", 1, None)
+    cutter = Run.open(run.path).cutter
+    assert cutter.sentences == sentences_a_line
+    assert cutter.statistics
+    assert cutter.statistics.tokens == max(prepared.train.lengths("src"))
+
+
+def test_text_is_kept_around_and_between_pieces(translator: Translator) -> None:
+    """The spans of pieces tile both texts, with all white space."""
+    text = "\n  One cat.\u00a0 Two dog?\t\n\n\tThree house!\n \u200b"
+    found = translator.translate(text)
+    assert "".join(text[slice(*piece.source)] for piece in found.pieces) == text
+    assert "".join(found.text[slice(*piece.target)] for piece in found.pieces) == found.text
+    assert found.text.startswith("\n  Uno gatto.\u00a0 Due cane")
+    assert found.dropped == 1
+
+
+def test_hard_wrapped_lines_are_one_sentence(translator: Translator) -> None:
+    whole = translator.translate("The big cat sees one dog. One cat.")
+    wrapped = "The big cat\nsees one dog. One\ncat."
+    assert translator.translate(wrapped).text == whole.text
+    assert len(translator.translate(wrapped, newlines="keep").pieces) == 4
+    assert len(translator.translate("One cat\nTwo dog\nThree house").pieces) == 3  # a list
+    with pytest.raises(UsageError, match='newlines = "lines": must be join or keep'):
+        translator.translate(wrapped, newlines="lines")
+
+
+def test_special_spaces_do_not_reach_the_model(translator: Translator) -> None:
+    expected = translator.translate("The big cat sees one dog.").text
+    for text in (
+        "The\u00a0big cat sees one dog.",
+        "The\u2009big\u202fcat sees one dog.",
+        "The big c\u00adat sees one\u200b dog.",
+    ):
+        found = translator.translate(text).text
+        assert found.replace("\u00a0", " ").replace("\u202f", " ") == expected
+
+
+def test_best_combinations_are_those_of_all_choices() -> None:
+    scores, weights = [[-1.0, -1.5, -4.0], [-2.0], [-0.5, -0.6], [-1.0, -1.2, -1.31]], [3, 1, 2, 5]
+    every = sorted(
+        product(*(range(len(each)) for each in scores)),
+        key=lambda choice: -sum(w * s[k] for w, s, k in zip(weights, scores, choice, strict=True)),
+    )
+    assert [tuple(choice) for choice in best_combinations(scores, weights, 100)] == every
+    assert best_combinations(scores, weights, 1) == [[0, 0, 0, 0]]
+    assert len(best_combinations([[0.0, -1.0]] * 10_000, [1] * 10_000, 5)) == 5
 
 
 def test_lines_inside_a_text_stay_lines(translator: Translator) -> None:
     found = translator.translate("  Good day.\n\nOne cat.\r\nTwo dog.")
-    assert (found.text, found.pieces) == ("Buono giorno.\n\nUno gatto.\r\nDue cane.", 3)
+    assert (found.text, len(found.pieces)) == ("  Buono giorno.\n\nUno gatto.\r\nDue cane.", 3)
 
 
 @pytest.mark.parametrize(
@@ -197,16 +270,9 @@ def test_pieces_are_glued_as_the_language_is_written(
     """A sentence ends in 。 without a space, or in punctuation and a space; some languages have no spaces."""
     translator = qkv.load(tiny)
     translator.config = translator.config.replace(data={"tgt_lang": language})
-    found = []
-
-    def cut_and_join(texts: list[str], *_: Any, split: Any, **__: Any) -> list[Any]:
-        pieces, join = split(texts[0], 0)
-        found.append((tuple(pieces), join(["α。", "β!", "γ"]).strip()))
-        return []
-
-    monkeypatch.setattr("qkv.api.translator.translate_lines", cut_and_join)
-    translator.translate(["甲。B! C"])
-    assert found == [(("甲。", "B!", "C"), joined)]
+    cut = translator.cutter.cut("甲。B! C")
+    outputs = [PieceOutput([text], [Hypothesis([5], -1.0, -1.0, False)], 1) for text in ("α。", "β!", "γ")]
+    assert translator._joined("甲。B! C", cut, outputs, 1).text == joined
 
 
 def test_lines_in_lines_out() -> None:
@@ -223,21 +289,13 @@ def test_lines_in_lines_out() -> None:
     lines = translate_lines(["ab", " \t", " cde "], both, search, max_length=4)
     assert [line.texts[:1] for line in lines] == [["ba"], [], ["edc"]]
     assert [line.source_tokens for line in lines] == [3, 0, 4]
-    first, blank, last = (Translation.of(line, both.tgt) for line in lines)
     assert given == [("ab", 0), ("cde", 2)]
-    assert (str(first), first.score, first.logprob, first.pieces, first.finish_reason) == ("ba", -1.0, -2.0, 1, "stop")
+    cut = TextCutter(both.src.encode, 9, "en").cut("ab")
+    first = Translation.of(cut, [PieceOutput(*lines[0])], both.tgt, n_best=2)
+    assert (str(first), first.score, first.logprob, first.finish_reason) == ("ba", -1.0, -2.0, "stop")
     assert [other.text for other in first.alternatives] == ["ab"]
-    assert (blank.text, blank.pieces, blank.tokens, blank.finish_reason) == ("", 0, [], "blank")
-    assert (last.text, last.truncated, last.finish_reason, last.length_ratio) == ("edc", True, "length", 1.0)
     with pytest.raises(UsageError, match=r"line 2: 6 tokens, at most 4: split the line"):
         translate_lines(["a", "abcde"], both, search, max_length=4)
-
-    def split(line: str, number: int) -> tuple[list[str], Callable[[list[str]], str]]:
-        return line.split(), lambda texts: "-".join(text.strip() for text in texts)
-
-    (line,) = translate_lines(["abcd efgh"], both, search, max_length=4, split=split)
-    joined = Translation.of(line, both.tgt)
-    assert (joined.text, joined.score, joined.pieces) == ("dcba-hgfe", -2.0, 2)
 
 
 def test_any_text_is_answered(translator: Translator) -> None:
@@ -245,7 +303,7 @@ def test_any_text_is_answered(translator: Translator) -> None:
     found = translator.translate(odd, beam=1)
     assert len(found) == len(odd)
     assert all("\n" not in each.text for each in found)
-    assert found[4].text == "Uno."
+    assert found[4].text == "   Uno.  "
     with pytest.raises(UsageError, match="half of a character"):
         translator.translate("\ud800")
 
@@ -360,7 +418,7 @@ def test_a_sentence_of_the_greatest_length_is_read_whole_with_its_tag(tagged: Tr
         text = text.rpartition(" ")[0]
     text += "." * (limit - len(src.encode(text)))
     assert len(src.encode(text)) == limit
-    assert tagged.translate(text, tag="it", split=False).pieces == 1
+    assert len(tagged.translate(text, tag="it", split=False).pieces) == 1
     assert tagged.attention(text, "due", tag="it").source
 
 

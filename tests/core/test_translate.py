@@ -123,21 +123,6 @@ def test_line_breaks_in_a_translation_become_spaces() -> None:
     assert translate_lines(["x"], both, broken, max_length=5)[0].texts == ["a b  c"]
 
 
-def test_pieces_are_searched_alone_and_joined() -> None:
-    both, asked = byte_tokenizers(), list[tuple[str, int]]()
-
-    def split(line: str, number: int) -> Any:
-        asked.append((line, number))
-        pieces = line.split("|") if line else []
-        return pieces, "+".join
-
-    found = translate_lines(["a|b", "", "c"], both, upper(both, 2), max_length=2, split=split)
-    assert asked == [("a|b", 0), ("", 1), ("c", 2)]
-    assert [line.texts for line in found] == [["A+B", "A!+B!"], [], ["C", "C!"]]
-    assert [line.source_tokens for line in found] == [4, 0, 2]
-    assert [len(pieces) for pieces in found[0].hypotheses] == [2, 2]
-
-
 def test_a_line_that_is_too_long_is_refused_where_nothing_splits_it() -> None:
     both = byte_tokenizers()
     assert translate_lines(["abc"], both, upper(both), max_length=4)[0].texts == ["ABC"]

@@ -18,7 +18,7 @@ import pytest
 
 from core_runs import content, distinct_pairs, texts, write_corpus
 from qkv.api import run_training
-from qkv.api.run_training import several_sentences
+from qkv.api.run_training import line_statistics
 from qkv.core import config, corpus, preparation
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
@@ -78,7 +78,10 @@ def test_lines_of_several_sentences_are_counted(
     tagged = CorpusConfig(train.src, train.tgt, tag="de")
     prepared = prepare_text(DataConfig(train=(tagged,), valid=(valid,)), CHARS, tmp_path / "store")
     assert len(prepared.train) == 80
-    assert several_sentences(prepared) == share
+    found = line_statistics(prepared, "en")
+    assert found is not None
+    assert 1 - found.sentences["1"] == share
+    assert found.tokens == max(prepared.train.lengths("src"))
 
 
 def test_plain_text(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 import qkv
 from conftest import sentences, tiny_config, write_pairs
 from qkv.core.errors import UsageError
+from qkv.segmentation.text_cutter import LineStatistics
 from qkv.server import listener, served_models
 from qkv.server.listener import open_socket
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, parse_form, parse_json
@@ -132,11 +133,14 @@ def test_a_model_is_chosen_by_the_language_of_a_text(tiny: Path) -> None:
 @pytest.mark.parametrize("by_sentence", [True, False])
 def test_a_text_is_cut_as_the_training_text_was(tiny: Path, by_sentence: bool) -> None:
     """Plain text and HTML: into sentences, unless the training text had several to a line."""
-    model = dataclasses.replace(ServedModel.open("tiny", tiny), by_sentence=by_sentence)
+    model = ServedModel.open("tiny", tiny)
+    if not by_sentence:
+        statistics = LineStatistics({"3": 1.0}, 50, 1000)
+        model = dataclasses.replace(model, cutter=dataclasses.replace(model.cutter, statistics=statistics))
     text, sentences_of = "One cat. Two dog.  Three house!", ["One cat.", "Two dog.", "Three house!"]
-    pieces, costs = model.split(text)
-    assert list(pieces) == (sentences_of if by_sentence else [text])
-    assert costs == [1 + len(model.tokenizers.src.encode(piece)) for piece in pieces]
+    cut, costs = model.split(text)
+    assert list(cut.pieces) == (sentences_of if by_sentence else [text])
+    assert costs == [1 + len(model.tokenizers.src.encode(piece)) for piece in cut.pieces]
     limits, metrics = RequestLimits(), Metrics()
     service = Service(ServedModels(), Scheduler(SchedulerOptions({}), limits, metrics), limits, metrics)
     parts = service._html_parts(model, "<p><b>One</b> cat. Two dog.</p>")

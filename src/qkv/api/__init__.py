@@ -16,7 +16,8 @@ from qkv.options import DecoderOnlyConfig, TranslationConfig
 if TYPE_CHECKING:
     from qkv.api.completer import LanguageModel
     from qkv.api.text_encoder import Encoder
-    from qkv.api.translator import Translation, Translator
+    from qkv.api.translation import Translation
+    from qkv.api.translator import Translator
     from qkv.decoding.search_request import Options
     from qkv.evaluation import metrics
     from qkv.evaluation.diagnosis import Diagnosis

@@ -33,7 +33,8 @@ from qkv.api.file_translation import (
     translate_text,
 )
 from qkv.api.pair_filters import DISPOSITIONS, FilteredLine, Filters, WordNoise, filter_lines, zip_lines
-from qkv.api.translator import CHUNK, Alternative, Translation, Translator
+from qkv.api.translation import Alternative, Translation
+from qkv.api.translator import CHUNK, Translator
 from qkv.assembly import Run
 from qkv.console import Advance
 from qkv.core.errors import UsageError
@@ -163,7 +164,7 @@ class Augmenter:
         allowed = self.filters.allow
         disposition = filtered or next((name for name, holds in reasons.items() if holds and name not in allowed), "")
         # Each piece ends with </s>, which is a token of the log-probability too.
-        logprob = output.logprob / (lengths[1] + translation.pieces) if output.text else None
+        logprob = output.logprob / (lengths[1] + max(1, len(translation.pieces))) if output.text else None
         return Pair(number, line, output.text, logprob, disposition)
 
     def _round_trip(self, pairs: list[Pair]) -> list[Pair]:
@@ -311,6 +312,6 @@ def _task(augmenter: Augmenter, weights: str, **rest: Any) -> dict[str, Any]:
         "closest_by": augmenter.closest_by,
         "seed": augmenter.seed,
         **augmenter.options,
-        "by_sentence": [member.run.by_sentence for member in translator.members],
+        "sentences": [member.run.cutter.sentences for member in translator.members],
         **rest,
     }

@@ -98,6 +98,21 @@ def chunks(lines: Iterable[str], size: int, more: Callable[[], bool] = lambda: T
         yield Chunk(number, first, chunk)
 
 
+def joined_paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of each paragraph as one text; a blank line ends a paragraph and is a text by itself."""
+    paragraph: list[str] = []
+    for line in lines:
+        if line.strip():
+            paragraph.append(line)
+            continue
+        if paragraph:
+            yield "\n".join(paragraph)
+        paragraph = []
+        yield line
+    if paragraph:
+        yield "\n".join(paragraph)
+
+
 def is_stream_output(output: str) -> bool:
     """Return whether the output is a terminal, pipe or device, which cannot be resumed."""
     return output == "-" or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())

@@ -13,8 +13,10 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from qkv.api.run_limits import measure_run
 from qkv.assembly import Run, parameters, shape, stored_at, trainer_for, unit, updates_for, vocabulary
 from qkv.console import TrainingBar, bars, describe_device, say
 from qkv.core import files
@@ -28,7 +30,7 @@ from qkv.core.validation import Task, Validation
 from qkv.data.formats import infer_languages
 from qkv.data.text_preparation import filter_table, prepare_text
 from qkv.options import DROPOUTS, Config, ConvS2SConfig, DecoderOnlyConfig, TranslationConfig
-from qkv.segmentation.sentences import split
+from qkv.segmentation.text_cutter import LONG, LineStatistics
 from qkv.training.distributed import joined
 
 # What completes a config once the text is known, for so many ranks, and why so.
@@ -82,6 +84,7 @@ def train(
         page = opened.path / "card.md"
         if (fit(opened, prepared, world) or not page.exists()) and world.first:
             files.write_text(page, card(opened, prepared))
+            measure_run(opened, prepared)
     return opened
 
 
@@ -261,8 +264,9 @@ def _begin(
         for reason in [*reasons, *(f"auto: {setting}, as you say" for setting in settings)]:
             say(reason)
     updates_for(config, prepared)  # refuses text that this model cannot be trained on before there is a run
-    several = several_sentences(prepared) if isinstance(config.model, TranslationConfig) else 0.0
-    record = {"command": command, "store": stored_at(folder, prepared.folder), "several_sentences": several}
+    record: dict[str, Any] = {"command": command, "store": stored_at(folder, prepared.folder)}
+    if isinstance(config.model, TranslationConfig) and (lines := line_statistics(prepared, config.data.src_lang)):
+        record["lines"] = lines.to_dict()
     if start is not None:
         record["start"] = str(start.path.resolve())
         given = Run(folder).start
@@ -271,12 +275,16 @@ def _begin(
     return Run.create(folder, config, prepared.tokenizers, **record), prepared
 
 
-def several_sentences(prepared: PreparedText) -> float:
-    """The share of source lines that have more than one sentence, in a sample of the training pairs."""
+def line_statistics(prepared: PreparedText, language: str) -> LineStatistics | None:
+    """Return what the source lines were like; None if sentencex, which counts their sentences, is not installed."""
     src, count = prepared.tokenizers.src, min(len(prepared.train), SAMPLE)
     rows = [prepared.train.row("src", i * len(prepared.train) // count).tolist() for i in range(count)]
-    several = sum(len(split(src.decode(row), lambda piece: True, sentences=True)) > 1 for row in rows)
-    return round(several / count, 4)
+    lengths = np.asarray(prepared.train.lengths("src"))
+    long = int(np.quantile(lengths, LONG, method="higher"))
+    try:
+        return LineStatistics.of(map(src.decode, rows), long, language)
+    except UsageError:
+        return None
 
 
 def _as_in(start: Run, config: Config, settings: list[str]) -> Config:

@@ -4,120 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from itertools import groupby, islice
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from qkv.api.explainer import Explainer
 from qkv.api.loading import check_dtype, fast_engine
+from qkv.api.omission import Checks, OmissionCheck
+from qkv.api.piece_search import PieceSearch, SourcePiece
+from qkv.api.translation import OtherWord, PieceOutput, Scored, Translation
 from qkv.assembly import Run, open_run, search_engines_for, start_search_for
 from qkv.console import Advance, describe_device, say
 from qkv.core.dataset import PreparedText
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.search import Hypothesis
-from qkv.core.tokenizer import Tokenizer, one_line
+from qkv.core.tokenizer import one_line
 from qkv.core.transformer import Model, StepModel
-from qkv.core.translate import TranslatedLine, translate_lines
 from qkv.data.subwords import readable_tokens
 from qkv.decoding import search_request
 from qkv.decoding.ensemble import AVERAGES, Ensemble
 from qkv.decoding.search_request import Options, SearchInput, SearchRequest, SearchRunner, score_all, without_spaces
 from qkv.decoding.shortlist import FREQUENT, LIKELIEST, Shortlist, Shortlisted
-from qkv.evaluation.diagnosis import breaking, find_loop
 from qkv.explain.attention_maps import words
 from qkv.explain.counterfactuals import NewWordAfterPrefix, WordBoundaries, word_alternatives
 from qkv.explain.decoding_tree import EncodedSource
-from qkv.segmentation.sentences import Pieces, split
+from qkv.segmentation.sentences import Pieces, Span
+from qkv.segmentation.sentences import split as cut_sentences
+from qkv.segmentation.special_spaces import plain
+from qkv.segmentation.text_cutter import CutText, TextCutter
 from qkv.worker_pool import ProcessWorkers
 
 CHUNK = 2048  # lines translated together in a stream: enough for batches of similar length
 LONGEST_SCORED = 8192  # tokens of a scored text: memory grows with the square
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another translation of the same text."""
-
-    text: str
-    score: float
-    logprob: float
-    truncated: bool = False
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A translation and its scores; `score` is `logprob` under the length penalty.
-
-    For an input translated in pieces both are sums over the pieces.
-    """
-
-    text: str
-    score: float
-    logprob: float
-    tokens: list[str]
-    alternatives: list[Alternative]
-    truncated: bool = False  # the longest length allowed was reached before the model ended
-    pieces: int = 1  # how many sentences or parts of long ones were translated; 0 for blank text
-    finish_reason: str = "stop"  # stop: the model ended; length: the limit did; blank: there was nothing to translate
-    length_ratio: float = 0.0  # tokens of the output for each of the input
-    looped: bool = False  # the first output repeated itself; the search was repeated, and this is the better output
-
-    @classmethod
-    def of(cls, line: TranslatedLine, tgt: Tokenizer, *, looped: bool = False) -> Self:
-        """Return the result of a line, whose pieces were translated one by one."""
-        if not line.hypotheses:
-            return cls("", 0.0, 0.0, [], [], pieces=0, finish_reason="blank")
-        ranks = []
-        for text, rank in zip(line.texts, line.hypotheses, strict=True):
-            score, logprob = sum(h.score for h in rank), sum(h.logprob for h in rank)
-            ranks.append(Alternative(text, score, logprob, any(h.truncated for h in rank)))
-        best, written = ranks[0], [token for hypothesis in line.hypotheses[0] for token in hypothesis.tokens]
-        return cls(
-            **vars(best),
-            tokens=readable_tokens(tgt, written),
-            alternatives=ranks[1:],
-            pieces=len(line.hypotheses[0]),
-            finish_reason="length" if best.truncated else "stop",
-            length_ratio=len(written) / max(1, line.source_tokens),
-            looped=looped,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class OtherWord:
-    """Another word at a position of a translation, and the best translation with that word."""
-
-    word: str
-    probability: float  # of the word at this position
-    text: str
-    score: float
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The log-probability of a given translation, in total and of each token, </s> last."""
-
-    logprob: float
-    tokens: list[str]
-    token_logprobs: list[float]
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(700.0, -self.logprob / len(self.token_logprobs)))
 
 
 class Translator(Explainer):
@@ -225,6 +147,9 @@ class Translator(Explainer):
         tag: str = "",
         first: int = 0,
         split: bool = True,
+        newlines: str = "join",
+        protected: Sequence[Sequence[Span]] = (),
+        check: bool = True,
         progress: Advance = lambda done: None,
         **options: Any,
     ) -> list[Translation]:
@@ -237,43 +162,44 @@ class Translator(Explainer):
             raise UsageError("a shortlist may lack tokens of a prefix or of phrases: omit the shortlist")
         if request.shortlist and self.runner.narrow is None:
             self._use_shortlist(Shortlist.load(self._shortlist_path(), self.tokenizers))
-        tags = self._prefix(tag)
-
-        def cut(text: str, number: int) -> tuple[Sequence[str], Callable[[list[str]], str]]:
+        if protected and len(protected) != len(texts):
+            raise UsageError(f"protected has {len(protected)} lists for {len(texts)} texts: give one for each")
+        cuts = []
+        for number, text in enumerate(texts):
             constrained = bool(prefixes[number] or required[number])  # … for the text as a whole, not for a sentence
-            pieces = self._pieces(text, sentences=split and self.run.by_sentence and not constrained)
-            if len(pieces) > 1 and constrained:
+            spans = protected[number] if protected else ()
+            cuts.append(self.cutter.cut(text, sentences=split and not constrained, newlines=newlines, protected=spans))
+            if len(cuts[-1].pieces) > 1 and constrained:
                 raise UsageError(
-                    f"text {first + number + 1} is translated in {len(pieces)} pieces, but a prefix or must_include "
-                    f"needs a single piece: split the text into sentences"
+                    f"text {first + number + 1} is translated in {len(cuts[-1].pieces)} pieces, but a prefix or "
+                    f"must_include needs a single piece: split the text into sentences"
                 )
-            return pieces.pieces, partial(pieces.join, spaces=not without_spaces(self.config.data.tgt_lang))
-
-        looped: set[int] = set()  # texts
-
-        def search(sources: list[list[int]], line_of: list[int]) -> list[list[Hypothesis]]:
-            places = [place for _, group in groupby(line_of) for place, _ in enumerate(group)]  # of a piece in its text
-            work = SearchInput(
-                sources,
-                prefixes=[tgt.encode(prefixes[n].rstrip()) for n in line_of],
-                required=[request.required(required[n], prefixes[n], tgt) for n in line_of],
-                numbers=[((first + n) << 20) + place for n, place in zip(line_of, places, strict=True)],
-            )
-            self._check_positions(max([request.options.max_length or 0, *map(len, work.prefixes)]))
-            missing = Counter(line_of)
-            progress(len(texts) - len(missing))
-
-            def finished(indices: Sequence[int]) -> None:
-                missing.subtract(line_of[i] for i in indices)
-                progress(sum(not missing[n] for n in {line_of[i] for i in indices}))
-
-            hypotheses, repeated = self._search(work, request, finished)
-            looped.update(n for n, is_repeated in zip(line_of, repeated, strict=True) if is_repeated)
-            return hypotheses
-
-        room = self.config.data.max_length
-        lines = translate_lines(texts, self.tokenizers, search, max_length=room, tag=tags, split=cut)
-        translations = [Translation.of(line, tgt, looped=number in looped) for number, line in enumerate(lines)]
+        if split and any(len(cut.pieces) > 1 for cut in cuts):
+            self._tell_of_sentences()
+        pieces = [
+            SourcePiece(number, place, source, own)
+            for number, cut in enumerate(cuts)
+            for place, (source, own) in enumerate(zip(cut.sources, cut.protected, strict=True))
+        ]
+        search = PieceSearch(
+            self.runner,
+            self.tokenizers,
+            request,
+            self.config.data.max_length,
+            self._prefix(tag),
+            [tgt.encode(prefix.rstrip()) for prefix in prefixes],
+            required,
+            first,
+            self._check_positions,
+            progress,
+            stand_ins=self.checks.copied if self.checks else (),
+            omission=self._omission_check(tag) if check else None,
+        )
+        outputs = iter(search(pieces, len(texts)))
+        translations = [
+            self._joined(text, cut, list(islice(outputs, len(cut.pieces))), request.n_best)
+            for text, cut in zip(texts, cuts, strict=True)
+        ]
         if request.avoid is not None:  # the search cannot prevent a phrase across the border of two pieces
             for number, each in enumerate(translations, first + 1):
                 found = map(request.avoid.occurs, (each.text, *(other.text for other in each.alternatives)))
@@ -284,27 +210,50 @@ class Translator(Explainer):
                     )
         return translations
 
-    def _search(
-        self, work: SearchInput, request: SearchRequest, progress: Callable[[Sequence[int]], None]
-    ) -> tuple[list[list[Hypothesis]], list[bool]]:
-        """Search; repeat the search with blocked n-grams for looped outputs. Return n-best lists, and which looped."""
-        results = self.runner.run(work, request, progress)
-        looped = [False] * len(results)
-        repeat: dict[int, list[int]] = {}  # length of the n-grams to block -> sentences
-        for i, hypotheses in enumerate(results):
-            if (loop := find_loop(hypotheses[0].tokens, work.sources[i])) is not None:
-                looped[i] = True
-                repeat.setdefault(breaking(loop, request.options.no_repeat_ngram), []).append(i)
-        for n, indices in repeat.items():
-            options = dataclasses.replace(request.options, no_repeat_ngram=n)
-            try:
-                second = self.runner.run(work.some(indices), dataclasses.replace(request, options=options))
-            except QkvError:  # the constraints need repeated n-grams: keep the first result
-                continue
-            for i, hypotheses in zip(indices, second, strict=True):
-                if find_loop(hypotheses[0].tokens, work.sources[i]) is None:
-                    results[i] = hypotheses
-        return results, looped
+    def _joined(self, text: str, cut: CutText, outputs: Sequence[PieceOutput], n_best: int) -> Translation:
+        if not any(output.source_tokens for output in outputs):
+            return Translation.blank(text)
+        spaces = not without_spaces(self.config.data.tgt_lang)
+        dropped = plain(text)[1]
+        return Translation.of(cut, outputs, self.tokenizers.tgt, n_best=n_best, spaces=spaces, dropped=dropped)
+
+    # ---- what the run folder knows of its text -----------------------------------------------------------------------
+
+    @cached_property
+    def cutter(self) -> TextCutter:
+        """Return what cuts texts into pieces as long as the lines of the training text."""
+        return self.run.cutter
+
+    @cached_property
+    def checks(self) -> Checks | None:
+        """Return the limits of translations without omissions, measured at the end of the training."""
+        return Checks.read(self.run.path)
+
+    @property
+    def needs_tag(self) -> bool:
+        """Whether every source needs a language tag."""
+        return bool(self.tokenizers.src.tags) and all(corpus.tag for corpus in self.config.data.visited)
+
+    def token_lengths(self, source: str, output: str) -> tuple[int, int]:
+        return len(self.tokenizers.src.encode(source)), len(self.tokenizers.tgt.encode(output))
+
+    def _omission_check(self, tag: str) -> OmissionCheck | None:
+        if self.checks is None:
+            return None
+        return OmissionCheck(self.checks, self.token_lengths, lambda *sides: self.align(*sides, tag=tag))
+
+    @cached_property
+    def _told(self) -> set[str]:
+        return set()
+
+    def _tell_of_sentences(self) -> None:
+        """Say once that texts are cut into sentences for want of a record of the training text."""
+        if self.cutter.statistics is None and not self._told:
+            self._told.add("sentences")
+            say(
+                f"{self.run.path}: no record of how many sentences a line of its training text had: texts are "
+                f"translated sentence by sentence (--no-split: as a whole)"
+            )
 
     def _check_positions(self, longest: int) -> None:
         """Refuse outputs longer than the learned positions; only options of a call can request such lengths."""
@@ -326,8 +275,9 @@ class Translator(Explainer):
         index after the last word means the next word. In a text of several sentences only the sentence with that word
         is continued, if the translation has as many sentences.
         """
-        sources = self._pieces(source, sentences=self.run.by_sentence)
-        targets = split(translation, lambda piece: True, sentences=True)
+        sources = self.cutter.cut(source).pieces
+        language = self.config.data.tgt_lang
+        targets = cut_sentences(translation, lambda piece: True, sentences=self.cutter.sentences, language=language)
         if 1 < len(sources) == len(targets):
             return self._alternatives_in(sources, targets, position, n, tag=tag, beam=beam)
         request = SearchRequest.of(self.config, self.tokenizers.tgt, beam=beam)
@@ -442,7 +392,3 @@ class Translator(Explainer):
             Scored(sum(row), [*readable_tokens(tgt, ids), "</s>"], row)
             for ids, row in zip(targets, logprobs, strict=True)
         ]
-
-    def _pieces(self, line: str, *, sentences: bool) -> Pieces:
-        limit = self.config.data.max_length
-        return split(line, lambda piece: len(self.tokenizers.src.encode(piece)) <= limit, sentences=sentences)

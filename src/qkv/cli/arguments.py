@@ -44,6 +44,7 @@ AsJson = Annotated[bool, option("Print one JSON object per line.", "--json")]
 # Text in and out.
 OnBad = Literal["error", "skip"]  # how to treat a line that is not UTF-8
 TextFile = Annotated[str, typer.Argument(help="Text file, one segment per line; - is standard input.")]
+Newlines = Literal["keep", "join"]
 NoSplit = Annotated[bool, option("Translate a line of several sentences in one piece.", "--no-split")]
 
 # Search and its preferences.

@@ -19,7 +19,8 @@ from qkv.core.errors import UsageError
 if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
     from qkv.api.file_translation import Chunk, Work
-    from qkv.api.translator import Translation, Translator
+    from qkv.api.translation import Translation
+    from qkv.api.translator import Translator
     from qkv.console import Advance
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
@@ -77,6 +78,10 @@ def translate(
     rerank: arguments.Rerank = None,
     candidates: Annotated[int | None, option("Number of hypotheses or samples that --rerank chooses from.")] = None,
     no_split: arguments.NoSplit = False,
+    newlines: Annotated[
+        arguments.Newlines | None,
+        option("Line breaks: keep (each line by itself), or join the lines of a paragraph that is hard-wrapped."),
+    ] = None,
     tag: arguments.Tag = "",
     others: arguments.With = None,
     weights: arguments.Weights = "",
@@ -92,7 +97,14 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api.file_translation import ProcessGroup, check_files, count_lines, default_workers, translate_text
+    from qkv.api.file_translation import (
+        ProcessGroup,
+        check_files,
+        count_lines,
+        default_workers,
+        joined_paragraphs,
+        translate_text,
+    )
     from qkv.api.translator import CHUNK, Translator
     from qkv.console import counter, say
     from qkv.data.formats import LineReader
@@ -120,7 +132,7 @@ def translate(
         work = _chunk_work(translator, options, as_json, advance)
         key = {"device": translator.device.type, "dtype": dtype, "json": as_json, **options}
         counts = translate_text(
-            lines,
+            joined_paragraphs(lines) if newlines == "join" else lines,
             output,
             work,
             partial(_resume_key, translator, weights, key),
@@ -160,9 +172,14 @@ def _resume_key(translator: Translator, weights: str, options: dict[str, Any]) -
     """Return everything that decides the output; an unfinished file is resumed only if this is unchanged."""
     from qkv.api.file_translation import fingerprint
 
-    by_sentence = options.get("split", True) and translator.run.by_sentence
     models = [fingerprint(member.run, weights) for member in translator.members]
-    return {"qkv": __version__, "models": models, **options, "split": by_sentence}
+    return {
+        "qkv": __version__,
+        "models": models,
+        **options,
+        "split": options.get("split", True),
+        "sentences": translator.cutter.sentences,
+    }
 
 
 def _report(file: str, counts: Mapping[str, int], bad: int, max_length: int | None) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +14,13 @@ from qkv.core.search import Hypothesis, Ids, SearchOptions, StartSearch, search,
 from qkv.core.tokenizer import TokenizerPair, one_line
 from qkv.core.transformer import StepModel
 
-Join = Callable[[list[str]], str]  # translations of the pieces of a line → translation of the line
-Split = Callable[[str, int], tuple[Sequence[str], Join]]  # line, its number → pieces, how to join them
-
 
 class TranslatedLine(NamedTuple):
     """The n best translations of a line, best first; a line without text has none."""
 
     texts: list[str]
-    hypotheses: list[tuple[Hypothesis, ...]]  # of each text: those of its pieces
-    source_tokens: int  # of all pieces
+    hypotheses: list[Hypothesis]
+    source_tokens: int
 
 
 def translate_lines(
@@ -35,31 +30,21 @@ def translate_lines(
     *,
     max_length: int,
     tag: Ids = (),
-    split: Split | None = None,
 ) -> list[TranslatedLine]:
-    """Translate lines; `search` gets the ids of all pieces and the line of each, and returns their n best hypotheses.
+    """Translate lines; `search` gets the ids of the lines with text and their numbers, and returns n-best hypotheses.
 
-    Lines without text stay empty. A line of more than `max_length` tokens is cut by `split`, or refused; `tag` is put
-    before each source.
+    Lines without text stay empty. A line of more than `max_length` tokens is refused; `tag` is put before each source.
     """
-    sources: list[list[int]] = []
-    line_of: list[int] = []
-    joins: list[Join] = []
-    for number, line in enumerate(lines):
-        pieces, join = split(line, number) if split else ([line.strip()] if line.strip() else [], "".join)
-        joins.append(join)
-        sources += [[*tag, *tokenizers.src.encode(piece)] for piece in pieces]
-        line_of += [number] * len(pieces)
-        if not split and pieces and len(sources[-1]) > len(tag) + max_length:
-            longest = f"{len(sources[-1]) - len(tag)} tokens, at most {max_length}"
-            raise UsageError(f"line {number + 1}: {longest}: split the line")
     translated = [TranslatedLine([], [], 0) for _ in lines]
-    searched = zip(line_of, sources, search(sources, line_of), strict=True)
-    for number, pieces_of_line in groupby(searched, key=itemgetter(0)):
-        _, read, found = zip(*pieces_of_line, strict=True)
-        ranks = list(zip(*found, strict=False))  # the best of all pieces, the second best of all pieces, …
-        texts = [[one_line(tokenizers.tgt.decode(h.tokens)) for h in rank] for rank in ranks]
-        translated[number] = TranslatedLine([joins[number](rank).strip() for rank in texts], ranks, sum(map(len, read)))
+    numbers = [number for number, line in enumerate(lines) if line.strip()]
+    sources = [[*tag, *tokenizers.src.encode(lines[number].strip())] for number in numbers]
+    for number, source in zip(numbers, sources, strict=True):
+        if len(source) > len(tag) + max_length:
+            longest = f"{len(source) - len(tag)} tokens, at most {max_length}"
+            raise UsageError(f"line {number + 1}: {longest}: split the line")
+    for number, source, found in zip(numbers, sources, search(sources, numbers), strict=True):
+        texts = [one_line(tokenizers.tgt.decode(hypothesis.tokens)).strip() for hypothesis in found]
+        translated[number] = TranslatedLine(texts, found, len(source))
     return translated
 
 

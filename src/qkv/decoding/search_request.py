@@ -43,12 +43,18 @@ class Options(TypedDict, total=False):
     each. `shortlist` looks only at words that the source's can need. `rerank` is chrf or bleu: of so many `candidates`
     the one that the others agree with most. `first` is how many texts of the same input came before, for the seeds.
 
-    With `split` a text of several sentences is translated sentence by sentence, unless lines of the training text had
-    several too; without it a text is cut only where it is longer than the model can read. Lengths, draws and the n best
-    are then those of each sentence. A text with a `prefix` or with `must_include` is not cut into sentences.
+    With `split` a text is translated in pieces of as many sentences as a line of the training text had, mostly one;
+    without it a text is cut only where it is longer than the model can read. `newlines` is join (a line without a mark
+    at its end goes on in the next one) or keep. Of these options, lengths, sampling and penalties are those of a piece;
+    n_best, avoid and the score are those of the text; a text with a `prefix` or with `must_include` is one piece.
+    `protected` has, for each text, spans that must come back unchanged, beside URLs, placeholders, tags and the like.
+    `check` is false to accept translations that may leave something out (`qkv.api.omission`).
     """
 
     split: bool
+    newlines: str
+    protected: Sequence[Sequence[tuple[int, int]]]
+    check: bool
     beam: int | None
     n_best: int
     length_penalty: str | None

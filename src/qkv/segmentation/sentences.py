@@ -1,24 +1,32 @@
-"""Cut inputs into sentences, or into pieces that fit the model, and join them again without loss.
+"""Cut a text into pieces that the model translates one by one, and join their translations without loss.
 
-With `sentences` every sentence is a piece. Without it, or if a sentence is too long, pieces are as long as possible: a
-piece ends at a sentence border if there is one, else at clause punctuation, else at a space, else (a very long token)
-inside the token. The white space between pieces is stored and put back between their translations.
+A piece is a sentence, or as many as a line of the training text had (`qkv.segmentation.text_cutter`). `sentencex` finds
+the sentences, paragraph by paragraph. A sentence that does not fit the model is cut at clause punctuation, else at a
+space, else (a very long token) inside the token. Without `sentences` pieces are as long as possible, and end at a full
+stop if there is one. Pieces and the white space between them are the text, to the character.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from qkv.core.errors import QkvError
+from qkv.core.errors import QkvError, UsageError
+
+Span = tuple[int, int]  # begin and end, in characters
 
 SPACE, CLAUSE, SENTENCE, LINE = range(4)  # ranks of borders, from the worst place to cut to the best
 SHORT = 300  # characters; a shorter line is first tried as one piece, without a search for borders
+WINDOW = 1 << 14  # characters that sentencex reads at once
+LONG_LINE = 40  # characters of a line that may be hard-wrapped
 
-STOPS = ".!?…؟۔।"
+STOPS = ".!?…؟۔।॥։።။៕‼⁇⁈⁉‽"
 PAUSES = ",;:،؛–—"
 WIDE_STOPS = "。！？｡"  # scripts without spaces: these always end a sentence
 WIDE_PAUSES = "、，；："
@@ -28,21 +36,17 @@ CLOSERS = "\"'”’“»›)]}」』）》"
 # Each run of marks is one match, border or not, so that the scan is linear even on a million full stops.
 MARKS = re.compile(rf"([{STOPS}{PAUSES}{WIDE_STOPS}{WIDE_PAUSES}]+)([{re.escape(CLOSERS)}]*)(\s*)|\s+")
 
-WORD = re.compile(r"[^\W_]|[\r\n]")  # a letter or digit, or the end of the line
-# Every line of several sentences matches; a line without a match is one sentence and is not scanned further.
-INNER_STOP = re.compile(rf"[{STOPS}][{re.escape(CLOSERS)}]*\s|[{WIDE_STOPS}][{re.escape(CLOSERS)}]*.")
-
-# Abbreviations: their full stop never ends a sentence, or not before a number. Initials ("J.", "z.B.", "U.S.") and
-# small numbers ("3. Mai") are recognised by their form; before a lower-case letter a stop never ends a sentence.
-TITLES = """
-    dr mr mrs ms prof st sr jr rev capt lt sgt gov vs approx dept bzw ca ggf inkl exkl hrsg str tel vgl sog evtl hl frl
-    dipl ing dott sig sigg avv mme mlle sra srta dra
-"""
-COUNTERS = """
-    no nos nr vol fig figs eq sec ch pp abs art bd núm pág jan feb mar apr aug sept oct nov dec
-"""
-ABBREVIATIONS = frozenset(TITLES.split())
-BEFORE_NUMBERS = frozenset((TITLES + COUNTERS).split())
+WORD = re.compile(r"[^\W_]")
+# Every line of several sentences matches; a line without a match is one sentence and is not searched further. The
+# semicolon is a Greek question mark.
+INNER_STOP = re.compile(
+    rf"[{STOPS};\u037e][{re.escape(CLOSERS)}\u00a0\u202f]*\s|[{WIDE_STOPS}][{re.escape(CLOSERS)}]*."
+)
+NO_BREAK = str.maketrans(dict.fromkeys("\u00a0\u202f\u2007\u2009\u200a\u2002\u2003", " "))
+NUMBER = re.compile(r"\s*\(?\d{1,3}[.)]\s*")  # of an item: belongs to the sentence after it
+LINE_END = re.compile(r"\r\n|\n|\r")
+NOT_SPACE = re.compile(r"\S")
+LIST_ITEM = re.compile(r"(?:[-*+•–—#>|]|\(?\d{1,3}[.)]|\(?[a-z]\))\s")
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,35 @@ class Pieces:
     def __iter__(self) -> Iterator[str]:
         return iter(self.pieces)
 
-    def join(self, translated: Sequence[str], *, spaces: bool | None = None) -> str:
-        """Return the text with every piece replaced; `spaces`: whether the target language separates words by them.
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Where each piece begins in the text."""
+        steps = [len(gap) + len(piece) for piece, gap in zip(self.pieces, self.separators[1:], strict=True)]
+        return tuple(accumulate(steps[:-1], initial=len(self.separators[0]))) if steps else ()
+
+    def gaps(self, *, spaces: bool | None = None) -> tuple[str, ...]:
+        """Return the separators of a translation; `spaces`: whether the target language separates words by them.
 
         If so, a space is inserted after a wide mark (。) without one; if not, single spaces between pieces are dropped.
         """
-        if len(translated) != len(self.pieces):
-            raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: give one for each piece")
         gaps = ["" if spaces is False and gap == " " else gap for gap in self.separators]
         for i, piece in enumerate(self.pieces[:-1], 1):
             if spaces and not gaps[i] and piece.rstrip(CLOSERS).endswith(tuple(WIDE_STOPS + WIDE_PAUSES)):
                 gaps[i] = " "
+        return tuple(gaps)
+
+    def join(self, translated: Sequence[str], *, spaces: bool | None = None) -> str:
+        """Return the text with every piece replaced by its translation, with the `gaps` between them."""
+        if len(translated) != len(self.pieces):
+            raise QkvError(f"{len(translated)} translations for {len(self.pieces)} pieces: give one for each")
+        gaps = self.gaps(spaces=spaces)
         return gaps[0] + "".join(text + gap for text, gap in zip(translated, gaps[1:], strict=True))
+
+
+def tiles(pieces: Sequence[str], gaps: Sequence[str]) -> list[Span]:
+    """Return a span for each piece, with the white space after it (and before the first), that tile the joined text."""
+    ends = accumulate(len(piece) + len(gap) for piece, gap in zip(pieces, gaps[1:], strict=True))
+    return list(pairwise([0, *(len(gaps[0]) + end for end in ends)]))
 
 
 class Border(NamedTuple):
@@ -80,65 +101,201 @@ class Border(NamedTuple):
     rank: int
 
 
-def split(text: str, fits: Callable[[str], bool], *, sentences: bool = False) -> Pieces:
-    """Cut `text` into the longest pieces for which `fits` is true, or into `sentences`; a line break ends a piece.
+def split(
+    text: str,
+    fits: Callable[[str], bool],
+    *,
+    sentences: int = 0,
+    language: str = "",
+    join_lines: bool = False,
+    whole: Sequence[Span] = (),
+) -> Pieces:
+    """Cut `text` into pieces for which `fits` is true: of at most so many `sentences` each, or (0) as long as possible.
 
-    Marks without a letter or digit are part of the sentence before them. A single character is a piece even if `fits`
-    returns False. White space alone has no pieces. `fits` is called O(log n) times per piece, rarely with much more
-    text than one piece.
+    A line break ends a piece, unless `join_lines` is true and the line goes on in the next one (`paragraphs`). Marks
+    without a letter or digit are part of the sentence before them. No piece ends inside a span of `whole`, if the span
+    fits. A single character is a piece even if `fits` returns False; white space alone has no pieces. `fits` is called
+    O(log n) times per piece, rarely with much more text than one piece.
     """
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
     line = text[start:end]
-    whole = "\n" not in line and "\r" not in line and not (sentences and INNER_STOP.search(line))
-    if 0 < len(line) < SHORT and whole and fits(line):
+    one_line = "\n" not in line and "\r" not in line and not (sentences and INNER_STOP.search(line))
+    if 0 < len(line) < SHORT and one_line and fits(line):
         return Pieces((line,), (text[:start], text[end:]))
-    cutter = _Cutter(text, fits, sentences)
-    cuts = list(cutter.lines(start)) if start < len(text) else []
-    starts = [start, *(resume for _, resume in cuts)]
-    pieces = tuple(text[a:stop] for a, (stop, _) in zip(starts, cuts, strict=False))
-    return Pieces(pieces, (text[:start], *(text[stop:resume] for stop, resume in cuts)))
+    cutter, spans = _Cutter(text, fits, whole), list[Span]()
+    for begin, stop in paragraphs(text, join_lines):
+        units = sentence_spans(text, begin, stop, language, whole) if sentences else [(begin, stop)]
+        spans += cutter.packed(units, max(1, sentences))
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    return Pieces(
+        tuple(text[begin:stop] for begin, stop in spans),
+        tuple(text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)),
+    )
+
+
+# ---- paragraphs and sentences ----------------------------------------------------------------------------------------
+
+
+def paragraphs(text: str, join_lines: bool = False) -> Iterator[Span]:
+    """Yield the lines of a text that are not blank, without the white space around them.
+
+    With `join_lines` a line that does not end in a mark belongs to the next one if that begins with a lower-case letter
+    or if its first word had no room in the width of the paragraph (a hard-wrapped text); an item of a list begins anew.
+    """
+    if "\n" not in text and "\r" not in text:
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        if begin < end:
+            yield begin, end
+        return
+    lines = [(begin, end) for begin, end in _lines(text)]
+    at = 0
+    while at < len(lines):
+        block = at
+        while block < len(lines) and lines[block][0] < lines[block][1]:
+            block += 1
+        width = max((end - begin for begin, end in lines[at:block]), default=0)
+        begin = -1
+        for i in range(at, block):
+            begin = lines[i][0] if begin < 0 else begin
+            if not (join_lines and i + 1 < block and _goes_on(text, lines[i], lines[i + 1], width)):
+                yield begin, lines[i][1]
+                begin = -1
+        at = block + 1
+
+
+def _lines(text: str) -> Iterator[Span]:
+    """Yield every line, stripped; a blank one is an empty span."""
+    at = 0
+    for match in LINE_END.finditer(text):
+        yield _stripped(text, at, match.start())
+        at = match.end()
+    yield _stripped(text, at, len(text))
+
+
+def _stripped(text: str, begin: int, end: int) -> Span:
+    """Return a span without the white space around it."""
+    line = text[begin:end]
+    first = begin + len(line) - len(line.lstrip())
+    return first, max(first, begin + len(line.rstrip()))
+
+
+def _goes_on(text: str, line: Span, following: Span, width: int) -> bool:
+    """Whether a sentence goes on in the following line."""
+    last, after = text[max(line[0], line[1] - 8) : line[1]].rstrip(CLOSERS)[-1:], text[following[0] : following[1]]
+    if last in STOPS + WIDE_STOPS + ":" or LIST_ITEM.match(after):
+        return False
+    if after.lstrip(OPENERS)[:1].islower():
+        return True
+    room = width - (line[1] - line[0])
+    return width >= LONG_LINE and room <= len(after.split(maxsplit=1)[0])
+
+
+@cache
+def _segmenter() -> Callable[[str, str], list[str]]:
+    """The library that finds sentences."""
+    try:
+        from sentencex import segment  # type: ignore[import-untyped]
+    except ImportError:
+        raise UsageError(
+            "sentencex, which cuts a text into sentences, is not installed: pip install sentencex, or do not cut the "
+            "text (--no-split, split=False)"
+        ) from None
+    found: Callable[[str, str], list[str]] = segment
+    return found
+
+
+def sentence_spans(text: str, begin: int, end: int, language: str, whole: Sequence[Span] = ()) -> list[Span]:
+    """Return the sentences of a paragraph, without the white space between them.
+
+    A sentence begins after white space or a wide mark, not with a lower-case letter, and has a letter or digit; the
+    number of an item is not one.
+    """
+    spans: list[Span] = []
+    inside = _Inside(whole)
+    at = begin
+    for stop in _sentence_ends(text, begin, end, language.replace("_", "-").split("-")[0].lower() or "en"):
+        if stop < end:
+            following = text[stop : stop + 8].lstrip(OPENERS)[:1]
+            glued = not text[stop - 1].isspace() and not _is_wide(text, at, stop)
+            if glued or inside(stop) or following.islower() or NUMBER.fullmatch(text, at, stop):
+                continue
+        trimmed = _stripped(text, at, stop)
+        if spans and not WORD.search(text, *trimmed):
+            spans[-1] = spans[-1][0], trimmed[1]
+        else:
+            spans.append(trimmed)
+        at = stop
+    if len(spans) > 1 and not WORD.search(text, *spans[0]):
+        spans[:2] = [(spans[0][0], spans[1][1])]
+    return spans
+
+
+class _Inside:
+    """Whether a place is inside one of some spans, which do not overlap."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans)
+        self.begins = [begin for begin, _ in self.spans]
+
+    def __call__(self, place: int) -> bool:
+        at = bisect_left(self.begins, place) - 1
+        return at >= 0 and place < self.spans[at][1]
+
+
+def _is_wide(text: str, begin: int, stop: int) -> bool:
+    return text[max(begin, stop - 8) : stop].rstrip(CLOSERS)[-1:] in WIDE_STOPS
+
+
+def _sentence_ends(text: str, begin: int, end: int, language: str) -> Iterator[int]:
+    """Yield where sentences of a paragraph end, white space included; the last is the end of the paragraph."""
+    at = begin
+    while end - at > 0:
+        window = text[at : min(end, at + WINDOW)]
+        if not INNER_STOP.search(window):
+            at += len(window)
+            continue
+        sentences = _segmenter()(language, window.translate(NO_BREAK))
+        if sum(map(len, sentences)) != len(window):
+            raise QkvError(f"sentencex lost characters of {window[:40]!r}: report it, and use --no-split meanwhile")
+        ends = [at + length for length in accumulate(map(len, sentences))]
+        yield from ends[:-1]
+        at = ends[-2] if len(ends) > 1 and ends[-1] < end else ends[-1]  # the last one may go on in the next window
+    yield end
+
+
+# ---- pieces that fit -------------------------------------------------------------------------------------------------
 
 
 class _Cutter:
-    """Finds the cuts, (stop, resume) each, of one text."""
+    """Packs sentences into pieces that fit, and cuts a sentence that does not."""
 
-    def __init__(self, text: str, fits: Callable[[str], bool], sentences: bool) -> None:
-        self.text, self.fits, self.sentences = text, fits, sentences
-        self.word = -1  # last result of next_word
+    def __init__(self, text: str, fits: Callable[[str], bool], whole: Sequence[Span]) -> None:
+        self.text, self.fits, self.inside = text, fits, _Inside(whole)
         self.guess = dict.fromkeys((SPACE, CLAUSE, SENTENCE), 1)  # units in the last piece of each rank
         self.window = 1  # characters in the last piece of a long token
 
-    def lines(self, start: int) -> Iterator[tuple[int, int]]:
-        """Yield the cuts from `start` to the end of the text."""
-        line: list[Border] = []
-        word = self.next_word(start)
-        for border in _borders(self.text, start):
-            line.append(border)
-            inner = self.sentences and border.rank == SENTENCE and word < border.stop and self.begins(border.resume)
-            if inner or border.rank == LINE:
-                if self.fits(self.text[start : border.stop]):
-                    yield border.stop, border.resume
-                else:
-                    yield from self.pack(start, line, SENTENCE)
-                start, line = border.resume, []
-                word = self.next_word(start)
+    def packed(self, units: Sequence[Span], most: int) -> Iterator[Span]:
+        """Yield pieces of at most `most` units each; a unit that does not fit is cut."""
+        at = 0
+        while at < len(units):
+            begin, count = units[at][0], min(most, len(units) - at)
+            while count and not self.fits(self.text[begin : units[at + count - 1][1]]):
+                count -= 1
+            if count:
+                yield begin, units[at + count - 1][1]
+            else:
+                yield from self.cut(*units[at])
+            at += count or 1
 
-    def begins(self, at: int) -> bool:
-        """Return whether a sentence starts here: there is a word before the next stop and the end of the line."""
-        word = self.next_word(at)
-        if word == len(self.text) or self.text[word] in "\r\n":
-            return False
-        return INNER_STOP.search(self.text, at, word) is None
+    def cut(self, begin: int, end: int) -> Iterator[Span]:
+        """Yield the pieces of a unit that does not fit."""
+        borders = [border for border in _borders(self.text, begin, end) if not self.inside(border.stop)]
+        for stop, resume in self.pack(begin, borders, SENTENCE):
+            yield begin, stop
+            begin = resume
 
-    def next_word(self, at: int) -> int:
-        """Return the position of the next letter, digit or line break, or the length of the text; `at` only grows."""
-        if self.word < at:
-            match = WORD.search(self.text, at)
-            self.word = match.start() if match else len(self.text)
-        return self.word
-
-    def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[tuple[int, int]]:
-        """Cut text[start:] up to the last border, at borders of this rank or better if the pieces fit."""
+    def pack(self, start: int, borders: list[Border], rank: int) -> Iterator[Span]:
+        """Yield cuts (stop, resume) of text[start:] up to the last border, at borders of this rank or better."""
         if rank < SPACE:
             yield from self.windows(start, borders[-1])
             return
@@ -157,7 +314,7 @@ class _Cutter:
             done += count
             start = borders[units[done - 1]].resume
 
-    def windows(self, start: int, end: Border) -> Iterator[tuple[int, int]]:
+    def windows(self, start: int, end: Border) -> Iterator[Span]:
         """Cut a long token at any place that does not separate a letter from its accents."""
         while start < end.stop:
             self.window = self.longest(start, range(start + 1, end.stop + 1), 0, self.window) or 1
@@ -184,43 +341,27 @@ class _Cutter:
         return low
 
 
-def _borders(text: str, start: int) -> Iterator[Border]:
-    """Yield every place where the text may be cut, the end of the text last; sentence borders are heuristic."""
-    end = len(text.rstrip())
+def _borders(text: str, start: int, end: int) -> Iterator[Border]:
+    """Yield every place where a paragraph may be cut, its end last; a full stop is a heuristic end of a sentence."""
     for match in MARKS.finditer(text, start, end):
         marks, space = match.group(1) or "", match.group(3) or ""
         if not marks:
             space = match.group()
         if match.end() == end:
             break
-        if "\n" in space or "\r" in space:
-            rank = LINE
-        elif marks and marks[-1] in WIDE_STOPS:
+        if marks and marks[-1] in WIDE_STOPS:
             rank = SENTENCE
         elif marks and marks[-1] in WIDE_PAUSES:
             rank = CLAUSE
         elif not space:
             continue
         elif marks and marks[-1] in STOPS:
-            rank = SENTENCE if _ends_sentence(text, match.start(), marks, match.end()) else SPACE
+            following = text[match.end() : match.end() + 4].lstrip(OPENERS)[:1]
+            rank = SPACE if following.islower() else SENTENCE
         else:
             rank = CLAUSE if marks else SPACE
         yield Border(match.end() - len(space), match.end(), rank)
-    yield Border(end, len(text), LINE)
-
-
-def _ends_sentence(text: str, start: int, marks: str, resume: int) -> bool:
-    """Return whether the marks at `start`, with the next word at `resume`, end a sentence."""
-    following = text[resume : resume + 4].lstrip(OPENERS)[:1]
-    if following.islower():
-        return False
-    if marks != ".":
-        return True
-    word = re.split(r"\s", text[max(0, start - 12) : start])[-1].lstrip(OPENERS)
-    initials = all(len(part) <= 2 and part.isalpha() for part in word.split(".")) and ("." in word or len(word) == 1)
-    ordinal = word.isdigit() and len(word) <= 2
-    abbreviations = BEFORE_NUMBERS if following.isdigit() else ABBREVIATIONS
-    return not (initials or ordinal or word.lower() in abbreviations)
+    yield Border(end, end, LINE)
 
 
 def _sticks(text: str, at: int) -> bool:

@@ -141,17 +141,17 @@ def model_card(model: qkv.Translator | qkv.LanguageModel) -> Event:
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def translate(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
+def translate(model: qkv.Translator, texts: list[Any], options: Event) -> Iterator[Event]:
     """Translate sentences with equal options."""
     yield {"results": _isolate_errors(texts, lambda some: _translate(model, some, options))}
 
 
-def translate_aligned(model: qkv.Translator, texts: list[str], options: Event) -> Iterator[Event]:
+def translate_aligned(model: qkv.Translator, texts: list[Any], options: Event) -> Iterator[Event]:
     """Translate sentences, and return the links between source and target words for each alternative."""
 
-    def translate_some(some: list[str]) -> list[Event]:
+    def translate_some(some: list[Any]) -> list[Event]:
         results = _translate(model, some, options)
-        sources = [text for text, result in zip(some, results, strict=True) for _ in result["texts"]]
+        sources = [_text(item) for item, result in zip(some, results, strict=True) for _ in result["texts"]]
         targets = [target for result in results for target in result["texts"]]
         try:
             links = iter(model.align(sources, targets, tag=options.get("tag", "")))
@@ -164,7 +164,7 @@ def translate_aligned(model: qkv.Translator, texts: list[str], options: Event) -
     yield {"results": _isolate_errors(texts, translate_some)}
 
 
-def _isolate_errors(texts: list[str], work: Callable[[list[str]], list[Event]]) -> list[Event]:
+def _isolate_errors(texts: list[Any], work: Callable[[list[Any]], list[Event]]) -> list[Event]:
     """Run the work on all texts, or after an error on each alone, so that one bad text does not fail the others."""
     try:
         return work(texts)
@@ -174,19 +174,29 @@ def _isolate_errors(texts: list[str], work: Callable[[list[str]], list[Event]]) 
         return [{"invalid" if isinstance(error, UsageError) else "failed": str(error)}]
 
 
-def _translate(model: qkv.Translator, texts: list[str], options: Event) -> list[Event]:
+def _translate(model: qkv.Translator, items: list[Any], options: Event) -> list[Event]:
+    """Translate pieces; an item is a text, or a text with its protected spans."""
+    texts = [_text(item) for item in items]
+    if any(not isinstance(item, str) for item in items):
+        options = {**options, "protected": [() if isinstance(item, str) else item[1] for item in items]}
     return [
         {
             "texts": [result.text, *(other.text for other in result.alternatives)],
+            "scores": [result.score, *(other.score for other in result.alternatives)],
             "score": result.score,
             "logprob": result.logprob,
             "source_tokens": len(model.tokenizers.src.encode(text)),
             "target_tokens": len(result.tokens),
             "truncated": result.truncated,
             "looped": result.looped,
+            "flags": result.flags,
         }
-        for text, result in zip(texts, model.translate(texts, **options), strict=True)
+        for text, result in zip(texts, model.translate(texts, split=False, **options), strict=True)
     ]
+
+
+def _text(item: Any) -> str:
+    return str(item if isinstance(item, str) else item[0])
 
 
 def score(model: qkv.Translator, source: str, target: str, tag: str = "") -> Iterator[Event]:

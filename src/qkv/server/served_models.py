@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from qkv.assembly import Run
 from qkv.core.errors import UsageError
 from qkv.core.tokenizer import TokenizerPair
 from qkv.options import DecoderOnlyConfig, TranslationConfig
-from qkv.segmentation.sentences import Pieces, split
+from qkv.segmentation.sentences import Span
+from qkv.segmentation.text_cutter import CutText, TextCutter
 from qkv.server.middleware import Refusal
 
 MODEL_NAME = re.compile(r"[\w.-]{1,64}")
@@ -31,7 +33,7 @@ class ServedModel:
     targets: tuple[str, ...]
     tags: tuple[str, ...]
     max_length: int
-    by_sentence: bool
+    cutter: TextCutter
     tokenizers: TokenizerPair
     created: str
 
@@ -53,7 +55,7 @@ class ServedModel:
             targets=tags or (data.tgt_lang or TARGET,),
             tags=tags,
             max_length=data.max_length,
-            by_sentence=run.by_sentence,
+            cutter=run.cutter,
             tokenizers=run.tokenizers,
             created=str(run.about.get("begun", "")),
         )
@@ -71,17 +73,17 @@ class ServedModel:
         """The tag for a target language, or an empty string if the model has no tags."""
         return (target or self.tags[0]) if self.tags else ""
 
-    def split(self, text: str) -> tuple[Pieces, list[int]]:
-        """Split a text into sentences within the length limit, as `Translator` does, and return their costs."""
-        encode, limit = self.tokenizers.src.encode, self.max_length
-        lengths: dict[str, int] = {}
+    def split(self, text: str, protected: Sequence[Span] = ()) -> tuple[CutText, list[int]]:
+        """Split a text into pieces, as `Translator` does, and return their costs."""
+        encode, lengths = self.tokenizers.src.encode, dict[str, int]()
 
-        def fits(piece: str) -> bool:
-            lengths[piece] = len(encode(piece))
-            return lengths[piece] <= limit
+        def counted(piece: str) -> list[int]:
+            ids = encode(piece)
+            lengths[piece] = len(ids)
+            return ids
 
-        pieces = split(text, fits, sentences=self.by_sentence)
-        return pieces, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in pieces]
+        cut = dataclasses.replace(self.cutter, encode=counted).cut(text, protected=protected)
+        return cut, [1 + (lengths[piece] if piece in lengths else len(encode(piece))) for piece in cut.pieces]
 
 
 class ServedModels(dict[str, ServedModel]):

@@ -18,9 +18,13 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope
 
+from qkv.api.translation import best_combinations
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link, word_spans
 from qkv.documents.html_text import HtmlPart, split_html
+from qkv.segmentation.sentences import Span, tiles
+from qkv.segmentation.special_spaces import restore
+from qkv.segmentation.text_cutter import CutText
 from qkv.server.middleware import Metrics, Refusal, RequestLimits, check_limit
 from qkv.server.scheduler import Scheduler
 from qkv.server.served_models import ServedModel, ServedModels
@@ -44,17 +48,27 @@ class TranslationResult:
     truncated: bool
     looped: bool
     blank: bool = False
+    pieces: Sequence[Mapping[str, Any]] = ()  # spans in source and target, score and flags
     links: list[Link] | None = None  # from words of the source to words of the best translation
 
     @classmethod
     def combine(
-        cls, texts: list[str], parts: Sequence[Mapping[str, Any]], links: list[Link] | None = None
+        cls,
+        texts: list[str],
+        parts: Sequence[Mapping[str, Any]],
+        links: list[Link] | None = None,
+        pieces: Sequence[Mapping[str, Any]] = (),
     ) -> TranslationResult:
-        """Return the result of texts translated in parts: scores and token counts are summed, flags are merged."""
-        summed = ("score", "logprob", "source_tokens", "target_tokens")
-        sums = {name: sum(part[name] for part in parts) for name in summed}
+        """Return the result of texts translated in parts.
+
+        Log-probabilities and token counts are summed, flags are merged; the score is the mean, weighted by the tokens
+        of the source.
+        """
+        sums = {name: sum(part[name] for part in parts) for name in ("logprob", "source_tokens", "target_tokens")}
+        weights = [part["source_tokens"] + 1 for part in parts]
+        score = sum(w * part["score"] for w, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
         flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
-        return cls(texts, **sums, **flags, blank=not parts, links=links)
+        return cls(texts, score, **sums, **flags, blank=not parts, pieces=pieces, links=links)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -66,6 +80,8 @@ class TranslationResult:
             "finish_reason": "blank" if self.blank else "length" if self.truncated else "stop",
             "truncated": self.truncated,
             "looped": self.looped,
+            "flags": list(dict.fromkeys(flag for piece in self.pieces for flag in piece["flags"])),
+            "pieces": list(self.pieces),
             "length_ratio": self.target_tokens / max(1, self.source_tokens),
         }
 
@@ -194,22 +210,26 @@ class Service:
         *,
         aligned: bool = False,
         wait_for_room: bool = False,
+        protected: Sequence[Sequence[Span]] | None = None,
+        n_best: int | None = None,
         **options: Any,
     ) -> list[TranslationResult]:
         """Translate texts sentence by sentence, with the same results as `Translator.translate`.
 
         With `aligned` the results have links between words; with `wait_for_room` the call waits for room in the queue.
         """
-        options = {name: value for name, value in options.items() if value is not None}
+        options = {name: value for name, value in {**options, "n_best": n_best}.items() if value is not None}
         if tag := model.tag(target):
             options["tag"] = tag
         if options.get("sample"):
             options["batch_id"] = secrets.token_hex(8)  # a draw depends on its batch: share it with no other request
-        if sum(map(len, texts)) > LONG:
-            split_texts = await asyncio.to_thread(lambda: [model.split(text) for text in texts])
-        else:
-            split_texts = [model.split(text) for text in texts]
-        sentences = [sentence for pieces, _ in split_texts for sentence in pieces]
+        spans: Sequence[Sequence[Span]] = [()] * len(texts) if protected is None else protected
+
+        def split() -> list[tuple[CutText, list[int]]]:
+            return [model.split(text, own) for text, own in zip(texts, spans, strict=True)]
+
+        split_texts = await asyncio.to_thread(split) if sum(map(len, texts)) > LONG else split()
+        sentences = [item for (cut, _), own in zip(split_texts, spans, strict=True) for item in _items(cut, bool(own))]
         costs = [cost for _, lengths in split_texts for cost in lengths]
         group = ("translate_aligned" if aligned else "translate", model.name, json.dumps(options, sort_keys=True))
         size = SLICE if wait_for_room else max(1, len(sentences))
@@ -222,15 +242,9 @@ class Service:
         remaining = iter(results)
         spaces = self.scheduler.model_cards[model.name]["spaces"] if sentences else True  # of the target language
         joined_results = []
-        for text, (pieces, _) in zip(texts, split_texts, strict=True):
-            parts = [next(remaining) for _ in pieces]
-            ranks = [*zip(*(part["texts"] for part in parts), strict=False)]
-            joined = [pieces.join(rank, spaces=spaces).strip() for rank in ranks] or [""]
-            links = None
-            if aligned and ranks:
-                part_links = [part["links"] and part["links"][0] for part in parts]
-                links = join_alignments(text, joined[0], list(pieces), ranks[0], part_links)
-            joined_results.append(TranslationResult.combine(joined, parts, links))
+        for text, (cut, _) in zip(texts, split_texts, strict=True):
+            parts = [next(remaining) for _ in cut.sources]
+            joined_results.append(_joined(text, cut, parts, n_best=n_best or 1, spaces=spaces, aligned=aligned))
         return joined_results
 
     async def translate_html(
@@ -265,7 +279,7 @@ class Service:
     def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
         """Split HTML; a run whose tags cannot be placed, or that is too long for the model, is split at its tags."""
         runs = split_html(text)
-        if model.by_sentence:
+        if model.cutter.sentences == 1:
             runs = [sentence for run in runs for sentence in run.split_sentences()]
         parts: list[HtmlPart] = []
         for part in runs:
@@ -274,6 +288,37 @@ class Service:
             else:
                 parts.append(part)
         return parts
+
+
+def _items(cut: CutText, given: bool) -> list[Any]:
+    """Return the pieces as the model process reads them: a text, or (text, spans) if a client named protected spans."""
+    if not given:
+        return list(cut.sources)
+    return [[source, own.spans] if own else source for source, own in zip(cut.sources, cut.protected, strict=True)]
+
+
+def _joined(
+    text: str, cut: CutText, parts: Sequence[Mapping[str, Any]], *, n_best: int, spaces: bool, aligned: bool
+) -> TranslationResult:
+    """Return the result of a text from those of its pieces."""
+    if not any(part["source_tokens"] for part in parts):
+        return TranslationResult.combine([text], [])
+    weights = [part["source_tokens"] + 1 for part in parts]
+    ranks = [
+        [restore(piece, part["texts"][k]) for piece, part, k in zip(cut.pieces, parts, choice, strict=True)]
+        for choice in best_combinations([part["scores"] for part in parts], weights, n_best)
+    ]
+    joined = [cut.pieces.join(rank, spaces=spaces) for rank in ranks]
+    links = None
+    if aligned:
+        part_links = [part["links"] and part["links"][0] for part in parts]
+        links = join_alignments(text, joined[0], list(cut.pieces), ranks[0], part_links)
+    spans = zip(cut.spans, tiles(ranks[0], cut.pieces.gaps(spaces=spaces)), parts, strict=True)
+    pieces = [
+        {"source": source, "target": target, "score": part["score"], "flags": part["flags"]}
+        for source, target, part in spans
+    ]
+    return TranslationResult.combine(joined, parts, links, pieces)
 
 
 def join_alignments(
