@@ -32,13 +32,14 @@ class Token:
 
     `kind` is text, protected (text that must not change), open, close (paired by `name`), standalone (a mark with its
     own content) or boundary (between segments). `raw` is the source, `text` its plain reading; a standalone mark may
-    read as a space.
+    read as a space. `written` is the mark of a translation, if it is not the source.
     """
 
     kind: str
     raw: str
     text: str = ""
     name: str = ""
+    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def make_segment(tokens: Sequence[Token], format: TextFormat, raw: str | None = 
             parts.append(f"<x{opened[-1]}>")
         elif token.kind == "close":
             mark = opened.pop()
-            marks[mark] = (marks[mark][0], token.raw)
+            marks[mark] = (marks[mark][0], token.written or token.raw)
             parts.append(f"</x{mark}>")
         else:
             before, after = _absorbed_spaces(tokens, number, parts, first=not plain)
