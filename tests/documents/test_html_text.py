@@ -176,6 +176,7 @@ def test_an_unfinished_element_does_not_hide_the_page() -> None:
     assert texts("<video><p>Read</p><template>This") == ["Read", "This"]
     assert texts("<p>One<code><p>Two") == ["One", "Two"]
     assert texts("<p>One <b") == ["One"]
+    assert HtmlText("a <b>one two</b").segments[-1].build("due uno") == "due uno"
 
 
 def test_formulas_and_drawings_stay_in_their_sentence() -> None:

@@ -91,6 +91,8 @@ def test_markup_stays_where_it_was(text: str) -> None:
 def test_escapes_and_entities_are_read() -> None:
     assert parse("A \\*b\\* &amp; &lt;c&gt; d\\_e \x00.").segments == ["A *b* & <c> d_e \ufffd."]
     assert changed("A &lt;b&gt; c") == "A \\<B> C"
+    # the first backtick is kept between two boundaries, and must not find a partner
+    assert parse(changed("`<br>\\\nword ``` here")).segments == parse("`<br>\\\nWORD ``` HERE").segments
 
 
 def test_marks_that_cross_a_hard_break_stay() -> None:
@@ -148,7 +150,8 @@ def test_unusual_white_space(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "translated", ["costs $x$ now", "$$", "!!! note", "??? tip", "a $b$", "[^1]", "~~x~~", "&amp; &#38;"]
+    "translated",
+    ["costs $x$ now", "$$", "!!! note", "??? tip", "a $b$", "[^1]", "~~x~~", "&amp; &#38;", "____a __ b__"],
 )
 def test_a_translation_adds_no_markup(translated: str) -> None:
     written = changed("Some text.\n", lambda _: translated)

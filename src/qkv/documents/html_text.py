@@ -350,7 +350,8 @@ def _position_scanner() -> Callable[[str], Any]:
         def _parse_end_tag(self, pos: int, end: int) -> tuple[str, int] | None:
             parsed = super()._parse_end_tag(pos, end)
             if parsed is not None:
-                self.pieces.append(Piece("end", pos - 2, parsed[1], parsed[0]))
+                unfinished = parsed[1] == end and not self._html.endswith(">")
+                self.pieces.append(Piece("rest" if unfinished else "end", pos - 2, parsed[1], parsed[0]))
             return parsed
 
         def _parse_markup_declaration(self, pos: int, end: int) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # A task's checkbox, or the first line of a GitHub alert: [!NOTE]
 LEAD = re.compile(r"(?:\[[ xX]\]|\[![A-Za-z]{1,30}\][+-]?)(?:[ \t]+|\n[ \t]*)")
-SPECIAL = re.compile(r"[\\`*\[\]<]|(?<!\w)_|_(?!\w)|~(?=~)|&(?=#\d|#?\w+;)|\$(?=\$|[^\s$][^$]*\$)")
+SPECIAL = re.compile(r"[\\`*\[\]<]|(?<![^\W_])_|_(?![^\W_])|~(?=~)|&(?=#\d|#?\w+;)|\$(?=\$|[^\s$][^$]*\$)|(?<=\$)\$")
 BLOCK_START = re.compile(
     r"(?:#{1,6}(?=\s|$)|[-+](?=\s|$)|>|=+$|-{3,}|~~~|!!!|\?\?\?)|(?P<number>\d{1,9})(?=[.)](?:\s|$))"
 )
@@ -174,12 +174,12 @@ def _text_blocks(text: str, skipped: Counter[str]) -> Iterator[TextBlock]:
                 skipped["text not found in the source"] += 1
         elif token.type == "inline" and token.content and token.map:
             kind = "title" if before == "admonition_title_open" else "text"
-            columns = _columns(token.content.split("\n"), lines[token.map[0] :], kind, before == "heading_open")
+            first, texts = token.map[0], token.content.split("\n")
+            columns = _columns(texts, lines[first : first + len(texts)], kind, before == "heading_open")
             if columns is not None:
-                offsets = accumulate((len(line) + 1 for line in token.content.split("\n")), initial=0)
+                offsets = accumulate((len(line) + 1 for line in texts), initial=0)
                 places = [
-                    (own, starts[token.map[0] + n] + at)
-                    for n, (own, at) in enumerate(zip(offsets, columns, strict=False))
+                    (own, starts[first + n] + at) for n, (own, at) in enumerate(zip(offsets, columns, strict=False))
                 ]
                 yield TextBlock(kind, text, token.content, places, token.children or [])
             elif kind == "text":  # a title that is not found was made from the type: !!! note
@@ -307,7 +307,8 @@ def _protect_elements(tokens: list[Token]) -> list[Token]:
 
 
 def _escape(text: str, in_table: bool) -> str:
-    escaped = SPECIAL.sub(lambda match: "\\" + match[0], text)
+    # A backslash does not keep a backtick from closing code that a backtick elsewhere in the block opens.
+    escaped = SPECIAL.sub(lambda match: "&#96;" if match[0] == "`" else "\\" + match[0], text)
     return escaped.replace("|", "\\|") if in_table else escaped
 
 
