@@ -108,7 +108,7 @@ class JobStore:
                     numbers = [i for i in chunk if has_markup[i] == markup]
                     results = await self._translate_texts(job, model, target, [segments[i] for i in numbers], markup)
                     for i, result in zip(numbers, results, strict=True):
-                        translated[i], links[i] = result.texts[0], result.links
+                        translated[i], links[i] = result.texts[0], next(iter(result.links), None)
                     job.done += len(numbers)
             job.result = await asyncio.to_thread(document.build, translated, links)
             job.state = "done"

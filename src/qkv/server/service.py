@@ -21,7 +21,8 @@ from starlette.types import Scope
 from qkv.api.translation import best_combinations
 from qkv.core.errors import UsageError
 from qkv.data.alignments import Link, word_spans
-from qkv.documents.html_text import HtmlPart, split_html
+from qkv.documents.html_text import HtmlText
+from qkv.documents.segments import Segment
 from qkv.segmentation.sentences import Span, tiles
 from qkv.segmentation.special_spaces import restore
 from qkv.segmentation.text_cutter import CutText
@@ -48,15 +49,16 @@ class TranslationResult:
     truncated: bool
     looped: bool
     blank: bool = False
+    flags: tuple[str, ...] = ()  # of all pieces (`qkv.api.translation.Piece`)
     pieces: Sequence[Mapping[str, Any]] = ()  # spans in source and target, score and flags
-    links: list[Link] | None = None  # from words of the source to words of the best translation
+    links: Sequence[list[Link] | None] = ()  # of each text, from words of the source; empty if not asked for
 
     @classmethod
     def combine(
         cls,
         texts: list[str],
         parts: Sequence[Mapping[str, Any]],
-        links: list[Link] | None = None,
+        links: Sequence[list[Link] | None] = (),
         pieces: Sequence[Mapping[str, Any]] = (),
     ) -> TranslationResult:
         """Return the result of texts translated in parts.
@@ -67,8 +69,9 @@ class TranslationResult:
         sums = {name: sum(part[name] for part in parts) for name in ("logprob", "source_tokens", "target_tokens")}
         weights = [part["source_tokens"] + 1 for part in parts]
         score = sum(w * part["score"] for w, part in zip(weights, parts, strict=True)) / max(1, sum(weights))
-        flags = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
-        return cls(texts, score, **sums, **flags, blank=not parts, pieces=pieces, links=links)
+        merged = {name: any(part[name] for part in parts) for name in ("truncated", "looped")}
+        flags = tuple(dict.fromkeys(flag for part in parts for flag in part["flags"]))
+        return cls(texts, score, **sums, **merged, blank=not parts, flags=flags, pieces=pieces, links=links)
 
     @property
     def details(self) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class TranslationResult:
             "finish_reason": "blank" if self.blank else "length" if self.truncated else "stop",
             "truncated": self.truncated,
             "looped": self.looped,
-            "flags": list(dict.fromkeys(flag for piece in self.pieces for flag in piece["flags"])),
+            "flags": list(self.flags),
             "pieces": list(self.pieces),
             "length_ratio": self.target_tokens / max(1, self.source_tokens),
         }
@@ -251,43 +254,37 @@ class Service:
         self, client: Hashable, model: ServedModel, target: str, texts: Sequence[str], n_best: int = 1
     ) -> list[TranslationResult]:
         """Translate HTML: tags between sentences stay, inline tags enclose the words aligned with theirs."""
-        documents = [self._html_parts(model, text) for text in texts]
-        to_translate = [part for parts in documents for part in parts if not part.kept]
-        plain = [part.plain for part in to_translate if not part.has_tags]
-        tagged = [part.plain for part in to_translate if part.has_tags]
-        options: dict[str, Any] = {"n_best": n_best} | ({"tag": model.tag(target)} if model.tags else {})
-        group = ("translate_aligned", model.name, json.dumps(options, sort_keys=True))
-        plain_results, tagged_results = await asyncio.gather(
-            self.translate(client, model, target, plain, n_best=n_best),
-            self.scheduler.submit(client, group, tagged, [1 + len(text) // 3 for text in tagged]),
-        )
-        remaining_plain, remaining_tagged = map(vars, plain_results), iter(tagged_results)
+        # In threads, so that the event loop is not blocked: it takes a while to read and to place many tags.
+        pages = await asyncio.to_thread(lambda: [self._html_parts(model, text) for text in texts])
+        segments = [segment for page in pages for segment in page.segments]
+        marked = [segment for segment in segments if segment.needs_alignment]
+        others = [segment for segment in segments if not segment.needs_alignment]
 
-        def write(parts: list[HtmlPart]) -> TranslationResult:
-            runs = [part for part in parts if not part.kept]
-            results = [next(remaining_tagged if part.has_tags else remaining_plain) for part in runs]
+        def translated(some: list[Segment], aligned: bool) -> Coroutine[Any, Any, list[TranslationResult]]:
+            spans = [segment.protected for segment in some]
+            texts = [segment.text for segment in some]
+            return self.translate(client, model, target, texts, aligned=aligned, protected=spans, n_best=n_best)
+
+        of_marked, of_others = map(iter, await asyncio.gather(translated(marked, True), translated(others, False)))
+
+        def write(page: HtmlText) -> TranslationResult:
+            results = [next(of_marked if segment.needs_alignment else of_others) for segment in page.segments]
             texts = []
-            for rank in range(min((len(result["texts"]) for result in results), default=1)):
-                links = [result.get("links") and result["links"][rank] for result in results]
-                built = map(HtmlPart.build, runs, [result["texts"][rank] for result in results], links)
-                texts.append("".join(part.text if part.kept else next(built) for part in parts))
-            return TranslationResult.combine(texts, results)
+            for rank in range(min((len(result.texts) for result in results), default=1)):
+                links = [result.links[rank] if result.links else None for result in results]
+                ranked = [result.texts[rank] for result in results]
+                texts.append(page.write([*map(Segment.build, page.segments, ranked, links)]))
+            return TranslationResult.combine(texts, [vars(result) for result in results])
 
-        # In a thread, so that the event loop is not blocked: it takes a while to place many tags.
-        return await asyncio.to_thread(lambda: [write(parts) for parts in documents])
+        return await asyncio.to_thread(lambda: [write(page) for page in pages])
 
-    def _html_parts(self, model: ServedModel, text: str) -> list[HtmlPart]:
-        """Split HTML; a run whose tags cannot be placed, or that is too long for the model, is split at its tags."""
-        runs = split_html(text)
-        if model.cutter.sentences == 1:
-            runs = [sentence for run in runs for sentence in run.split_sentences()]
-        parts: list[HtmlPart] = []
-        for part in runs:
-            if part.has_tags and not (part.is_balanced and sum(model.split(part.text)[1]) < model.max_length):
-                parts += part.split_at_tags()
-            else:
-                parts.append(part)
-        return parts
+    def _html_parts(self, model: ServedModel, text: str) -> HtmlText:
+        """Read HTML; a run of text that is too long for the model is split at its tags."""
+
+        def fits(text: str) -> bool:
+            return sum(model.split(text)[1]) < model.max_length
+
+        return HtmlText(text, sentences=model.cutter.sentences == 1, fits=fits)
 
 
 def _items(cut: CutText, given: bool) -> list[Any]:
@@ -304,15 +301,16 @@ def _joined(
     if not any(part["source_tokens"] for part in parts):
         return TranslationResult.combine([text], [])
     weights = [part["source_tokens"] + 1 for part in parts]
+    choices = best_combinations([part["scores"] for part in parts], weights, n_best)
     ranks = [
         [restore(piece, part["texts"][k]) for piece, part, k in zip(cut.pieces, parts, choice, strict=True)]
-        for choice in best_combinations([part["scores"] for part in parts], weights, n_best)
+        for choice in choices
     ]
     joined = [cut.pieces.join(rank, spaces=spaces) for rank in ranks]
-    links = None
-    if aligned:
-        part_links = [part["links"] and part["links"][0] for part in parts]
-        links = join_alignments(text, joined[0], list(cut.pieces), ranks[0], part_links)
+    links: list[list[Link] | None] = []
+    for choice, rank, target in zip(choices, ranks, joined, strict=True) if aligned else ():
+        of_parts = [part["links"] and part["links"][k] for part, k in zip(parts, choice, strict=True)]
+        links.append(join_alignments(text, target, list(cut.pieces), rank, of_parts))
     spans = zip(cut.spans, tiles(ranks[0], cut.pieces.gaps(spaces=spaces)), parts, strict=True)
     pieces = [
         {"source": source, "target": target, "score": part["score"], "flags": part["flags"]}
