@@ -1,4 +1,4 @@
-"""Verbs that write text: translate (a terminal, a pipe, a file of any size), complete and fill."""
+"""Verbs that write text: translate (a terminal, a pipe, a file of any size, a document), complete and fill."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
-    from qkv.api.file_translation import Chunk, Work
+    from qkv.api.file_translation import Chunk, ProcessGroup, Work
     from qkv.api.translator import Translation, Translator
     from qkv.console import Advance
+    from qkv.documents import Document
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
-NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
+NOT_SEARCH = "run file output format as_json others weights dtype device workers on_bad".split()
 
 
 def translate(
@@ -33,6 +34,9 @@ def translate(
     output: Annotated[
         str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
     ] = "-",
+    format: Annotated[
+        str, option("Format of the input: lines, or a document's (txt, md, html, docx …); default: by its suffix.")
+    ] = "",
     as_json: arguments.AsJson = False,
     beam: arguments.Beam = None,
     n_best: Annotated[
@@ -87,11 +91,14 @@ def translate(
         arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
     ] = "error",
 ) -> None:
-    """Translate text line by line: N lines in, N lines out.
+    """Translate text line by line, or a whole document.
+
+    N lines in, N lines out. A document (md, html, docx …) keeps its format: qkv translate RUN a.docx -o a.it.docx
 
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
+    from qkv.api.document_translation import LINES, check_output, format_of, open_document
     from qkv.api.file_translation import ProcessGroup, check_files, count_lines, default_workers, translate_text
     from qkv.api.translator import CHUNK, Translator
     from qkv.console import counter, say
@@ -99,6 +106,12 @@ def translate(
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
+    document = None
+    if (format := format_of(file, format)) != LINES:
+        _check_document_options(file, options, on_bad, group)
+        document = open_document(file, format)
+        if not as_json or output != "-":
+            check_output(document, format, output)
     if workers is None and not others:
         workers = default_workers(file, group)
     translator = Translator(
@@ -107,6 +120,9 @@ def translate(
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
+    if document is not None:
+        _translate_document(translator, document, output, as_json, options)
+        return
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
     check_files([file], output, group)
@@ -131,6 +147,40 @@ def translate(
             progress=advance,
         )
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
+
+
+def _check_document_options(file: str, options: Mapping[str, Any], on_bad: str, group: ProcessGroup) -> None:
+    """Refuse options that have no meaning for a document."""
+    from qkv.api.document_translation import TEXT_OPTIONS
+
+    names = [name for name in TEXT_OPTIONS if options.get(name, 1) != 1]
+    if names or on_bad != "error":
+        name = f"--{names[0].replace('_', '-')}" if names else "--on-bad"
+        raise UsageError(f"{file}: {name} applies to lines, and this is a document: omit it, or add --format lines")
+    if group.world > 1:
+        raise UsageError(f"{file}: one process translates a document: start qkv without torchrun")
+
+
+def _translate_document(
+    translator: Translator, document: Document, output: str, as_json: bool, options: Mapping[str, Any]
+) -> None:
+    """Translate a document to a file or pipe; with `as_json` print a line for each segment."""
+    from qkv.api.document_translation import flags_of, translate_document, write_document
+    from qkv.console import counter, say
+
+    def report(number: int, source: str, translation: Translation) -> None:
+        if as_json:
+            row = {"segment": number, "source": source, **translation.to_dict(), "flags": flags_of(translation)}
+            print(json.dumps(row, ensure_ascii=False))
+
+    if sys.stderr.isatty():
+        say(translator.engine)
+    shown = not (sys.stdout.isatty() and (as_json or output == "-"))
+    with counter("translating", len(document.segments), shown=shown) as advance:
+        result = translate_document(translator, document, progress=advance, report=report, **options)
+    if not as_json or output != "-":
+        write_document(result.data, output)
+    say(result.summary)
 
 
 def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Advance) -> Work:

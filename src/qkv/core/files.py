@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    _write(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    _write(path, lambda temporary: temporary.write_bytes(data))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

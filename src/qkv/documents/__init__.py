@@ -25,6 +25,7 @@ FORMATS = {  # suffix: module
     "docx": "docx",
 }
 BOM = b"\xef\xbb\xbf"
+CHARSET = "; charset=utf-8"
 Join = Callable[[Sequence[str | None]], bytes]  # the built text of each segment, None if unchanged → the file
 
 
@@ -44,6 +45,11 @@ class Document:
         self.protected = [part.protected for part in parts]
 
     @property
+    def is_text(self) -> bool:
+        """Whether the file is text, which a terminal or a pipe can show."""
+        return self.media_type.endswith(CHARSET)
+
+    @property
     def has_markup(self) -> list[bool]:
         """Whether each segment contains inline markup; only those need an alignment."""
         return [bool(part.marks) for part in self.parts]
@@ -59,15 +65,19 @@ class Document:
             raise UsageError(f"{self.name}: {count} segments, but {len(translations)} translations: give one for each")
         links = [None] * len(translations) if alignments is None else alignments
         triples = zip(self.parts, translations, links, strict=True)
-        return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+        try:
+            return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(error.object[error.start]):04X}"
+            raise UsageError(f"{self.name}: a translation contains half of a character ({half}): remove it") from None
 
 
-def read_document(name: str, data: bytes) -> Document:
-    """Parse a document; the suffix of its name selects the format."""
-    suffix = PurePath(name).suffix.lower().removeprefix(".")
-    if suffix not in FORMATS:
+def read_document(name: str, data: bytes, format: str = "") -> Document:
+    """Parse a document of a format in `FORMATS`; by default the suffix of its name selects the format."""
+    format = format or PurePath(name).suffix.lower().removeprefix(".")
+    if format not in FORMATS:
         raise UsageError(f"{name}: not a document that can be translated: send one of {', '.join(FORMATS)}")
-    read: Callable[[str, bytes], Document] = importlib.import_module(f"{__name__}.{FORMATS[suffix]}").read
+    read: Callable[[str, bytes], Document] = importlib.import_module(f"{__name__}.{FORMATS[format]}").read
     return read(name, data)
 
 
@@ -86,4 +96,4 @@ def read_utf8(name: str, data: bytes, media_type: str, cut: Callable[[str], list
         texts = iter([part.raw if text is None else text for part, text in zip(segments, built, strict=True)])
         return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
-    return Document(name, f"{media_type}; charset=utf-8", segments, join)
+    return Document(name, media_type + CHARSET, segments, join)
