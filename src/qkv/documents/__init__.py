@@ -22,6 +22,7 @@ FORMATS = {  # suffix: module
     "html": "html_text",
     "htm": "html_text",
     "srt": "subtitles",
+    "vtt": "subtitles",
     "docx": "docx",
 }
 BOM = b"\xef\xbb\xbf"
@@ -81,14 +82,25 @@ def read_document(name: str, data: bytes, format: str = "") -> Document:
     return read(name, data)
 
 
-def read_utf8(name: str, data: bytes, media_type: str, cut: Callable[[str], list[str | Segment]]) -> Document:
-    """Parse a text file: `cut` returns its parts in order, kept source as `str` and text to translate as `Segment`."""
+def read_utf8(
+    name: str,
+    data: bytes,
+    media_type: str,
+    cut: Callable[[str], list[str | Segment]],
+    skipped: Mapping[str, int] | None = None,
+) -> Document:
+    """Parse a text file: `cut` returns its parts in order, kept source as `str` and text to translate as `Segment`.
+
+    `cut` may count in `skipped` what it leaves untranslated.
+    """
     bom = BOM if data.startswith(BOM) else b""
     try:
         text = data[len(bom) :].decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start + len(bom)].count(b"\n") + 1
         raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
+    if "\0" in text:
+        raise UsageError(f"{name}: contains NUL characters, so it is not text in UTF-8: save it as UTF-8 text")
     parts = cut(text)
     segments = [part for part in parts if isinstance(part, Segment)]
 
@@ -96,4 +108,4 @@ def read_utf8(name: str, data: bytes, media_type: str, cut: Callable[[str], list
         texts = iter([part.raw if text is None else text for part, text in zip(segments, built, strict=True)])
         return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
-    return Document(name, media_type + CHARSET, segments, join)
+    return Document(name, media_type + CHARSET, segments, join, skipped)
