@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qkv.api import document_translation
-from qkv.api.document_translation import check_output, format_of, open_document, translate_document, write_document
+from qkv.api.document_translation import check_output, format_of, open_documents, translate_document, write_document
 from qkv.api.translator import Translation
 from qkv.core.errors import QkvError, UsageError
 from qkv.documents import read_document
@@ -149,9 +149,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
         with pytest.raises(QkvError, match=r"No space left.*untouched"):
-            write_document(b"after", str(output))
+            write_document([b"af", b"ter"], str(output))
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.md", b"before")]
-    write_document(b"after", str(output))
+    write_document([b"af", b"ter"], str(output))
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a.md", b"after")]
 
 
@@ -165,7 +165,7 @@ def test_a_compressed_document_is_read(tmp_path: Path) -> None:
     import gzip
 
     (tmp_path / "a.md.gz").write_bytes(gzip.compress(b"one\n"))
-    assert open_document(str(tmp_path / "a.md"), "md").segments == ["one"]
+    assert next(open_documents(str(tmp_path / "a.md"), "md")).segments == ["one"]
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"one\n" * 99)[:20])
     with pytest.raises(QkvError, match=r"broken \.gz file"):
-        open_document(str(tmp_path / "b.md"), "md")
+        next(open_documents(str(tmp_path / "b.md"), "md"))

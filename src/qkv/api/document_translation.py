@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from qkv.api.file_translation import chunks, is_stream_output
 from qkv.console import Advance
 from qkv.core.errors import QkvError, UsageError
-from qkv.core.files import write_bytes
+from qkv.core.files import write_parts
 from qkv.data.alignments import Link
 from qkv.data.formats import open_text, read_any_file
 from qkv.decoding.search_request import Options
 from qkv.documents import FORMATS, Document, read_document
+from qkv.documents.plain_text import read_blocks
 
 if TYPE_CHECKING:
     from qkv.api.translator import Translation, Translator
@@ -73,13 +74,15 @@ def translate_document(
     translator: Translator,
     document: Document,
     *,
+    first: int = 0,
     progress: Advance = lambda done: None,
     report: Report = lambda number, source, translation: None,
     **options: Any,
 ) -> DocumentTranslation:
     """Translate all segments and write the document; options are those of `Translator.translate`.
 
-    `progress` is called with the number of finished segments, `report` with each translated segment in order.
+    `progress` is called with the number of finished segments, `report` with each translated segment in order. `first`
+    is the number of segments before this document, if it is a part of a longer text.
     """
     check_options(document.name, options)
     has_markup = document.has_markup
@@ -89,8 +92,8 @@ def translate_document(
     for chunk in chunks(document.segments, CHUNK):
         begin, end = chunk.first, chunk.first + len(chunk.lines)
         more: dict[str, Any] = {"protected": document.protected[begin:end]} if PASS_PROTECTED else {}
-        translations = translator.translate(chunk.lines, first=begin, progress=progress, **more, **options)
-        for number, (source, each) in enumerate(zip(chunk.lines, translations, strict=True), begin + 1):
+        translations = translator.translate(chunk.lines, first=first + begin, progress=progress, **more, **options)
+        for number, (source, each) in enumerate(zip(chunk.lines, translations, strict=True), first + begin + 1):
             if flags := flags_of(each):
                 flagged.append(FlaggedSegment(number, source, each.text, flags))
             report(number, source, each)
@@ -154,9 +157,13 @@ def format_of(name: str, chosen: str = "") -> str:
     return chosen or (suffix if suffix in FORMATS and suffix != "txt" else LINES)
 
 
-def open_document(name: str, format: str) -> Document:
-    """Read a document from a file, which may be compressed, or from standard input."""
-    return read_document(name, b"".join(read_any_file(open_text(name))), format)
+def open_documents(name: str, format: str) -> Iterator[Document]:
+    """Read a document from a file, which may be compressed, or from standard input; plain text comes in blocks."""
+    parts = read_any_file(open_text(name))
+    if format == "txt":
+        yield from read_blocks(name, parts)
+    else:
+        yield read_document(name, b"".join(parts), format)
 
 
 def check_output(document: Document, format: str, output: str) -> None:
@@ -177,12 +184,39 @@ def check_output(document: Document, format: str, output: str) -> None:
         raise UsageError(f"{output}: the folder {path.parent} cannot be written to: choose another one")
 
 
-def write_document(data: bytes, output: str) -> None:
-    """Write a document to standard output (-), a pipe, or a file, which appears when it is complete."""
-    if output == "-":
-        sys.stdout.buffer.write(data)
+def translate_to_file(
+    translator: Translator, documents: Iterable[Document], output: str | None, **options: Any
+) -> DocumentTranslation:
+    """Translate the blocks of a text, or a single document, to a file, a pipe or nowhere; return the counts."""
+    total: DocumentTranslation | None = None
+
+    def translated() -> Iterator[bytes]:
+        nonlocal total
+        for document in documents:
+            done = translate_document(translator, document, first=total.translated if total else 0, **options)
+            yield done.data
+            total = replace(
+                done,
+                data=b"",
+                translated=done.translated + (total.translated if total else 0),
+                skipped=done.skipped + (total.skipped if total else Counter()),
+                flagged=[*(total.flagged if total else []), *done.flagged],
+            )
+
+    write_document(translated(), output)
+    assert total is not None
+    return total
+
+
+def write_document(parts: Iterable[bytes], output: str | None) -> None:
+    """Write to standard output (-), a pipe, or a file, which appears when it is complete; None writes nothing."""
+    if output is None:
+        deque(parts, maxlen=0)
+    elif output == "-":
+        sys.stdout.buffer.writelines(parts)
         sys.stdout.buffer.flush()
     elif is_stream_output(output):
-        Path(output).write_bytes(data)
+        with Path(output).open("wb") as file:
+            file.writelines(parts)
     else:
-        write_bytes(Path(output), data)
+        write_parts(Path(output), parts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,7 +99,7 @@ def translate(
     Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
     repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
-    from qkv.api.document_translation import LINES, check_output, format_of, open_document
+    from qkv.api.document_translation import LINES, check_output, format_of, open_documents
     from qkv.api.file_translation import ProcessGroup, check_files, count_lines, default_workers, translate_text
     from qkv.api.translator import CHUNK, Translator
     from qkv.console import counter, say
@@ -106,12 +107,13 @@ def translate(
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
-    document = None
+    documents: Iterable[Document] | None = None
     if (format := format_of(file, format)) != LINES:
         _check_document_options(file, options, on_bad, group)
-        document = open_document(file, format)
+        first = next(blocks := open_documents(file, format))
         if not as_json or output != "-":
-            check_output(document, format, output)
+            check_output(first, format, output)
+        documents, total = chain([first], blocks), None if format == "txt" else len(first.segments)
     if workers is None and not others:
         workers = default_workers(file, group)
     translator = Translator(
@@ -120,8 +122,8 @@ def translate(
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
-    if document is not None:
-        _translate_document(translator, document, output, as_json, options)
+    if documents is not None:
+        _translate_document(translator, documents, total, output, as_json, options)
         return
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
@@ -162,10 +164,15 @@ def _check_document_options(file: str, options: Mapping[str, Any], on_bad: str, 
 
 
 def _translate_document(
-    translator: Translator, document: Document, output: str, as_json: bool, options: Mapping[str, Any]
+    translator: Translator,
+    documents: Iterable[Document],
+    total: int | None,
+    output: str,
+    as_json: bool,
+    options: Mapping[str, Any],
 ) -> None:
     """Translate a document to a file or pipe; with `as_json` print a line for each segment."""
-    from qkv.api.document_translation import flags_of, translate_document, write_document
+    from qkv.api.document_translation import flags_of, translate_to_file
     from qkv.console import counter, say
 
     def report(number: int, source: str, translation: Translation) -> None:
@@ -176,10 +183,9 @@ def _translate_document(
     if sys.stderr.isatty():
         say(translator.engine)
     shown = not (sys.stdout.isatty() and (as_json or output == "-"))
-    with counter("translating", len(document.segments), shown=shown) as advance:
-        result = translate_document(translator, document, progress=advance, report=report, **options)
-    if not as_json or output != "-":
-        write_document(result.data, output)
+    written = None if as_json and output == "-" else output
+    with counter("translating", total, shown=shown) as advance:
+        result = translate_to_file(translator, documents, written, progress=advance, report=report, **options)
     say(result.summary)
 
 

@@ -94,13 +94,7 @@ def read_utf8(
     `cut` may count in `skipped` what it leaves untranslated.
     """
     bom = BOM if data.startswith(BOM) else b""
-    try:
-        text = data[len(bom) :].decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start + len(bom)].count(b"\n") + 1
-        raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
-    if "\0" in text:
-        raise UsageError(f"{name}: contains NUL characters, so it is not text in UTF-8: save it as UTF-8 text")
+    text = decode_utf8(name, data).removeprefix("\ufeff")
     parts = cut(text)
     segments = [part for part in parts if isinstance(part, Segment)]
 
@@ -109,3 +103,15 @@ def read_utf8(
         return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
     return Document(name, media_type + CHARSET, segments, join, skipped)
+
+
+def decode_utf8(name: str, data: bytes, lines_before: int = 0) -> str:
+    """Return the text of a file, or of a part of it after some lines."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + lines_before + 1
+        raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
+    if "\0" in text:
+        raise UsageError(f"{name}: contains NUL characters, so it is not text in UTF-8: save it as UTF-8 text")
+    return text

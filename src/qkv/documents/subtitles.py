@@ -19,6 +19,7 @@ from pathlib import PurePath
 from qkv.core.errors import UsageError
 from qkv.documents import BOM, Document, read_utf8
 from qkv.documents.inline_markup import split_at
+from qkv.documents.plain_text import WIDE, join_lines
 from qkv.documents.segments import WHITE_SPACE, Segment, TextFormat, Token, split_lines, split_segments
 
 HEADER = re.compile(rb"WEBVTT(?:\s|$)")
@@ -38,10 +39,8 @@ VOICE = "v"  # <v Speaker>
 SPEAKER = re.compile(rf"\s*+(?:(?:<[^<>]*>|{STYLE})\s*+)*+(?:[-–—]\s+|[-–](?=[^\W\d_]))")
 
 # Scripts without spaces: a line may end between two of their characters, but not before or after some marks.
-WIDE = "\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60"
 NOT_FIRST = "、。，．・：；！？）」』】〉》〕ー々…ぁぃぅぇぉっゃゅょァィゥェォッャュョ"
 NOT_LAST = "（「『【〈《〔"
-WIDE_NEWLINE = re.compile(rf"(?<=[{WIDE}])(?:\r\n|\r|\n)(?=[{WIDE}])")
 BREAK = re.compile(rf"(?P<mark><[^<>]*>|{STYLE})| +|(?<=[{WIDE}])(?<![{NOT_LAST}])(?=[{WIDE}])(?![{NOT_FIRST}])")
 
 
@@ -123,12 +122,7 @@ def _speech_parts(text: str, is_vtt: bool, skipped: Counter[str]) -> Iterator[st
 def _tokens(text: str, is_vtt: bool, skipped: Counter[str]) -> Iterator[Token]:
     """Only WebVTT has entities; an unknown tag is text in SubRip."""
     for stretch, mark in split_at(WEBVTT_MARK if is_vtt else SUBRIP_MARK, text):
-        done = 0
-        for newline in WIDE_NEWLINE.finditer(stretch):
-            yield _text(stretch[done : newline.start()], is_vtt)
-            yield Token("text", newline[0], "")
-            done = newline.end()
-        yield _text(stretch[done:], is_vtt)
+        yield from join_lines(stretch, html.unescape if is_vtt else str)
         if mark is None:
             return
         raw, name = mark[0], (mark["name"] or "").lower()
@@ -143,10 +137,6 @@ def _tokens(text: str, is_vtt: bool, skipped: Counter[str]) -> Iterator[Token]:
             yield Token("standalone", raw)
         else:
             yield Token("text", raw, raw)
-
-
-def _text(raw: str, is_vtt: bool) -> Token:
-    return Token("text", raw, html.unescape(raw) if is_vtt else raw)
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
