@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 
 from qkv.api import document_translation
-from qkv.api.document_translation import check_output, format_of, open_documents, translate_document, write_document
+from qkv.api.document_translation import (
+    check_output,
+    format_of,
+    open_documents,
+    translate_document,
+    translate_to_file,
+    write_document,
+)
 from qkv.api.translator import Translation
 from qkv.core.errors import QkvError, UsageError
-from qkv.documents import read_document
+from qkv.documents import Document, read_document
+from qkv.documents.plain_text import read_blocks
 
 
 @dataclass
@@ -169,3 +177,33 @@ def test_a_compressed_document_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"one\n" * 99)[:20])
     with pytest.raises(QkvError, match=r"broken \.gz file"):
         next(open_documents(str(tmp_path / "b.md"), "md"))
+
+
+def test_a_long_text_is_translated_block_by_block(tmp_path: Path) -> None:
+    """Numbers of segments go on, and counts are summed."""
+    blocks = list(read_blocks("a.txt", [b"one\n\n", b"two flag\n", b"three\n"], size=1))
+    assert len(blocks) == 4  # the last one is empty
+    translator, numbers = UpperCase(), []
+    result = translate_to_file(
+        translator,  # type: ignore[arg-type]
+        blocks,
+        str(tmp_path / "b.txt"),
+        report=lambda number, *_: numbers.append(number),
+    )
+    assert (tmp_path / "b.txt").read_bytes() == b"ONE\n\nTWO FLAG\nTHREE\n"
+    assert numbers == [call["first"] + 1 for call in translator.calls] == [1, 2, 3]
+    assert (result.summary, result.flagged[0].number) == ("a.txt: 3 segments translated, 1 flagged", 2)
+
+
+@pytest.mark.parametrize("stop", [QkvError("failed"), KeyboardInterrupt(), SystemExit(143)])
+def test_a_translation_that_stops_writes_nothing(stop: BaseException, tmp_path: Path) -> None:
+    output = tmp_path / "b.txt"
+    output.write_bytes(b"before")
+
+    def blocks() -> Iterator[Document]:
+        yield read_document("a.txt", b"one")
+        raise stop
+
+    with pytest.raises(type(stop)):
+        translate_to_file(UpperCase(), blocks(), str(output))  # type: ignore[arg-type]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("b.txt", b"before")]
