@@ -112,9 +112,9 @@ def check_options(name: str, options: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {option} applies to one text, and a document has many: {remedy}")
 
 
-def flags_of(translation: Translation) -> tuple[str, ...]:
-    """Return the flags of a translation and of its pieces, each once."""
-    pieces: Any = translation.pieces
+def flags_of(translation: Any) -> tuple[str, ...]:
+    """Return the flags of a translation, also one from a server, and of its pieces, each once."""
+    pieces = getattr(translation, "pieces", ())
     inner = [flag for piece in pieces for flag in piece.flags] if isinstance(pieces, Sequence) else []
     return tuple(dict.fromkeys([*(name for name in FLAGS if getattr(translation, name)), *inner]))
 
