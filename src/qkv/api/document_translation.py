@@ -11,7 +11,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -124,18 +123,19 @@ def _links(
 ) -> list[Sequence[Link] | None]:
     """Return the word links of the wanted pairs; None for the others, and for texts that cannot be aligned."""
     links: list[Sequence[Link] | None] = [None] * len(sources)
-    numbers = [i for i, text in enumerate(texts) if wanted[i] and text.strip() and text != sources[i]]
-    align = partial(translator.align, tag=tag)
-    try:
-        aligned = [sorted(each) for each in align([sources[i] for i in numbers], [texts[i] for i in numbers])]
-        for i, each in zip(numbers, aligned, strict=True):
-            links[i] = each
-    except QkvError:  # one of them is too long: align each alone
-        for i in numbers:
-            try:
-                links[i] = sorted(align([sources[i]], [texts[i]])[0])
-            except QkvError:
-                continue
+
+    def align(numbers: list[int]) -> None:
+        try:
+            aligned = translator.align([sources[i] for i in numbers], [texts[i] for i in numbers], tag=tag)
+            for i, each in zip(numbers, aligned, strict=True):
+                links[i] = sorted(each)
+        except QkvError:  # one of them is too long: find it
+            if len(numbers) > 1:
+                align(numbers[: len(numbers) // 2])
+                align(numbers[len(numbers) // 2 :])
+
+    if numbers := [i for i, text in enumerate(texts) if wanted[i] and text.strip() and text != sources[i]]:
+        align(numbers)
     return links
 
 
