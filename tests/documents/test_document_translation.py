@@ -119,6 +119,21 @@ def test_options_of_one_text_are_refused(options: dict[str, Any]) -> None:
     translate_document(UpperCase(), document, n_best=1, prefix="", must_include=[])  # type: ignore[arg-type]
 
 
+def test_a_document_may_be_a_path_or_bytes(tmp_path: Path) -> None:
+    page = b"<p>one</p>"
+    (tmp_path / "a.html").write_bytes(page)
+    (tmp_path / "a.txt").write_bytes(b"a line that\ngoes on.\n")
+    translator: Any = UpperCase()
+    for source in (tmp_path / "a.html", str(tmp_path / "a.html"), read_document("a.html", page)):
+        assert translate_document(translator, source).data == b"<p>ONE</p>"
+    assert translate_document(translator, page, format="html").data == b"<p>ONE</p>"
+    assert translate_document(translator, tmp_path / "a.txt").translated == 1
+    with pytest.raises(UsageError, match="bytes have no suffix: give a format, one of txt"):
+        translate_document(translator, page)
+    with pytest.raises(UsageError, match=r"no\.html: no such file"):
+        translate_document(translator, tmp_path / "no.html")
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 

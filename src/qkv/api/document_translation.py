@@ -71,8 +71,9 @@ class DocumentTranslation:
 
 def translate_document(
     translator: Translator,
-    document: Document,
+    document: Document | str | Path | bytes,
     *,
+    format: str = "",
     first: int = 0,
     progress: Advance = lambda done: None,
     report: Report = lambda number, source, translation: None,
@@ -80,9 +81,11 @@ def translate_document(
 ) -> DocumentTranslation:
     """Translate all segments and write the document; options are those of `Translator.translate`.
 
+    The document is a file or the bytes of one; `format` is a suffix in `FORMATS`, by default that of the file.
     `progress` is called with the number of finished segments, `report` with each translated segment in order. `first`
     is the number of segments before this document, if it is a part of a longer text.
     """
+    document = _as_document(document, format)
     check_options(document.name, options)
     has_markup = document.has_markup
     texts: list[str] = []
@@ -101,6 +104,16 @@ def translate_document(
         links += _links(translator, chunk.lines, written, has_markup[begin:end], options.get("tag", ""))
     data = document.build(texts, links)
     return DocumentTranslation(document.name, document.media_type, data, len(texts), document.skipped, flagged)
+
+
+def _as_document(source: Document | str | Path | bytes, format: str) -> Document:
+    if isinstance(source, Document):
+        return source
+    if isinstance(source, bytes):
+        if not format:
+            raise UsageError(f'bytes have no suffix: give a format, one of {", ".join(FORMATS)}, as in format="docx"')
+        return read_document(f"document.{format}", source, format)
+    return read_document(str(source), b"".join(read_any_file(open_text(str(source)))), format)
 
 
 def check_options(name: str, options: dict[str, Any]) -> None:
