@@ -109,10 +109,10 @@ def test_time_is_linear(unit: str) -> None:
         data = (unit * count + "end\nof it").encode()
         times = []
         for _ in range(2):
-            begin = time.perf_counter()
+            begin = time.process_time()
             document = read_document("a.txt", data)
             document.build([segment[::-1] for segment in document.segments])
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
         return min(times)
 
     assert seconds(20_000) < 12 * seconds(2_000) + 0.5

@@ -31,9 +31,11 @@ NOT_SEARCH = "run file output format as_json others weights dtype device workers
 def translate(
     context: typer.Context,
     run: arguments.RunArgument,
-    file: arguments.TextFile = "-",
+    file: Annotated[
+        str, typer.Argument(help="Text file, one segment per line, or document; - is standard input.")
+    ] = "-",
     output: Annotated[
-        str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
+        str, option("Output file; resumes an interrupted translation of lines. - is standard output.", "--output", "-o")
     ] = "-",
     format: Annotated[
         str, option("Format of the input: lines, or a document's (txt, md, html, docx …); default: by its suffix.")
@@ -96,8 +98,8 @@ def translate(
 
     N lines in, N lines out. A document (md, html, docx …) keeps its format: qkv translate RUN a.docx -o a.it.docx
 
-    Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
-    repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
+    Typed or piped lines are translated as they arrive. With --output, a stopped or killed command on a file of lines
+    resumes when it is repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
     from qkv.api.document_translation import LINES, check_output, format_of, open_documents
     from qkv.api.file_translation import ProcessGroup, check_files, count_lines, default_workers, translate_text
