@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,8 @@ def test_flags_and_skipped_parts_are_counted() -> None:
     document.skipped.update({"equation": 2, "field": 1})
     result = translate_document(UpperCase(), document)  # type: ignore[arg-type]
     assert result.summary == "a.md: 2 segments translated, 3 skipped (2 equations, 1 field), 1 flagged"
+    more = replace(result, skipped=Counter({"image text": 2, 'translate="no"': 2, "ruby annotation": 2}), flagged=[])
+    assert more.summary.endswith('6 skipped (2 image text, 2 translate="no", 2 ruby annotations)')
     (flagged,) = result.flagged
     assert vars(flagged) == {"number": 1, "source": "one flag", "text": "ONE FLAG", "flags": ("truncated",)}
 

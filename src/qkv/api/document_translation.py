@@ -7,6 +7,7 @@ translated file appears when it is complete: `write_document` renames a temporar
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,8 +154,9 @@ def _links(
 
 
 def _count(count: int, noun: str) -> str:
-    """Return `1 field` or `2 fields`."""
-    return f"{count:,} {noun}" if count == 1 or noun.endswith("s") else f"{count:,} {noun}s"
+    """Return `1 field` or `2 fields`; names that are no countable noun (`image text`) stay as they are."""
+    countable = re.fullmatch(r"[a-z]+( [a-z]+)?", noun) and not noun.endswith(("s", "text"))
+    return f"{count:,} {noun}s" if count != 1 and countable else f"{count:,} {noun}"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
