@@ -155,7 +155,7 @@ def _links(
 
 def _count(count: int, noun: str) -> str:
     """Return `1 field` or `2 fields`; names that are no countable noun (`image text`) stay as they are."""
-    countable = re.fullmatch(r"[a-z]+( [a-z]+)?", noun) and not noun.endswith(("s", "text"))
+    countable = re.fullmatch(r"[A-Za-z]+( [a-z]+)?", noun) and not noun.endswith(("s", "text"))
     return f"{count:,} {noun}s" if count != 1 and countable else f"{count:,} {noun}"
 
 
