@@ -1,11 +1,12 @@
-"""Verbs that write text: translate (a terminal, a pipe, a file of any size), complete and fill."""
+"""Verbs that write text: translate (a terminal, a pipe, a file of any size, a document), complete and fill."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,22 +19,28 @@ from qkv.core.errors import UsageError
 
 if TYPE_CHECKING:
     from qkv.api.completer import SamplingOptions
-    from qkv.api.file_translation import Chunk, Work
+    from qkv.api.file_translation import Chunk, ProcessGroup, Work
     from qkv.api.translation import Translation
     from qkv.api.translator import Translator
     from qkv.console import Advance
+    from qkv.documents import Document
 
 # Options about input, output and hardware; all others are search options, passed to Translator.translate.
-NOT_SEARCH = "run file output as_json others weights dtype device workers on_bad".split()
+NOT_SEARCH = "run file output format as_json others weights dtype device workers on_bad".split()
 
 
 def translate(
     context: typer.Context,
     run: arguments.RunArgument,
-    file: arguments.TextFile = "-",
-    output: Annotated[
-        str, option("Output file; resumes an interrupted translation. - is standard output.", "--output", "-o")
+    file: Annotated[
+        str, typer.Argument(help="Text file, one segment per line, or document; - is standard input.")
     ] = "-",
+    output: Annotated[
+        str, option("Output file; resumes an interrupted translation of lines. - is standard output.", "--output", "-o")
+    ] = "-",
+    format: Annotated[
+        str, option("Format of the input: lines, or a document's (txt, md, html, docx …); default: by its suffix.")
+    ] = "",
     as_json: arguments.AsJson = False,
     beam: arguments.Beam = None,
     n_best: Annotated[
@@ -92,11 +99,14 @@ def translate(
         arguments.OnBad, option("Line that is not UTF-8: error, or skip (its output line is empty).")
     ] = "error",
 ) -> None:
-    """Translate text line by line: N lines in, N lines out.
+    """Translate text line by line, or a whole document.
 
-    Typed or piped lines are translated as they arrive. With --output, a stopped or killed command resumes when it is
-    repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
+    N lines in, N lines out. A document (md, html, docx …) keeps its format: qkv translate RUN a.docx -o a.it.docx
+
+    Typed or piped lines are translated as they arrive. With --output, a stopped or killed command on a file of lines
+    resumes when it is repeated. On several GPUs: torchrun --nproc-per-node 8 -m qkv translate RUN FILE -o OUTPUT
     """
+    from qkv.api.document_translation import LINES, check_output, format_of, open_documents
     from qkv.api.file_translation import (
         ProcessGroup,
         check_files,
@@ -111,6 +121,13 @@ def translate(
 
     options = {name: value for name, value in given(context.params).items() if name not in NOT_SEARCH}
     group = ProcessGroup.from_environment()
+    documents: Iterable[Document] | None = None
+    if (format := format_of(file, format)) != LINES:
+        _check_document_options(file, options, on_bad, group)
+        first = next(blocks := open_documents(file, format))
+        if not as_json or output != "-":
+            check_output(first, format, output)
+        documents, total = chain([first], blocks), None if format == "txt" else len(first.segments)
     if workers is None and not others:
         workers = default_workers(file, group)
     translator = Translator(
@@ -119,6 +136,9 @@ def translate(
     if shortlist and not (run / "shortlist.safetensors").exists():
         say(f"{run}: computing the shortlist (likely translations of each source token), once")
         translator.learn_shortlist()
+    if documents is not None:
+        _translate_document(translator, documents, total, output, as_json, options)
+        return
     if " " in file and not Path(file).exists():
         raise UsageError(f"{file}: no such file: to translate a sentence, pipe it: echo … | qkv translate {run}")
     check_files([file], output, group)
@@ -143,6 +163,44 @@ def translate(
             progress=advance,
         )
     _report(file, counts, 0 if group.rank else lines.bad, max_length)
+
+
+def _check_document_options(file: str, options: Mapping[str, Any], on_bad: str, group: ProcessGroup) -> None:
+    """Refuse options that have no meaning for a document."""
+    from qkv.api.document_translation import TEXT_OPTIONS
+
+    names = [name for name in TEXT_OPTIONS if options.get(name, 1) != 1]
+    if names or on_bad != "error":
+        name = f"--{names[0].replace('_', '-')}" if names else "--on-bad"
+        raise UsageError(f"{file}: {name} applies to lines, and this is a document: omit it, or add --format lines")
+    if group.world > 1:
+        raise UsageError(f"{file}: one process translates a document: start qkv without torchrun")
+
+
+def _translate_document(
+    translator: Translator,
+    documents: Iterable[Document],
+    total: int | None,
+    output: str,
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Translate a document to a file or pipe; with `as_json` print a line for each segment."""
+    from qkv.api.document_translation import flags_of, translate_to_file
+    from qkv.console import counter, say
+
+    def report(number: int, source: str, translation: Translation) -> None:
+        if as_json:
+            row = {"segment": number, "source": source, **translation.to_dict(), "flags": flags_of(translation)}
+            print(json.dumps(row, ensure_ascii=False))
+
+    if sys.stderr.isatty():
+        say(translator.engine)
+    shown = not (sys.stdout.isatty() and (as_json or output == "-"))
+    written = None if as_json and output == "-" else output
+    with counter("translating", total, shown=shown) as advance:
+        result = translate_to_file(translator, documents, written, progress=advance, report=report, **options)
+    say(result.summary)
 
 
 def _chunk_work(translator: Translator, options: Mapping[str, Any], as_json: bool, progress: Advance) -> Work:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    _write(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
+    write_parts(path, [text.encode("utf-8")])
+
+
+def write_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file atomically, part by part as they are computed."""
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+
+    _write(path, write)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -22,9 +22,11 @@ FORMATS = {  # suffix: module
     "html": "html_text",
     "htm": "html_text",
     "srt": "subtitles",
+    "vtt": "subtitles",
     "docx": "docx",
 }
 BOM = b"\xef\xbb\xbf"
+CHARSET = "; charset=utf-8"
 Join = Callable[[Sequence[str | None]], bytes]  # the built text of each segment, None if unchanged → the file
 
 
@@ -44,6 +46,11 @@ class Document:
         self.protected = [part.protected for part in parts]
 
     @property
+    def is_text(self) -> bool:
+        """Whether the file is text, which a terminal or a pipe can show."""
+        return self.media_type.endswith(CHARSET)
+
+    @property
     def has_markup(self) -> list[bool]:
         """Whether each segment contains inline markup; only those need an alignment."""
         return [bool(part.marks) for part in self.parts]
@@ -59,26 +66,35 @@ class Document:
             raise UsageError(f"{self.name}: {count} segments, but {len(translations)} translations: give one for each")
         links = [None] * len(translations) if alignments is None else alignments
         triples = zip(self.parts, translations, links, strict=True)
-        return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+        try:
+            return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+        except UnicodeEncodeError as error:
+            half = f"U+{ord(error.object[error.start]):04X}"
+            raise UsageError(f"{self.name}: a translation contains half of a character ({half}): remove it") from None
 
 
-def read_document(name: str, data: bytes) -> Document:
-    """Parse a document; the suffix of its name selects the format."""
-    suffix = PurePath(name).suffix.lower().removeprefix(".")
-    if suffix not in FORMATS:
+def read_document(name: str, data: bytes, format: str = "") -> Document:
+    """Parse a document of a format in `FORMATS`; by default the suffix of its name selects the format."""
+    format = format or PurePath(name).suffix.lower().removeprefix(".")
+    if format not in FORMATS:
         raise UsageError(f"{name}: not a document that can be translated: send one of {', '.join(FORMATS)}")
-    read: Callable[[str, bytes], Document] = importlib.import_module(f"{__name__}.{FORMATS[suffix]}").read
+    read: Callable[[str, bytes], Document] = importlib.import_module(f"{__name__}.{FORMATS[format]}").read
     return read(name, data)
 
 
-def read_utf8(name: str, data: bytes, media_type: str, cut: Callable[[str], list[str | Segment]]) -> Document:
-    """Parse a text file: `cut` returns its parts in order, kept source as `str` and text to translate as `Segment`."""
+def read_utf8(
+    name: str,
+    data: bytes,
+    media_type: str,
+    cut: Callable[[str], list[str | Segment]],
+    skipped: Mapping[str, int] | None = None,
+) -> Document:
+    """Parse a text file: `cut` returns its parts in order, kept source as `str` and text to translate as `Segment`.
+
+    `cut` may count in `skipped` what it leaves untranslated.
+    """
     bom = BOM if data.startswith(BOM) else b""
-    try:
-        text = data[len(bom) :].decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start + len(bom)].count(b"\n") + 1
-        raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
+    text = decode_utf8(name, data).removeprefix("\ufeff")
     parts = cut(text)
     segments = [part for part in parts if isinstance(part, Segment)]
 
@@ -86,4 +102,16 @@ def read_utf8(name: str, data: bytes, media_type: str, cut: Callable[[str], list
         texts = iter([part.raw if text is None else text for part, text in zip(segments, built, strict=True)])
         return bom + "".join(part if isinstance(part, str) else next(texts) for part in parts).encode()
 
-    return Document(name, f"{media_type}; charset=utf-8", segments, join)
+    return Document(name, media_type + CHARSET, segments, join, skipped)
+
+
+def decode_utf8(name: str, data: bytes, lines_before: int = 0) -> str:
+    """Return the text of a file, or of a part of it after some lines."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + lines_before + 1
+        raise UsageError(f"{name}, line {line}: not UTF-8: save the document as UTF-8 and send it again") from None
+    if "\0" in text:
+        raise UsageError(f"{name}: contains NUL characters, so it is not text in UTF-8: save it as UTF-8 text")
+    return text

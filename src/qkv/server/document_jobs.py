@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from starlette.requests import Request
 
+from qkv.api.document_translation import FlaggedSegment, flags_of
 from qkv.core.errors import QkvError
 from qkv.data.alignments import Link
 from qkv.documents import Document, read_document
@@ -39,12 +40,16 @@ class DocumentJob:
     result: bytes = b""
     media_type: str = "application/octet-stream"
     downloaded: bool = False
+    skipped: dict[str, int] = field(default_factory=dict)  # what the reader left untranslated, by its name
+    flagged: list[FlaggedSegment] = field(default_factory=list)
     expires: float = 0.0  # on the monotonic clock; 0 while running
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def status(self) -> dict[str, Any]:
         """The state of the job as JSON."""
         status: dict[str, Any] = {"id": self.id, "state": self.state, "done": self.done, "total": self.total}
+        if self.state == "done":
+            status |= {"skipped": self.skipped, "flagged": [asdict(segment) for segment in self.flagged]}
         return status | ({"error": self.error} if self.error else {"name": self.name})
 
 
@@ -109,8 +114,12 @@ class JobStore:
                     results = await self._translate_texts(job, model, target, [segments[i] for i in numbers], markup)
                     for i, result in zip(numbers, results, strict=True):
                         translated[i], links[i] = result.texts[0], next(iter(result.links), None)
+                        if flags := flags_of(result):
+                            job.flagged.append(FlaggedSegment(i + 1, segments[i], result.texts[0], flags))
                     job.done += len(numbers)
+            job.skipped = dict(document.skipped)
             job.result = await asyncio.to_thread(document.build, translated, links)
+            job.flagged.sort(key=lambda segment: segment.number)
             job.state = "done"
         except (QkvError, Refusal) as error:
             job.state, job.error = "failed", str(getattr(error, "detail", error))
