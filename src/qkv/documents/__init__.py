@@ -23,6 +23,10 @@ FORMATS = {  # suffix: module
     "htm": "html_text",
     "srt": "subtitles",
     "docx": "docx",
+    "pptx": "pptx",
+    "xlsx": "xlsx",
+    "odt": "odt",
+    "epub": "epub",
 }
 BOM = b"\xef\xbb\xbf"
 Join = Callable[[Sequence[str | None]], bytes]  # the built text of each segment, None if unchanged → the file
@@ -38,7 +42,7 @@ class Document:
     def __init__(
         self, name: str, media_type: str, parts: Sequence[Segment], join: Join, skipped: Mapping[str, int] | None = None
     ) -> None:
-        self.name, self.media_type, self.parts, self._join = name, media_type, parts, join
+        self.name, self.media_type, self.parts, self.join = name, media_type, parts, join
         self.skipped = Counter(skipped or {})
         self.segments = [part.text for part in parts]  # without markup, in order
         self.protected = [part.protected for part in parts]
@@ -59,7 +63,7 @@ class Document:
             raise UsageError(f"{self.name}: {count} segments, but {len(translations)} translations: give one for each")
         links = [None] * len(translations) if alignments is None else alignments
         triples = zip(self.parts, translations, links, strict=True)
-        return self._join([None if text == part.text else part.build(text, link) for part, text, link in triples])
+        return self.join([None if text == part.text else part.build(text, link) for part, text, link in triples])
 
 
 def read_document(name: str, data: bytes) -> Document:
