@@ -186,7 +186,8 @@ class Generator:
                 "<w:r><w:t xml:space='preserve'> CO</w:t></w:r><w:r><w:rPr><w:vertAlign/></w:rPr><w:t>2</w:t></w:r>"
             ),
             lambda: (
-                "<w:r><w:t xml:space='preserve'> left</w:t><w:tab/><w:t>right</w:t><w:br/><w:t xml:space='preserve'>below </w:t></w:r>"
+                "<w:r><w:t xml:space='preserve'> left</w:t><w:tab/><w:t>right</w:t><w:br/>"
+                "<w:t xml:space='preserve'>below </w:t></w:r>"
             ),
             lambda: self.keep("<m:oMath><m:r><m:t>x+#</m:t></m:r></m:oMath>"),
             lambda: self.field(self.keep(" PAGE #_ "), "<w:r><w:t>7</w:t></w:r>"),

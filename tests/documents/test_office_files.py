@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 import xml.etree.ElementTree as ET
 
@@ -102,4 +101,3 @@ def test_marks_survive_any_translation(kind: str) -> None:
         for name, content in after.items():
             if name.endswith(("xml", "xhtml")):
                 ET.fromstring(content)
-        assert html.escape('<x0> & "more"', quote=False).encode() in sources

@@ -29,7 +29,7 @@ class RunStory(Story):
     dropped: ClassVar[frozenset[str]] = frozenset()
     breaks: ClassVar[frozenset[str]] = frozenset()  # they read as a space
     characters: ClassVar[Mapping[str, str]] = {}  # element: character
-    special: ClassVar[re.Pattern[str]] = re.compile("([\t\n\r])")  # characters of a text that are not translated
+    special: ClassVar[re.Pattern[str]] = re.compile("(\t)")  # characters of a text that are not translated
     untranslated: ClassVar[Mapping[str, str]] = {}  # mark: name in `Document.skipped`
     unsupported: ClassVar[Mapping[str, str]] = {}  # element that makes its paragraph a kept one: name
     ranges: ClassVar[Mapping[str, str]] = {}  # start or end mark: name of the pair

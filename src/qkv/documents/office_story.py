@@ -35,9 +35,11 @@ NESTED = re.compile("\0([0-9]+)\0")  # stands for a nested paragraph; XML has no
 AS_XML = TextFormat(escape_xml)  # the built text keeps its numbered tags, which `Paragraph` replaces
 
 ROOT = -1
+MARKS = ("mark", "character")
+CLOSING_PUNCTUATION = ".,;:!?)]}»”’…、。，！？；："
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Style:
     """The XML before and after a text; texts with an equal `key` look alike."""
 
@@ -53,7 +55,7 @@ Bases = Mapping[int, Style]  # place of an opening item, or ROOT: the style of t
 WriteText = Callable[[Style, str], str]
 
 
-@dataclass
+@dataclass(slots=True)
 class Item:
     """A piece of a paragraph.
 
@@ -75,7 +77,7 @@ class KeptError(Exception):
     """A paragraph cannot be translated; the text names the reason in `Document.skipped`."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Paragraph:
     """The source of a paragraph's content, and the plan to write it: XML, or a segment's number and styles."""
 
@@ -199,6 +201,8 @@ class Story(ABC):
         try:
             paragraph.items = self.read_items(name, events, level)
             paragraph.plan = [*self._plan(paragraph)]
+            if not paragraph.segments:
+                paragraph.items, paragraph.plan = (), []
         except KeptError as error:
             text = "".join(event.text for event in events)
             self.skipped[str(error)] += any(character.isalnum() for character in text)
@@ -288,26 +292,27 @@ def _base_styles(items: Sequence[Item], begin: int) -> dict[int, Style]:
 def _tokens(items: Sequence[Item], begin: int, end: int, bases: Bases) -> Iterator[Token]:
     """The range as tokens; the source of a mark is a numbered tag with the place of its item.
 
-    Adjacent marks, and the white space before them, read as one space if one of them does; the last one has it.
+    Adjacent marks, and the white space before them, read as one space; but not before a comma or full stop.
     """
     opened = [ROOT]
-    marks: list[int] = []
-    space = False  # whether the marks read as a space
-    after_space = False  # whether the text ends with a space
-    kinds = [item.kind for item in items[begin:end] if item.kind != "dropped"]
-    following = iter([*kinds[1:], ""])
-    for place in range(begin, end):
+    marks: list[str] = []
+    held = reads = False  # whether the marks follow white space; whether they read as a space
+    after_space = False  # whether the text before them ends with a space
+    shown = [place for place in range(begin, end) if items[place].kind != "dropped"]
+    for place, following in zip(shown, [*shown[1:], end], strict=False):
         item = items[place]
-        if item.kind == "dropped":
-            continue
-        before_mark = next(following) in ("mark", "character")
-        if item.kind in ("mark", "character"):
-            space = space or bool(item.text and not after_space)
-            marks.append(place)
-            if not before_mark:
-                yield from [Token("standalone", f"<x{mark}/>") for mark in marks[:-1]]
-                yield Token("standalone", f"<x{place}/>", " " if space else "")
-                marks, space, after_space = [], False, after_space or space
+        next_kind, next_text = (items[following].kind, items[following].text) if following < end else ("", "")
+        if item.kind in MARKS:
+            reads = reads or held or bool(item.text and not after_space)
+            marks.append(f"<x{place}/>")
+            if next_kind in MARKS:
+                continue
+            if held and next_kind == "text" and next_text[0] in CLOSING_PUNCTUATION:
+                marks[0], reads = " " + marks[0], False
+            yield from [Token("standalone", mark) for mark in marks[:-1]]
+            yield Token("standalone", marks[-1], " " if reads else "")
+            after_space = after_space or reads
+            marks, held, reads = [], False, False
         elif item.kind == "open":
             opened.append(place)
             yield Token("open", f"<x{place}>")
@@ -318,10 +323,10 @@ def _tokens(items: Sequence[Item], begin: int, end: int, bases: Bases) -> Iterat
             yield from (Token("open", f"<x{place}>"), token, Token("close", f"</x{place}>"))
             after_space = item.text[-1] in WHITE_SPACE
         else:
-            text = item.text.rstrip(WHITE_SPACE) if before_mark else item.text
-            space = text != item.text
+            text = item.text.rstrip(WHITE_SPACE) if next_kind in MARKS else item.text
+            held = text != item.text
             yield Token("text", escape_xml(text), text)
-            after_space = text[-1:] in WHITE_SPACE
+            after_space = not held and text[-1] in WHITE_SPACE
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

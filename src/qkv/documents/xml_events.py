@@ -38,7 +38,7 @@ NAMESPACES = {
 }
 PREFIXES = {uri: prefix for prefix, uris in NAMESPACES.items() for uri in uris}
 ENCODING = re.compile(rb"""<\?xml[^>]{0,200}?\sencoding\s*=\s*["']([A-Za-z0-9._-]{1,40})["']""")
-KNOWN_ENCODING = re.compile(r"utf-?8|utf-?16(?:le|be)?|us-ascii|iso-8859-\d+|windows-125\d", re.IGNORECASE)
+KNOWN_ENCODING = re.compile(r"utf-?8|utf-?16(?:-?[lb]e)?|us-ascii|iso-8859-\d+|windows-125\d", re.IGNORECASE)
 BOMS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 CHUNK_BYTES = 1 << 16
@@ -150,8 +150,8 @@ class _Recorder:
         events, self.waiting = self.waiting, []
         if events and end is None:
             self.waiting = [events.pop()]
-        stops = [event.begin for event in [*events[1:], *self.waiting]]
-        for event, stop in zip(events, stops if end is None else [*stops, end], strict=True):
+        begins = [event.begin for event in [*events, *self.waiting]] + ([] if end is None else [end])
+        for event, stop in zip(events, begins[1:], strict=True):
             event.end = stop
         return events
 
